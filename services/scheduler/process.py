@@ -154,6 +154,7 @@ class SchedulerProcess:
                     self.scheduler.offload.take_report(message)
             elif identity in self.group.members[:1]:  # rank 0
                 self.on_tokens(message)
+        self.send_deltas()  # before the next plan: the workers have others meanwhile
         self.advance()
 
     def on_tokens(self, message: SampledTokens) -> None:
@@ -224,7 +225,7 @@ class SchedulerProcess:
             self.poison.report_found(sequence)
 
     def advance(self) -> None:
-        """Send every plan that may be sent, and then the tokens that have arrived."""
+        """Send every plan that may be sent, and then what detokenizers have to know."""
         if scheduler := self.scheduler:
             scheduler.max_plans = self.plan_depth.num_plans
         while scheduler and self.group.ready and scheduler.epoch == self.group.epoch:
@@ -236,11 +237,14 @@ class SchedulerProcess:
                 if not all(self.workers.send_bytes(frame, member) for frame in frames):
                     self.lose_worker(member)
                     break
+        self.send_deltas()
+        if self.ready != self.reported_ready:
+            self.send_status()
+
+    def send_deltas(self) -> None:
         for identity, delta in self.streams.take_deltas():
             if not self.detokenizers.send(delta, identity):
                 self.lose_detokenizer(identity)
-        if self.ready != self.reported_ready:
-            self.send_status()
 
     def lose_detokenizer(self, identity: bytes) -> None:
         """Move its sequences to another detokenizer, now or when one registers."""

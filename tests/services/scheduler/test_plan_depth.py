@@ -1,8 +1,12 @@
-"""Number of plans in flight."""
+"""Number of plans in flight, and when they leave."""
 
 import pytest
 
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import SampledTokens
 from penstock.services.scheduler.in_flight_plan import PlanDepth
+from penstock.services.scheduler.process import SchedulerProcess
+from tests.services.scheduler.processes import request
 
 
 def depth_at(most: int, *step_milliseconds: float) -> int:
@@ -38,3 +42,19 @@ def test_one_late_step_changes_little() -> None:
     for step in range(40):
         depth.on_tokens(step * 0.5e-3 + (0.4e-3 if step == 39 else 0))
     assert depth.num_plans == 4
+
+
+def test_tokens_leave_before_the_next_plan(
+    process: SchedulerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.accept(request())
+    assert process.scheduler
+    process.scheduler.schedule()
+    sampled = SampledTokens(process.scheduler.epoch, 0, pack([5]))
+    process.group.members, process.group.epoch = [b"worker"], sampled.epoch
+    sent: list[str] = []
+    monkeypatch.setattr(process, "advance", lambda: sent.append("plan"))
+    monkeypatch.setattr(process.detokenizers, "send", lambda *_: sent.append("tokens") or True)
+    monkeypatch.setattr(process.workers, "receive", lambda: iter([(b"worker", sampled)]))
+    process.on_workers()
+    assert sent == ["tokens", "plan"]
