@@ -4,9 +4,10 @@
     python -m tests.tools.hops --http --rest 50    # a chat over HTTP, after 50 ms of rest
     python -m tests.tools.hops --model work/0.6B   # with a model
 
-Prints medians in µs. A pipeline of real processes streams one request at a time. Every process
-stamps the frames that it sends and receives (`stamps/sitecustomize.py`). A request is followed from
-its end: from each message to the newest one that can have caused it.
+Prints medians in µs. A pipeline of real processes streams one request at a time; the step of a
+worker without a model takes 2 ms. Every process stamps the frames that it sends and receives
+(`stamps/sitecustomize.py`). A request is followed from its end: from each message to the newest one
+that can have caused it.
 """
 
 import argparse
@@ -35,6 +36,10 @@ from tests.tools.hops.stamps import sitecustomize
 
 STAMPS = Path(sitecustomize.__file__).parent
 NUM_WARM_UP = 50
+NUM_TOKENS = 4
+"""of an answer: the first one is not the last, so that a plan follows it"""
+STEP_MS = 3
+"""of the worker without a model; its first one takes 2 ms, as that of a short prompt on a GPU"""
 WAY = [
     ("gateway", b"TokenizeRequest"),
     ("tokenizer", b"TokenizedRequest"),
@@ -108,7 +113,7 @@ def zmq_request(endpoint: str, stack: contextlib.ExitStack) -> Request:
 
     def request(number: int) -> tuple[int, int]:
         begin = time.monotonic_ns()
-        stream = client.submit(f"The number {number} is", max_tokens=1, stream=True)
+        stream = client.submit(f"The number {number} is", max_tokens=NUM_TOKENS, stream=True)
         deltas = iter(stream)
         next(deltas)
         end = time.monotonic_ns()
@@ -126,7 +131,7 @@ def http_request(port: int, stack: contextlib.ExitStack) -> Request:
 
     def request(number: int) -> tuple[int, int]:
         messages = [{"role": "user", "content": f"The number {number} is"}]
-        body = json.dumps({"messages": messages, "max_tokens": 1, "stream": True})
+        body = json.dumps({"messages": messages, "max_tokens": NUM_TOKENS, "stream": True})
         begin = time.monotonic_ns()
         connection.request("POST", "/v1/chat/completions", body)
         response = connection.getresponse()
@@ -146,7 +151,7 @@ def measure(options: argparse.Namespace, folder: str) -> list[list[Part]]:
     own = {"log_level": "warning", "http": int(options.http), "http_port": port}
     if options.model:
         own["model"] = options.model
-    commands = {} if options.model else {"worker": STAND_IN}
+    commands = {} if options.model else {"worker": f"{STAND_IN} {STEP_MS}"}
     os.environ |= {"PYTHONPATH": str(STAMPS), "PENSTOCK_STAMPS": folder}
     moments = []
     with contextlib.ExitStack() as stack:
