@@ -57,7 +57,7 @@ class Channel(Generic[Received]):
         self.num_bad_frames = 0
         self._frames: list[zmq.Frame] = []
         """of a message that is received in part"""
-        self._encode = msgspec.msgpack.Encoder().encode
+        self.encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(receives).decode
         self._is_router = socket.type == zmq.ROUTER
         self._readable = [(socket, _POLLIN)]
@@ -74,10 +74,7 @@ class Channel(Generic[Received]):
 
     def send(self, message: object, to: bytes = b"") -> bool:
         """Send to the peer `to` (ROUTER only). Return False if the peer is disconnected."""
-        return self.send_bytes(self._encode(message), to)
-
-    def encode(self, message: object) -> bytes:
-        return self._encode(message)
+        return self.send_bytes(self.encode(message), to)
 
     def send_bytes(self, frame: bytes, to: bytes = b"") -> bool:
         return not self.try_send([to, frame] if self._is_router else [frame])
@@ -100,8 +97,7 @@ class Channel(Generic[Received]):
         """Yield messages that wait at the socket, each after its peer's identity (ROUTER only)."""
         for frames in self.receive_frames(seconds):
             if len(frames) != 1 + self._is_router:
-                reason = f"got {len(frames)} frames, expected {1 + self._is_router}"
-                self.count_bad_frame(reason)
+                self.count_bad_frame(f"got {len(frames)} frames, expected {1 + self._is_router}")
                 continue
             try:
                 message = self._decode(frames[-1].bytes)

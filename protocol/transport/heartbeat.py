@@ -16,14 +16,12 @@ MAX_MISSED = 3
 class LentSockets:
     """Context of long work that uses no socket: meanwhile another thread may send heartbeats.
 
-    A lock passes the sockets on: libzmq demands a memory barrier where another thread uses a
-    socket.
+    A lock passes the sockets on: libzmq demands a memory barrier between threads that use one.
     """
 
     def __init__(self) -> None:
-        """Begin as the thread that uses the sockets."""
         self.lock = threading.Lock()
-        self.lock.acquire()
+        self.lock.acquire()  # the main thread's, except within the context
 
     def __enter__(self) -> None:
         self.lock.release()

@@ -21,7 +21,7 @@ from penstock.protocol.transport.socket_info import (
 )
 from penstock.services.gateway.client import Client, Connection, Share
 from penstock.services.gateway.connection_limits import ConnectionLimits
-from penstock.services.gateway.validation import refuse_if
+from penstock.services.gateway.validation import refusal
 
 log = logging.getLogger("gateway")
 MAX_EARLIER = 64
@@ -140,8 +140,8 @@ class Connections:
 
     def named_client(self, client: Client, name: str) -> Client:
         """Return the client that a request names. Raises RefusedError where it may name none."""
-        text = f"got {name!r}, expected none: only the pipeline's HTTP servers name their clients"
-        refuse_if(not client.connection.is_inner, "client", text)
+        if not client.connection.is_inner:
+            raise refusal("client", f"got {name!r}, expected none: only HTTP servers name clients")
         share = self._shares.get(name)
         if share is None:
             share = self._shares[name] = Share(name)

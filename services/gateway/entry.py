@@ -2,6 +2,8 @@
 
 from time import monotonic
 
+import msgspec
+
 from penstock.protocol.messages.client import (
     ErrorReply,
     FinishReason,
@@ -69,8 +71,7 @@ class Entry:
         self.priority = request.priority
         self.sampling = POOLED
         if request.pooling is None:
-            own = {name: getattr(request, name) for name in SamplingParams.__struct_fields__}
-            self.sampling = SamplingParams(**own)
+            self.sampling = msgspec.convert(request, SamplingParams, from_attributes=True)
         self.attempt = self.num_attempts = 0
         self.replica = 0
         self.left: dict[int, int] = {}

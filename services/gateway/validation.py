@@ -83,8 +83,8 @@ def _check_depth(request: Request) -> None:
         value = getattr(request, field, None)
         if not value or (field == "messages" and not any(one.tool_calls for one in value)):
             continue
-        text = f"got a deeper nesting, expected up to {MAX_DEPTH} levels"
-        refuse_if(is_too_deep(value), field, text)
+        if is_too_deep(value):
+            raise refusal(field, f"got a deeper nesting, expected up to {MAX_DEPTH} levels")
 
 
 def _check_encoding(request: Request) -> None:
@@ -116,17 +116,19 @@ class Validation:
 
     def check(self, request: GenerateRequest, is_req_socket: bool) -> None:
         self._check_prompt(request)
-        self._check_pooling(request)
-        text = f"got {request.n}, expected 1; send a request for each answer, with the seed + i"
-        refuse_if(request.n > 1, "n", text)
+        if request.pooling is not None or self._model.is_embedding_model:
+            self._check_pooling(request)
+        if request.n > 1:
+            text = f"got {request.n}, expected 1; send a request for each answer, with the seed + i"
+            raise refusal("n", text)
+        if request.stream and is_req_socket:
+            raise refusal("stream", "got true on a REQ socket, expected a DEALER socket")
         number, most = request.max_tokens, self.max_model_len
-        is_single = request.stream and is_req_socket
-        refuse_if(is_single, "stream", "got true on a REQ socket, expected a DEALER socket")
-        if number is not None:
-            text = f"got {number}, expected up to {most}, the model's context"
-            refuse_if(number > most, "max_tokens", text)
+        if number is not None and number > most:
+            raise refusal("max_tokens", f"got {number}, expected up to {most}, the model's context")
+        if number is not None and request.min_tokens > number:
             text = f"got {request.min_tokens}, expected up to max_tokens, {number}"
-            refuse_if(request.min_tokens > number, "min_tokens", text)
+            raise refusal("min_tokens", text)
         self._check_token_ids("output_token_ids", request.output_token_ids)
         self._check_token_ids("stop_token_ids", request.stop_token_ids)
         self._check_token_ids("logit_bias", request.logit_bias)
@@ -137,18 +139,22 @@ class Validation:
         pooling, embeds = request.pooling, self._model.is_embedding_model
         if pooling is None:
             text = "got an embedding model, which generates no text; send inputs to /v1/embeddings"
-            return refuse_if(embeds, "model", text)
+            raise refusal("model", text)
         for field in _OF_TEXT:
-            text = "got a value together with pooling, which samples no token; leave it out"
-            refuse_if(getattr(request, field) != getattr(_DEFAULTS, field), field, text)
-        text = "got one that generates text, expected an embedding model: Qwen/Qwen3-Embedding-0.6B"
-        refuse_if(not embeds and not pooling.label_ids, "model", text)
-        text = "got an embedding model, which has no output layer; leave label_ids out"
-        refuse_if(embeds and bool(pooling.label_ids), "model", text)
+            if getattr(request, field) != getattr(_DEFAULTS, field):
+                text = "got a value together with pooling, which samples no token; leave it out"
+                raise refusal(field, text)
+        if not embeds and not pooling.label_ids:
+            text = "got one that generates text, expected an embedding model, as Qwen3-Embedding"
+            raise refusal("model", text)
+        if embeds and pooling.label_ids:
+            text = "got an embedding model, which has no output layer; leave label_ids out"
+            raise refusal("model", text)
         most = self._model.hidden_size if embeds else 0
-        text = f"got {pooling.dimensions}, expected up to {most}, the length of an embedding"
-        refuse_if((pooling.dimensions or 0) > most, "dimensions", text)
-        return self._check_token_ids("label_ids", pooling.label_ids)
+        if (pooling.dimensions or 0) > most:
+            text = f"got {pooling.dimensions}, expected up to {most}, the length of an embedding"
+            raise refusal("dimensions", text)
+        self._check_token_ids("label_ids", pooling.label_ids)
 
     def check_query(self, query: TokenizerRequest) -> None:
         if isinstance(query, DetokenizeRequest):
@@ -157,23 +163,19 @@ class Validation:
             self._check_prompt(query)
 
     def _check_prompt(self, request: GenerateRequest | TokenizePromptRequest) -> None:
-        given = "both" if request.prompt is not None else "neither"
-        text = f"got {given} of prompt and messages, expected one of them"
-        refuse_if((request.prompt is None) == (request.messages is None), "prompt", text)
-        text = f"got {len(request.tools or ())} without messages, expected messages, too"
-        refuse_if(request.tools is not None and request.messages is None, "tools", text)
+        if (request.prompt is None) == (request.messages is None):
+            given = "both" if request.prompt is not None else "neither"
+            raise refusal("prompt", f"got {given} of prompt and messages, expected one of them")
+        if request.tools is not None and request.messages is None:
+            raise refusal("tools", f"got {len(request.tools)} without messages, expected both")
         if isinstance(request.prompt, list):
             self._check_token_ids("prompt", request.prompt)
-        refuse_if(
-            request.chat_template is not None and not self.trusts_templates,
-            "chat_template",
-            "got one, expected the model's; start the pipeline with --trust-request-chat-template",
-        )
-        refuse_if(
-            request.continue_final_message and bool(request.add_generation_prompt),
-            "continue_final_message",
-            "got true, as add_generation_prompt; expected one of them",
-        )
+        if request.chat_template is not None and not self.trusts_templates:
+            start = "start the pipeline with --trust-request-chat-template"
+            raise refusal("chat_template", f"got one, expected the model's; {start}")
+        if request.continue_final_message and request.add_generation_prompt:
+            text = "got true, as add_generation_prompt; expected one of them"
+            raise refusal("continue_final_message", text)
 
     def _check_token_ids(self, field: str, token_ids: Collection[int]) -> None:
         largest = max(token_ids, default=0)
@@ -185,10 +187,9 @@ class Validation:
             raise RefusedError(text, field)
 
 
-def refuse_if(is_bad: bool, field: str, text: str) -> None:
-    """Raise RefusedError for a bad request."""
-    if is_bad:
-        raise RefusedError(f"{field}: {text}", field)
+def refusal(field: str, text: str) -> RefusedError:
+    """Return the exception for a bad field."""
+    return RefusedError(f"{field}: {text}", field)
 
 
 def check_same(request: GenerateRequest, known: GenerateRequest) -> None:
