@@ -14,6 +14,7 @@ import xxhash
 from msgspec import Struct
 
 from penstock.launch.pipeline.errors import LaunchError
+from penstock.protocol.checkpoint import ModelError
 
 DOWNLOADER = "penstock.launch.pipeline.hub_download"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -106,7 +107,7 @@ def resolve(options: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
 def _folder_of_gguf(path: Path) -> Path:
     """Return the checkpoint of a GGUF file, which is made at the first time.
 
-    A file of another size or time of change is another file. Raises LaunchError, ModelError.
+    A file of another size or time of change is another file. Raises LaunchError.
     """
     try:
         from penstock.launch.pipeline.gguf_checkpoint import convert
@@ -123,6 +124,8 @@ def _folder_of_gguf(path: Path) -> Path:
             whole.mkdir()
             convert(path, whole)
             whole.rename(folder)
+    except ModelError as error:
+        raise LaunchError(f"--model: {error}") from error
     except OSError as error:
         if folder.exists():  # another process was faster
             return folder

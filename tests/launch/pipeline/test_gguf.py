@@ -13,7 +13,7 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.gguf_checkpoint import GROUP, write_tokenizer
 from penstock.launch.pipeline.hub import resolve
 from penstock.models.parallel import Layer
-from penstock.protocol.checkpoint import ModelError, read_model_config
+from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.checkpoint_files import check_files
 from penstock.protocol.tokenizer_file import read_chat_template
 from tests.launch.pipeline.gguf_files import add_tokenizer, save_numbers, write_gguf
@@ -121,7 +121,7 @@ def test_the_tokenizer_of_qwen3(tmp_path: Path, qwen3_folder: Path) -> None:
 def test_damaged_files_are_refused(tmp_path: Path, change: bytes, sentence: str) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(change)
-    with pytest.raises(ModelError, match=sentence):
+    with pytest.raises(LaunchError, match=sentence):
         resolve({"model": str(file)})
     assert not any((tmp_path / "cache").rglob("*.json"))
 
@@ -132,7 +132,7 @@ def test_files_that_are_cut_off_are_refused(tmp_path: Path, size: int) -> None:
     file = tmp_path / "model.gguf"
     write_gguf(tmp_path / "made", file, "Q8_0")
     file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(ModelError, match="is not a complete GGUF file"):
+    with pytest.raises(LaunchError, match="is not a complete GGUF file"):
         resolve({"model": str(file)})
 
 
@@ -141,7 +141,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"general\.architecture: got 'llama', expected qwen3"):
+    with pytest.raises(LaunchError, match=r"general\.architecture: got 'llama', expected qwen3"):
         resolve({"model": str(tmp_path / "model.gguf")})
     with pytest.raises(LaunchError, match="expected an existing folder or GGUF file"):
         resolve({"model": str(tmp_path / "none.gguf")})
