@@ -58,8 +58,8 @@ def expect(answer: Answer, kind: type[Kind]) -> Kind:
 class Connection:
     """A DEALER socket, the monitor of its connection, and its unanswered questions.
 
-    Every question is sent on each connection, rarely twice, until it is answered: a restarted
-    gateway does not know it. If the gateway refuses our key, or only one side has keys, every
+    Every question is sent once on each connection until it is answered: the gateway of a new
+    connection may not know it. If the gateway refuses our key, or only one side has keys, every
     question is answered with an error. (A gateway whose key is not the expected one never replies.)
 
     Of several addresses one is connected at a time. When it is lost or can't be connected, the
@@ -119,6 +119,7 @@ class Connection:
     def ask(self, question: Request) -> Answer:
         """Send a question, now or when there is a connection. Raises ClientError after `leave`."""
         self.check_open()
+        self.take()  # a lost connection, before the question is sent on it
         answer = self._session.ask(question)
         if self._is_connected:
             self._send(answer)

@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import zmq
+
+from penstock.protocol.client.client import Client
+from penstock.protocol.messages.client import AbortRequest
 
 CLIENT = """
 import math, sys
@@ -55,3 +59,25 @@ def test_a_connection_that_is_lost_between_frames(tmp_path: Path, turn: str) -> 
         check=False,
     )
     assert (client.returncode, client.stderr) == (0, "")
+
+
+def test_a_question_after_restarts_is_sent_once(tmp_path: Path) -> None:
+    """The gateway has restarted three times since the client looked for messages."""
+    endpoint = f"ipc://{tmp_path}/clients"
+    with Client(endpoint, timeout=60) as client:
+        for number in range(4):
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+                router.linger = 0
+                monitor = router.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+                router.bind(endpoint)
+                assert monitor.poll(60_000)
+                router.disable_monitor()
+                if number < 3:
+                    continue
+                for request_id in ("first", "last"):
+                    client._connection.ask(AbortRequest(request_id=request_id))
+                received = b""
+                while b"last" not in received:
+                    assert router.poll(60_000)
+                    received += b"".join(router.recv_multipart()[1:])
+                assert received.count(b"first") == 1
