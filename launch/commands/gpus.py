@@ -114,14 +114,19 @@ def num_gpus() -> int | None:
 def physical_gpus() -> list[Gpu] | None:
     """Return the GPUs of this machine; None where there is a driver, but no answer."""
     try:
-        found = subprocess.run(QUERY, capture_output=True, text=True, check=True, timeout=TIMEOUT)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        with contextlib.suppress(OSError):
-            ctypes.CDLL("libcuda.so.1")
-            return None
-        return []
-    except (OSError, subprocess.SubprocessError):  # no GPU, or no driver
-        return []
+        found = subprocess.run(QUERY, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired):
+        return _without_answer()
+    if found.returncode:
+        return [] if "No devices" in found.stdout else _without_answer()
     lines = (line.rpartition(", ") for line in found.stdout.splitlines())
     # a GPU that shares the machine's memory has no number
     return [Gpu(name, int(size) << 20 if size.isdecimal() else 0) for name, _, size in lines]
+
+
+def _without_answer() -> list[Gpu] | None:
+    """Return None where there is a driver, otherwise no GPU."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1")
+        return None
+    return []

@@ -154,7 +154,7 @@ class SchedulerProcess:
                     self.scheduler.offload.take_report(message)
             elif identity in self.group.members[:1]:  # rank 0
                 self.on_tokens(message)
-        self.send_deltas()  # before the next plan: the workers have others meanwhile
+        self.send_deltas()  # before the next plan: the workers usually have others meanwhile
         self.advance()
 
     def on_tokens(self, message: SampledTokens) -> None:

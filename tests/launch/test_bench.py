@@ -1,6 +1,7 @@
 """The benchmarks: what they ask for, what they print, and a small run of each."""
 
 import contextlib
+import ctypes
 import json
 import math
 import sys
@@ -176,9 +177,31 @@ def test_hardware_with_and_without_nvidia_smi(
     tool.chmod(0o755)
     assert hardware()["gpus"] == ["NVIDIA H200", "NVIDIA GB10"]
     assert physical_gpus() == [("NVIDIA H200", 143_771 << 20), ("NVIDIA GB10", 0)]
-    tool.write_text("#!/bin/sh\necho 'no driver'; exit 9\n")
-    assert physical_gpus() == hardware()["gpus"] == []
     assert hardware()["cpus"] >= 1
+
+
+def test_nvidia_smi_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where there is a driver, the worker finds out how many GPUs there are."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    tool = tmp_path / "nvidia-smi"
+    drivers: list[str] = []
+
+    def load(name: str) -> None:
+        if name not in drivers:
+            raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    for output, code, without_driver, with_driver in (
+        ("no driver", 9, [], None),
+        ("Unable to determine the device handle: GPU is lost", 15, [], None),
+        ("No devices were found", 6, [], []),
+    ):
+        tool.write_text(f"#!/bin/sh\necho '{output}'; exit {code}\n")
+        tool.chmod(0o755)
+        drivers.clear()
+        assert physical_gpus() == without_driver
+        drivers.append("libcuda.so.1")
+        assert physical_gpus() == with_driver
 
 
 def test_a_package_that_is_not_there_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
