@@ -26,7 +26,7 @@ class Engine:
     """Scheduler and worker of one pipeline with `tp` 1, in this process."""
 
     def __init__(self, config: Config) -> None:
-        gc.collect()  # of an earlier engine, whose graphs can't be freed during a capture
+        gc.collect()  # an earlier engine that is freed during a capture may invalidate it
         self.model = read_model_config(config.model_folder)
         self.runner = load(config, WorkerAssignment(1, "g", 0, 1, ""), lambda: None)
         blocks = make_block_manager(config, self.runner.num_blocks, self.runner.block_size)

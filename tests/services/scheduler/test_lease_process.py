@@ -25,12 +25,12 @@ def test_what_nobody_asks_a_new_gateway_for_is_released(
     assert set(process.requests) == {"wanted", "new"}
     assert process.requests["wanted"] is wanted
     assert (left.finish_reason, left.block_table) == ("abort", [])
-    told: list[Any] = []
-    while len(told) < 2:
+    received: list[Any] = []
+    while len(received) < 2:
         assert detokenizer.socket.poll(60_000)
-        told += [message for _, message in detokenizer.receive()]
-    assert [len(delta.opened) for delta in told] == [1, 0]
-    assert told[1].closed == [left.stream_id]
+        received += [message for _, message in detokenizer.receive()]
+    assert [len(delta.opened) for delta in received] == [1, 0]
+    assert received[1].closed == [left.stream_id]
 
 
 def test_a_new_gateway_is_told_of_the_scheduler_at_once(
@@ -38,8 +38,8 @@ def test_a_new_gateway_is_told_of_the_scheduler_at_once(
 ) -> None:
     say(process, GatewayStarted(1_000))
     assert gateway.results.socket.poll(60_000)
-    [(_, told)] = gateway.results.receive()
-    assert told.epoch == process.epoch
+    [(_, received)] = gateway.results.receive()
+    assert received.epoch == process.epoch
 
 
 def test_a_lease_is_over_when_its_time_is(process: SchedulerProcess) -> None:
