@@ -22,6 +22,8 @@ class Device(NamedTuple):
     num_sms: int = 132
     name: str = ""
     """as the driver reports it; "": simulated, or no GPU"""
+    memory_bytes: int | None = None
+    """of a simulated GPU, at most those that it really has; None: as many"""
 
     @property
     def has_pdl(self) -> bool:
@@ -70,9 +72,14 @@ def this_device() -> Device:
 
 
 def simulated(text: str) -> Device:
-    """Return the device that `text` describes: `sm_89,shared=99,sms=84`, with shared in KiB."""
-    found = re.fullmatch(r"sm_(\d+)(\d),shared=(\d+),sms=(\d+)", text)
+    """Return the device that `text` describes: `sm_89,shared=99,sms=84,memory=24`.
+
+    shared: KiB; memory: GiB, optional.
+    """
+    found = re.fullmatch(r"sm_(\d+)(\d),shared=(\d+),sms=(\d+)(?:,memory=(\d+))?", text)
     if not found:
-        raise ValueError(f"{SIMULATED_GPU}: got {text!r}, expected 'sm_89,shared=99,sms=84'")
-    major, minor, shared, sms = map(int, found.groups())
-    return Device((major, minor), shared << 10, sms)
+        raise ValueError(
+            f"{SIMULATED_GPU}: got {text!r}, expected 'sm_89,shared=99,sms=84' or with ',memory=24'"
+        )
+    major, minor, shared, sms, memory = (one and int(one) for one in found.groups())
+    return Device((major, minor), shared << 10, sms, memory_bytes=memory and memory << 30)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.kernels.device import this_device
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.types import FP8
 from penstock.protocol.checkpoint import ModelConfig, ModelError
@@ -129,6 +130,7 @@ def free_gpu_bytes(
         peaks.append(torch.cuda.max_memory_allocated(device) - before)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
+    used = total - free
     log.info("the largest step takes %.2f GiB in addition to the weights", max(peaks) / 2**30)
     # once for the CUDA graphs' pool, once for eager steps and the logits processor
     steps = peaks[0] + max(peaks)
@@ -136,4 +138,5 @@ def free_gpu_bytes(
     standby = has_standby * (STANDBY_BYTES + before + steps)
     if has_standby:
         log.info("the standby worker has %.2f GiB", standby / 2**30)
-    return int(free - (1 - utilization) * total - steps - standby)
+    size = this_device().memory_bytes or total
+    return int(utilization * min(size, total) - used - steps - standby)

@@ -156,6 +156,7 @@ def test_a_simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.has_pdl
     assert found.has_fp8
     assert not DEVICES[89].has_pdl
+    assert simulated("sm_89,shared=99,sms=84,memory=24").memory_bytes == 24 * 2**30
     for text in ("sm_89", "sm89,shared=99,sms=84", "sm_89,shared=99KB,sms=84"):
         with pytest.raises(ValueError, match=r"PENSTOCK_SIMULATED_GPU: got 'sm.*expected 'sm_89,"):
             simulated(text)
