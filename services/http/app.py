@@ -16,14 +16,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.chat import MessageError
-from penstock.services.http.access import Gate, caller, check_key
-from penstock.services.http.app_state import Models
-from penstock.services.http.body import decode_body, read_body
-from penstock.services.http.errors import ApiError, answer_error
-from penstock.services.http.event_stream import while_connected
+from penstock.services.http.generation.schema import ApiRequest
 from penstock.services.http.openapi import describe
 from penstock.services.http.routes import OPERATIONS, Operation
-from penstock.services.http.schema import ApiRequest
+from penstock.services.http.shared.access import Gate, caller, check_key
+from penstock.services.http.shared.app_state import Models
+from penstock.services.http.shared.body import decode_body, read_body
+from penstock.services.http.shared.errors import ApiError, answer_error
+from penstock.services.http.shared.event_stream import while_connected
 
 _log = logging.getLogger("http")
 _HANDLED = (ApiError, MessageError, RequestError, HTTPException, ClientDisconnect)

@@ -13,13 +13,13 @@ import msgspec
 from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from penstock.services.http.chunk_writer import (
+from penstock.services.http.shared.chunk_writer import (
     WRITER,
     ChunkWriter,
     WriteBurst,
     send_without_chunks,
 )
-from penstock.services.http.errors import ApiError
+from penstock.services.http.shared.errors import ApiError
 
 MIN_READ_RATE = 1000
 """bytes/s at which a request must arrive"""

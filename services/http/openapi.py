@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.services.http.errors import ErrorBody
 from penstock.services.http.routes import Operation
+from penstock.services.http.shared.errors import ErrorBody
 
 
 def describe(operations: Sequence[Operation], version: str) -> bytes:

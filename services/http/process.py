@@ -17,8 +17,9 @@ from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process, tune_collector
 from penstock.services.http.app import make_app
-from penstock.services.http.app_state import Models
 from penstock.services.http.connections import Limits, limited_protocol, limits_for
+from penstock.services.http.responses.store import ResponseStore
+from penstock.services.http.shared.app_state import Models
 
 MAX_GRACE = 4
 """seconds that running requests have after SIGTERM, up to --drain-timeout: SIGKILL comes after 5"""
@@ -82,7 +83,7 @@ async def run(server: Server, models: Models, listener: socket.socket) -> None:
     tune_collector()
     await server.serve([listener])
     start.cancel()
-    await models.responses.stop()
+    await models.singletons.get(ResponseStore).stop()
 
 
 def uvicorn_config(config: Config, models: Models, limits: Limits | None = None) -> uvicorn.Config:

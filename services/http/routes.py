@@ -11,12 +11,22 @@ from starlette.responses import Response
 from penstock.protocol.messages.chat import chat_messages
 from penstock.protocol.messages.client import PromptFields
 from penstock.protocol.messages.status import StatusReply
-from penstock.services.http.access import caller
-from penstock.services.http.app_state import AppState, Models
-from penstock.services.http.chat import chat
-from penstock.services.http.completions import complete
-from penstock.services.http.errors import ApiError, fields_as_sent
-from penstock.services.http.health import STATUS_TIMEOUT
+from penstock.services.http.generation.chat import chat
+from penstock.services.http.generation.completions import complete
+from penstock.services.http.generation.replies import (
+    ChatReply,
+    CompletionReply,
+    Model,
+    ModelList,
+    TokenizeResult,
+)
+from penstock.services.http.generation.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from penstock.services.http.generation.to_generate_request import template_tools
 from penstock.services.http.messages.routes import (
     answer_messages,
     count_tokens,
@@ -39,14 +49,6 @@ from penstock.services.http.pooling.schema import (
     ScoreReply,
     ScoreRequest,
 )
-from penstock.services.http.replies import (
-    ChatReply,
-    CompletionReply,
-    Model,
-    ModelList,
-    TokenizeResult,
-    json_response,
-)
 from penstock.services.http.responses.replies import (
     DeletedResponse,
     InputItems,
@@ -62,13 +64,11 @@ from penstock.services.http.responses.routes import (
     retrieve,
 )
 from penstock.services.http.responses.schema import InputTokensRequest, ResponsesRequest
-from penstock.services.http.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeBody,
-    TokenizeBody,
-)
-from penstock.services.http.to_generate_request import template_tools
+from penstock.services.http.shared.access import caller
+from penstock.services.http.shared.app_state import AppState, Models
+from penstock.services.http.shared.errors import ApiError, fields_as_sent
+from penstock.services.http.shared.health import STATUS_TIMEOUT
+from penstock.services.http.shared.json_response import json_response
 
 Texts = dict[str, str]
 RERANK = "/v1/rerank", "/v2/rerank", "/rerank"

@@ -17,8 +17,8 @@ from penstock.protocol.messages.histogram import Histogram
 from penstock.protocol.messages.metrics import Metrics
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
-from penstock.services.http.errors import ApiError, as_api_error
 from penstock.services.http.metrics import render
+from penstock.services.http.shared.errors import ApiError, as_api_error
 from tests.docs.command_reference import commands
 from tests.docs.markdown import page, table
 from tests.docs.model_pages import memory, models

@@ -14,9 +14,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from penstock.protocol.messages.client import PromptFields, TokenizePromptRequest
-from penstock.services.http.body import decode_body
-from penstock.services.http.schema import ChatRequest
-from penstock.services.http.to_generate_request import chat_fields
+from penstock.services.http.generation.schema import ChatRequest
+from penstock.services.http.generation.to_generate_request import chat_fields
+from penstock.services.http.shared.body import decode_body
 from penstock.services.tokenizer.errors import PromptError
 from penstock.services.tokenizer.prompts import Tokenizer
 from tests.services.conftest import WithTemplate

@@ -8,10 +8,10 @@ import msgspec
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.protocol.nesting import is_too_deep
 from penstock.protocol.transport.channel import DECODE_ERRORS
-from penstock.services.http.chat import ChatChoice
-from penstock.services.http.errors import ApiError
-from penstock.services.http.generation import Events
-from penstock.services.http.messages.errors import messages_error
+from penstock.services.http.generation.chat import ChatChoice
+from penstock.services.http.generation.generation import Events
+from penstock.services.http.generation.replies import Delta
+from penstock.services.http.generation.schema import ChatRequest
 from penstock.services.http.messages.schema import (
     AnswerBlock,
     MessageReply,
@@ -21,9 +21,9 @@ from penstock.services.http.messages.schema import (
     ToolUseBlock,
 )
 from penstock.services.http.messages.to_chat_request import INVALID_JSON
-from penstock.services.http.replies import Delta
-from penstock.services.http.schema import ChatRequest
-from penstock.services.http.tool_grammar import ToolFormat
+from penstock.services.http.shared.anthropic_errors import messages_error
+from penstock.services.http.shared.errors import ApiError
+from penstock.services.http.shared.tool_format import ToolFormat
 
 Event = dict[str, Any]
 SIGNATURE = "unsigned"

@@ -5,13 +5,14 @@ from typing import Any
 
 from starlette.responses import Response
 
-from penstock.services.http.access import caller
-from penstock.services.http.app_state import AppState
-from penstock.services.http.chat import count_prompt_tokens, submit_chat
+from penstock.services.http.generation.chat import count_prompt_tokens, submit_chat
+from penstock.services.http.generation.replies import Model, ModelList
 from penstock.services.http.messages.events import MessageEvents
 from penstock.services.http.messages.schema import CountTokensRequest, MessagesRequest, TokenCount
 from penstock.services.http.messages.to_chat_request import chat_request, name_in_messages
-from penstock.services.http.replies import Model, ModelList, json_response
+from penstock.services.http.shared.access import caller
+from penstock.services.http.shared.app_state import AppState
+from penstock.services.http.shared.json_response import json_response
 
 
 async def answer_messages(state: AppState, request: MessagesRequest) -> Response:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from penstock.protocol.messages.sampling import Stop, Temperature, TopK, TopP
-from penstock.services.http.schema import ToolName
+from penstock.services.http.generation.schema import ToolName
 
 
 class TextBlock(Struct, kw_only=True, tag_field="type", tag="text"):

@@ -6,7 +6,15 @@ from itertools import groupby
 from typing import Any
 
 from penstock.protocol.messages.chat import FunctionCall, Message, ToolCall
-from penstock.services.http.errors import ApiError, invalid
+from penstock.services.http.generation.schema import (
+    ChatRequest,
+    Function,
+    FunctionName,
+    JsonSchema,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+)
 from penstock.services.http.messages.schema import (
     AssistantBlock,
     AssistantTurn,
@@ -20,15 +28,7 @@ from penstock.services.http.messages.schema import (
     ToolUseBlock,
     UserTurn,
 )
-from penstock.services.http.schema import (
-    ChatRequest,
-    Function,
-    FunctionName,
-    JsonSchema,
-    NamedTool,
-    ResponseFormat,
-    Tool,
-)
+from penstock.services.http.shared.errors import ApiError, invalid
 
 INVALID_JSON = "INVALID_JSON"
 """the only key of a call's input whose text is not a JSON object, as Anthropic recommends"""

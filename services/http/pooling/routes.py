@@ -12,10 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from penstock.protocol.client.scoring import LABELS, Scoring, label_id, result_of
 from penstock.protocol.messages.client import GenerateReply
 from penstock.protocol.messages.sampling import Pooling
-from penstock.services.http.access import caller
-from penstock.services.http.app_state import AppState
-from penstock.services.http.errors import fields_as_sent, invalid
-from penstock.services.http.event_stream import bounded
+from penstock.services.http.generation.to_generate_request import prompts_of
 from penstock.services.http.pooling.schema import (
     MAX_INPUTS,
     Document,
@@ -32,8 +29,11 @@ from penstock.services.http.pooling.schema import (
     ScoreRequest,
 )
 from penstock.services.http.pooling.truncation import Pairs, Truncation
-from penstock.services.http.replies import ENCODER, json_response
-from penstock.services.http.to_generate_request import prompts_of
+from penstock.services.http.shared.access import caller
+from penstock.services.http.shared.app_state import AppState
+from penstock.services.http.shared.errors import fields_as_sent, invalid
+from penstock.services.http.shared.event_stream import bounded
+from penstock.services.http.shared.json_response import ENCODER, json_response
 
 MAX_OPEN = 256
 """requests to the pipeline that one HTTP request has at a time: more would shut out others"""

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.scoring import Scoring
-from penstock.services.http.access import caller
-from penstock.services.http.errors import invalid
-from penstock.services.http.event_stream import bounded
+from penstock.services.http.shared.access import caller
+from penstock.services.http.shared.errors import invalid
+from penstock.services.http.shared.event_stream import bounded
 
 Pairs = Sequence[tuple[str, str]]
 

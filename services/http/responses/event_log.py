@@ -5,8 +5,8 @@ import zlib
 from collections import deque
 from collections.abc import Iterable
 
-from penstock.services.http.errors import ApiError, invalid
-from penstock.services.http.event_stream import DONE, Body, EventForm, EventStream
+from penstock.services.http.shared.errors import ApiError, invalid
+from penstock.services.http.shared.event_stream import DONE, Body, EventForm, EventStream
 
 MAX_LOG_BYTES = 1 << 20
 """compressed; the oldest events of a longer stream are dropped"""

@@ -8,11 +8,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
-from penstock.services.http.chat import ChatChoice
-from penstock.services.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
-from penstock.services.http.event_stream import DONE
-from penstock.services.http.generation import Events
-from penstock.services.http.replies import CalledTool, ChatLogprob, Delta
+from penstock.services.http.generation.chat import ChatChoice
+from penstock.services.http.generation.generation import Events
+from penstock.services.http.generation.replies import CalledTool, ChatLogprob, Delta
 from penstock.services.http.responses.replies import (
     FunctionCallItem,
     ItemStatus,
@@ -26,6 +24,8 @@ from penstock.services.http.responses.replies import (
     ResponseUsage,
 )
 from penstock.services.http.responses.text_logprobs import TextLogprobs
+from penstock.services.http.shared.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
+from penstock.services.http.shared.event_stream import DONE
 
 Event = dict[str, Any]
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
-from penstock.services.http.replies import ChatLogprob
+from penstock.services.http.generation.replies import ChatLogprob
 from penstock.services.http.responses.schema import (
     AllowedFunctions,
     NamedFunction,

@@ -13,12 +13,8 @@ from starlette.responses import Response
 
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.field_errors import explain
-from penstock.services.http.access import caller
-from penstock.services.http.app_state import AppState, Models
-from penstock.services.http.chat import ChatChoice, count_prompt_tokens, submit_chat
-from penstock.services.http.errors import ApiError, as_api_error, invalid
-from penstock.services.http.generation import Generation
-from penstock.services.http.replies import json_response
+from penstock.services.http.generation.chat import ChatChoice, count_prompt_tokens, submit_chat
+from penstock.services.http.generation.generation import Generation
 from penstock.services.http.responses.event_log import EventLog
 from penstock.services.http.responses.events import Event, ResponseEvents
 from penstock.services.http.responses.replies import (
@@ -38,11 +34,16 @@ from penstock.services.http.responses.schema import (
     RetrieveQuery,
     TextFormat,
 )
+from penstock.services.http.responses.store import ResponseStore
 from penstock.services.http.responses.to_chat_request import (
     chat_request,
     input_items,
     name_in_responses,
 )
+from penstock.services.http.shared.access import caller
+from penstock.services.http.shared.app_state import AppState, Models
+from penstock.services.http.shared.errors import ApiError, as_api_error, invalid
+from penstock.services.http.shared.json_response import json_response
 
 _OWN = {"model", "reasoning", "service_tier", "store", "text", "top_logprobs"}
 """fields that a response has even where its request lacks them"""
@@ -55,7 +56,7 @@ async def respond(state: AppState, request: ResponsesRequest) -> Response:
         raise invalid("background", "got true, expected store: true with it")
     state.generation_config.fill(request)
     request.request_id = request.request_id or caller.get().request_id or None
-    new, store = input_items(request), state.responses
+    new, store = input_items(request), state.singletons.get(ResponseStore)
     previous = store.items(request.previous_response_id) if request.previous_response_id else []
     items = [*previous, *store.resolved(new)]
     chat = chat_request(request, items)
@@ -91,7 +92,7 @@ async def retrieve(models: Models, given: dict[str, str]) -> Response:
 
     given: the fields of RetrieveQuery.
     """
-    query, store = _decode_query(given, RetrieveQuery), models.responses
+    query, store = _decode_query(given, RetrieveQuery), models.singletons.get(ResponseStore)
     if query.stream:
         after = -1 if query.starting_after is None else query.starting_after
         return store.log(query.response_id).follow(after + 1)
@@ -102,13 +103,13 @@ async def retrieve(models: Models, given: dict[str, str]) -> Response:
 
 async def delete(models: Models, path: dict[str, str]) -> Response:
     """Forget a stored response."""
-    await models.responses.remove(path["response_id"])
+    await models.singletons.get(ResponseStore).remove(path["response_id"])
     return json_response(DeletedResponse(id=path["response_id"]))
 
 
 async def cancel(models: Models, path: dict[str, str]) -> Response:
     """End the generation of a response in the background."""
-    await models.responses.cancel(path["response_id"])
+    await models.singletons.get(ResponseStore).cancel(path["response_id"])
     return await retrieve(models, {"response_id": path["response_id"]})
 
 
@@ -118,7 +119,7 @@ async def list_input_items(models: Models, given: dict[str, str]) -> Response:
     given: the fields of InputItemsQuery, and others, which change nothing.
     """
     query = _decode_query(given, InputItemsQuery)
-    found = models.responses.input_items(query.response_id)
+    found = models.singletons.get(ResponseStore).input_items(query.response_id)
     suffix = query.response_id.partition("_")[2]
     items = [_listed(one, f"item_{suffix}_{number}") for number, one in enumerate(found)]
     if query.order == "desc":
@@ -136,7 +137,7 @@ async def list_input_items(models: Models, given: dict[str, str]) -> Response:
 
 async def count_input_tokens(state: AppState, request: InputTokensRequest) -> Response:
     """Return the length of the prompt that a response would have."""
-    store, previous_id = state.responses, request.previous_response_id
+    store, previous_id = state.singletons.get(ResponseStore), request.previous_response_id
     items = store.items(previous_id) if previous_id else []
     items += store.resolved(input_items(request))
     if not items and request.instructions is None:

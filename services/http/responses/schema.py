@@ -9,7 +9,7 @@ from msgspec import Meta, Struct, field
 
 from penstock.protocol.messages.client import CacheSalt, Priority, RequestId
 from penstock.protocol.messages.sampling import NumLogprobs, Positive, SamplingParams
-from penstock.services.http.schema import FunctionName, ToolName
+from penstock.services.http.generation.schema import FunctionName, ToolName
 
 MAX_ITEMS = 10_000
 ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from penstock.services.http.access import caller
-from penstock.services.http.errors import ApiError, invalid
-from penstock.services.http.replies import ENCODER
 from penstock.services.http.responses.event_log import MAX_LOG_BYTES, EventLog
 from penstock.services.http.responses.replies import ResponseReply
 from penstock.services.http.responses.schema import Item
+from penstock.services.http.shared.access import caller
+from penstock.services.http.shared.errors import ApiError, invalid
+from penstock.services.http.shared.json_response import ENCODER
 
 MAX_BYTES = 64 << 20
 _OVERHEAD = 1024

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.protocol.messages.logprobs import TokenLogprobs
-from penstock.services.http.logprobs import chat_logprobs
-from penstock.services.http.replies import ChatLogprob
+from penstock.services.http.generation.logprobs import chat_logprobs
+from penstock.services.http.generation.replies import ChatLogprob
 
 
 class TextLogprobs:

@@ -8,15 +8,7 @@ from msgspec.structs import fields as struct_fields
 
 from penstock.protocol.messages.chat import FunctionCall, Message, ToolCall
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.services.http.errors import invalid
-from penstock.services.http.responses.schema import (
-    AllowedFunctions,
-    Item,
-    NamedFunction,
-    Parts,
-    ResponsesRequest,
-)
-from penstock.services.http.schema import (
+from penstock.services.http.generation.schema import (
     AllowedTools,
     AllowedToolSet,
     ChatRequest,
@@ -26,6 +18,14 @@ from penstock.services.http.schema import (
     ResponseFormat,
     Tool,
 )
+from penstock.services.http.responses.schema import (
+    AllowedFunctions,
+    Item,
+    NamedFunction,
+    Parts,
+    ResponsesRequest,
+)
+from penstock.services.http.shared.errors import invalid
 
 LOGPROBS = "message.output_text.logprobs"
 _UNSERVED = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "prompt_logprobs": ""}

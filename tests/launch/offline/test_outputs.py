@@ -13,7 +13,7 @@ from penstock.protocol.messages.client import GenerateReply, Usage
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.metrics import RequestTimes
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.services.http.schema import ChatRequest
+from penstock.services.http.generation.schema import ChatRequest
 
 
 def reply(**fields: Any) -> GenerateReply:

@@ -25,7 +25,7 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
     TokenizeReply,
 )
-from penstock.services.http import generation
+from penstock.services.http.generation import generation
 from tests.launch.fake_gateway import delta, reply
 from tests.services.http.conftest import NUM_AT_START, Served, behave
 
@@ -205,7 +205,7 @@ def test_a_connection_outlives_an_unexpected_exception(
     def fail(_: object) -> None:
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr("penstock.services.http.completions.completion_fields", fail)
+    monkeypatch.setattr("penstock.services.http.generation.completions.completion_fields", fail)
     connection = http.client.HTTPConnection(*serve().address, timeout=60)
     with contextlib.closing(connection):
         connection.connect()

@@ -8,12 +8,12 @@ import pytest
 
 from penstock.protocol.messages.chat import Message
 from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
-from penstock.services.http.errors import ApiError
+from penstock.services.http.generation.schema import ChatRequest, Function, Tool
 from penstock.services.http.messages.events import MessageEvents
-from penstock.services.http.schema import ChatRequest, Function, Tool
-from penstock.services.http.tool_grammar import ToolFormat
+from penstock.services.http.shared.errors import ApiError
+from penstock.services.http.shared.tool_format import ToolFormat
 from tests.search import scaled
-from tests.services.http.tool_call_texts import FORMATS, SCHEMA, Texts
+from tests.services.http.generation.tool_call_texts import FORMATS, SCHEMA, Texts
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 

@@ -11,19 +11,19 @@ from pydantic import TypeAdapter
 
 from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
 from penstock.protocol.messages.logprobs import TokenLogprobs
-from penstock.services.http.chat import ChatChoice
-from penstock.services.http.errors import ApiError
-from penstock.services.http.replies import ENCODER
+from penstock.services.http.generation.chat import ChatChoice
 from penstock.services.http.responses.events import ResponseEvents
 from penstock.services.http.responses.replies import ResponseReply
 from penstock.services.http.responses.routes import begun
 from penstock.services.http.responses.schema import Reasoning, ResponsesRequest, ResponseTool
 from penstock.services.http.responses.text_logprobs import TextLogprobs
 from penstock.services.http.responses.to_chat_request import chat_request, input_items
-from penstock.services.http.tool_grammar import ToolFormat
+from penstock.services.http.shared.errors import ApiError
+from penstock.services.http.shared.json_response import ENCODER
+from penstock.services.http.shared.tool_format import ToolFormat
 from tests.search import scaled
+from tests.services.http.generation.tool_call_texts import FORMATS, SCHEMA, Texts
 from tests.services.http.responses.assembled import assembled, without_ids
-from tests.services.http.tool_call_texts import FORMATS, SCHEMA, Texts
 
 EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 TOOL = ResponseTool(type="function", name="f", parameters=SCHEMA)

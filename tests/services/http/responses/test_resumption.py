@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from penstock.protocol.messages.client import AbortRequest, GenerateRequest, Reply, Request
-from penstock.services.http.errors import ApiError
 from penstock.services.http.responses import event_log
 from penstock.services.http.responses.event_log import EventLog
 from penstock.services.http.responses.store import ResponseStore
+from penstock.services.http.shared.errors import ApiError
 from tests.launch.fake_gateway import TEXT, delta, reply
 from tests.services.http.conftest import Served, behave
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.services.http.access import Caller, caller
-from penstock.services.http.errors import ApiError
 from penstock.services.http.responses.replies import OutputMessage, OutputText, ResponseReply
 from penstock.services.http.responses.routes import begun
 from penstock.services.http.responses.schema import Item, ResponsesRequest
 from penstock.services.http.responses.store import _DECODER, ResponseStore
+from penstock.services.http.shared.access import Caller, caller
+from penstock.services.http.shared.errors import ApiError
 
 
 @pytest.fixture(autouse=True)

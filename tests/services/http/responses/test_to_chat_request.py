@@ -8,16 +8,16 @@ import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
 from penstock.protocol.messages.chat import chat_messages
-from penstock.services.http.body import FIELDS, decode_body
-from penstock.services.http.errors import ApiError, fields_as_sent
+from penstock.services.http.generation.schema import AllowedTools, ChatRequest, NamedTool
+from penstock.services.http.generation.to_generate_request import chat_fields
 from penstock.services.http.responses.schema import ResponsesRequest
 from penstock.services.http.responses.to_chat_request import (
     chat_request,
     input_items,
     name_in_responses,
 )
-from penstock.services.http.schema import AllowedTools, ChatRequest, NamedTool
-from penstock.services.http.to_generate_request import chat_fields
+from penstock.services.http.shared.body import FIELDS, decode_body
+from penstock.services.http.shared.errors import ApiError, fields_as_sent
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 USER = {"role": "user", "content": "hi"}

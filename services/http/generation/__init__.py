@@ -1,0 +1,1 @@
+"""OpenAI's chats and completions, which the Responses and Messages APIs build upon."""

@@ -1,0 +1,282 @@
+"""One HTTP request for text: its requests to the pipeline, and their streams."""
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
+
+from msgspec import UNSET
+
+from penstock.protocol.client.answers import gather
+from penstock.protocol.client.async_client import AsyncStream
+from penstock.protocol.client.errors import RequestError
+from penstock.protocol.messages.client import AbortRequest, GenerateReply, PromptFields, TextDelta
+from penstock.protocol.messages.logprobs import TokenLogprobs
+from penstock.services.http.generation.logprobs import prompt_logprobs
+from penstock.services.http.generation.replies import ChatChunk, StreamChunk, Usage
+from penstock.services.http.generation.schema import ApiRequest, ChatRequest, StreamOptions
+from penstock.services.http.generation.to_generate_request import name_as_sent
+from penstock.services.http.shared.access import caller
+from penstock.services.http.shared.app_state import AppState
+from penstock.services.http.shared.errors import FieldAsSent, fields_as_sent, invalid
+from penstock.services.http.shared.event_stream import (
+    Body,
+    Chunks,
+    EventForm,
+    EventSink,
+    EventStream,
+)
+
+Convert = Callable[[TextDelta | None, GenerateReply | None], Iterable[Body]]
+"""converter of new tokens, and with the reply the last ones, to bodies of events"""
+_CHUNKS = Chunks()
+
+
+class Choice(Protocol):
+    """Converter of one answer's stream."""
+
+    prompt_token_ids: list[int] | None
+    """set before the first chunk, if they were requested"""
+
+    def chunks(self, delta: TextDelta | None, reply: GenerateReply | None) -> Iterable[Body]:
+        """Return the chunks of new tokens, and, with the reply, the last ones."""
+
+
+class Events(EventForm):
+    """Converter of the only answer's stream to the events of an API other than OpenAI's chunks."""
+
+    @abstractmethod
+    def events(
+        self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
+    ) -> Iterable[Body]:
+        """Return the events of new tokens, and, with the reply, the last ones.
+
+        A whole answer is `new` and `reply` at once.
+        """
+
+
+class Generation:
+    """`n` requests for each prompt: answer i of prompt p is number p * n + i."""
+
+    def __init__(
+        self,
+        state: AppState,
+        kind: str,
+        request: ApiRequest,
+        prompts: list[dict[str, Any]],
+        field_as_sent: FieldAsSent = str,
+    ) -> None:
+        """Submit the requests. Raises ApiError.
+
+        kind: the beginning of the id. prompts: fields of GenerateRequest for each prompt.
+        field_as_sent: returns the client's name for a field of `request` in another API.
+        """
+        number = len(prompts) * request.n
+        if number > state.max_answers:
+            which = f"{number} answers to {len(prompts)} prompts"
+            raise invalid("n", f"got {which}, expected at most {state.max_answers} answers")
+        name = caller.get().unique_id
+        self.head: dict[str, Any] = {
+            "id": f"{kind}-{request.request_id or name}",
+            "created": int(time.time()),
+            "model": state.model,
+        }
+        """fields of the reply and of all chunks"""
+        self._client = state.client
+        self._request = request
+        self._options = request.stream_options or StreamOptions()
+        self._prompts = prompts
+        self._field_as_sent: FieldAsSent = lambda name: field_as_sent(name_as_sent(name, request))
+        self._is_echo_only = request.max_tokens == 0
+        """the one generated token is left out of the reply"""
+        given = f"-{request.request_id[:64]}" if request.request_id else ""
+        # unique, even if two clients send the same id
+        self._streams = self._submit_all(f"{kind}-{name}{given}")
+
+    def _submit_all(self, inner_id: str) -> list[AsyncStream]:
+        request = self._request
+        own = {"n": request.n, "stream": request.stream, "client": caller.get().client}
+        several = (
+            self._client.submit_n(**prompt | own, request_id=f"{inner_id}-{index}")
+            for index, prompt in enumerate(self._prompts)
+        )
+        return [*chain.from_iterable(several)]
+
+    async def replies(self) -> list[GenerateReply]:
+        """Return all answers. Raises RequestError, ApiError."""
+        with fields_as_sent(self._field_as_sent):
+            replies = await gather(map(self._result, self._streams))
+        for index, reply in enumerate(replies):
+            reply.prompt_logprobs = replies[index - index % self._request.n].prompt_logprobs
+        return replies
+
+    async def prompt_token_ids(self) -> Sequence[list[int] | None]:
+        """Return the prompt's ids for each answer, None if not requested. Raises RequestError."""
+        request = self._request
+        if not (request.return_token_ids or self._options.continuous_usage_stats):
+            return [None] * len(self._prompts) * request.n
+        names = PromptFields.__struct_fields__
+        prompts = [{k: v for k, v in one.items() if k in names} for one in self._prompts]
+        with self.aborted_on_error():
+            replies = await gather(self._client.tokenize(**prompt) for prompt in prompts)
+        return [reply.token_ids for reply in replies for _ in range(request.n)]
+
+    @contextmanager
+    def aborted_on_error(self) -> Iterator[None]:
+        """End the requests if the block fails."""
+        try:
+            yield
+        except BaseException:
+            for one in self._streams:
+                self._client.ask(AbortRequest(request_id=one.request_id))
+            raise
+
+    def usage(self, replies: Sequence[GenerateReply]) -> Usage:
+        """Return the sums over all answers; a prompt counts once."""
+        first = [reply.usage for reply in replies[:: self._request.n]]
+        output_tokens = 0 if self._is_echo_only else sum(one.usage.output_tokens for one in replies)
+        usage = _usage(sum(one.prompt_tokens for one in first), output_tokens)
+        usage.prompt_tokens_details = {"cached_tokens": sum(one.cached_tokens for one in first)}
+        return usage
+
+    def stream(self, kind: str, choices: Sequence[Choice]) -> EventStream:
+        """Return the answers as they arrive, in chunks whose `object` is `kind`."""
+        return EventStream(_CHUNKS, lambda events: self._send_all(events, kind, choices))
+
+    def stream_events(self, source: Events) -> EventStream:
+        """Return the only answer as it arrives, in the events of another API."""
+        return EventStream(source, partial(self.send_events, source))
+
+    async def send_events(self, source: Events, events: EventSink) -> None:
+        """Send the only answer as it arrives. Raises RequestError, ApiError."""
+        with fields_as_sent(self._field_as_sent):
+            await self._send_one(events, self._streams[0], source.events)
+        await events.send([], is_last=True)
+
+    async def _send_all(self, events: EventStream, kind: str, choices: Sequence[Choice]) -> None:
+        with fields_as_sent(self._field_as_sent):
+            prompts = await self.prompt_token_ids()
+            works = zip(self._streams, choices, prompts, self._shared(), strict=True)
+            replies = await gather(
+                self._send_one(events, stream, self._converter(kind, choice, prompt, shared), turn)
+                for stream, choice, prompt, (shared, turn) in works
+            )
+        last = StreamChunk(object=kind, **self.head, usage=self.usage(replies))
+        await events.send([last] if self._options.include_usage else [], is_last=True)
+
+    def _shared(self) -> Iterator[tuple["PromptLogprobs", asyncio.Event | None]]:
+        """Yield for each answer what it shares with the prompt's others, and what it waits for."""
+        for prompt in self._prompts:
+            shared = PromptLogprobs()
+            yield shared, None
+            turn = None if prompt["prompt_logprobs"] is None else shared.are_known
+            yield from [(shared, turn)] * (self._request.n - 1)
+
+    def _converter(
+        self, kind: str, choice: Choice, prompt: list[int] | None, shared: "PromptLogprobs"
+    ) -> Convert:
+        chunk = StreamChunk(object=kind, **self.head)
+        if prompt is not None and self._request.return_token_ids:
+            choice.prompt_token_ids = prompt
+            chunk.prompt_token_ids = prompt if isinstance(self._request, ChatRequest) else UNSET
+        if prompt is not None and self._options.continuous_usage_stats:
+            chunk.usage = _usage(len(prompt), 0)
+        return partial(_chunks, chunk, choice, shared)
+
+    async def _send_one(
+        self,
+        events: EventSink,
+        stream: AsyncStream,
+        convert: Convert,
+        turn: asyncio.Event | None = None,
+    ) -> GenerateReply:
+        """Send all events of one answer, from its turn on, except those after its reply."""
+        last: TextDelta | None = None
+
+        def pass_on(delta: TextDelta) -> bool:
+            """Send new output without waking this task; False if it has to wait."""
+            if not self._is_echo_only:
+                if last or delta.finish_reason or not events.is_ready:
+                    return False
+                events.write(convert(delta, None))
+            return True
+
+        try:
+            if turn:
+                await turn.wait()
+            while delta := await stream.next_delta(pass_on):
+                if last:
+                    await events.send(convert(last, None))
+                last = delta if delta.finish_reason else None  # the reply follows at once
+                if last is None:
+                    stream.block()
+                    await events.send(convert(delta, None))
+                    stream.unblock()
+            reply = await self._result(stream)
+            await events.send(convert(last, reply))
+        except RequestError:  # the request has ended
+            raise
+        except BaseException:  # the stream notices a cancellation only while it is awaited
+            self._client.ask(AbortRequest(request_id=stream.request_id))
+            raise
+        return reply
+
+    async def _result(self, stream: AsyncStream) -> GenerateReply:
+        reply = await stream.result()
+        if self._is_echo_only:
+            reply.text, reply.token_ids, reply.finish_reason = "", [], "length"
+            reply.stop_reason = None
+            reply.logprobs = None if reply.logprobs is None else []
+        return reply
+
+
+class PromptLogprobs:
+    """Logprobs of a prompt, which come with the first one of its answers, for all of them."""
+
+    def __init__(self) -> None:
+        self.are_known = asyncio.Event()
+        self._tokens: list[TokenLogprobs | None] | None = None
+
+    def share(self, piece: TextDelta | GenerateReply) -> None:
+        """Take the logprobs from the first answer's first piece; put them into those of others."""
+        if not self.are_known.is_set():
+            self._tokens = piece.prompt_logprobs
+            self.are_known.set()
+        piece.prompt_logprobs = self._tokens
+
+
+def _chunks(
+    chunk: StreamChunk,
+    choice: Choice,
+    shared: PromptLogprobs,
+    delta: TextDelta | None,
+    reply: GenerateReply | None,
+) -> Iterator[StreamChunk]:
+    """Yield `chunk` with each piece of the choice; the first one has what a chat's prompt has."""
+    num_tokens = len(delta.token_ids) if delta else 0
+    first = None if chunk.choices else delta or reply
+    if first:
+        shared.share(first)
+    for piece in choice.chunks(delta, reply):
+        has_role = isinstance(piece, ChatChunk) and piece.delta.role  # and no token
+        if chunk.usage is not UNSET and not has_role:
+            chunk.usage.completion_tokens += num_tokens
+            chunk.usage.total_tokens += num_tokens
+            num_tokens = 0
+        if first and first.prompt_logprobs and isinstance(piece, ChatChunk):
+            chunk.prompt_logprobs = prompt_logprobs(first.prompt_logprobs)
+        chunk.choices = [piece]
+        yield chunk
+        first, chunk.prompt_logprobs, chunk.prompt_token_ids = None, UNSET, UNSET
+
+
+def _usage(prompt_tokens: int, output_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=output_tokens,
+        total_tokens=prompt_tokens + output_tokens,
+    )

@@ -1,0 +1,191 @@
+"""Tool calls in generated text, piece by piece.
+
+A call is sent from the moment its name is known and its arguments begin. So a mistake later in
+its text can't make it text again: the client gets the arguments as the model wrote them. Tags
+around anything else are text. The pieces add up to the same text and calls however the answer is
+cut.
+"""
+
+import re
+import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from penstock.services.http.generation.replies import CalledFunction, CalledTool
+from penstock.services.http.generation.tool_call_reader import (
+    Arguments,
+    CallReader,
+    Event,
+    HermesReader,
+    JsonReader,
+    Name,
+    tag_start,
+)
+from penstock.services.http.generation.xml_tool_call import XmlReader
+from penstock.services.http.shared.tool_format import FUNCTION, OPENING, FormatName
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""JSON schemas of arguments by function"""
+_BEFORE, _BETWEEN = re.compile(r"\s*(?:\[\s*)?"), re.compile(r"[\s,;]*")
+"""what may come before the first call without tags, and between two of them"""
+
+
+Piece = str | CalledTool
+"""text, or a piece of a call: its id and name first, then its arguments"""
+
+
+class ToolCallParser:
+    """Reads calls in tags. Newlines around a call are dropped; text within it comes after it.
+
+    What may be the beginning of a tag, or newlines before it, is held back.
+    """
+
+    def __init__(
+        self,
+        reader: Callable[[], CallReader] = HermesReader,
+        openings: tuple[str, ...] = (OPENING,),
+        is_forced: bool = False,
+    ) -> None:
+        """is_forced: the answer consists of calls only, so a call that is cut off is never text.
+
+        openings: tags before a call; the reader is fed all but `<tool_call>`.
+        """
+        self._new_reader, self._openings = reader, openings
+        self._is_forced = is_forced
+        self._reader: CallReader | None = None
+        self._opening = ""
+        """of the call that is being read, with the newlines before it"""
+        self._held = ""
+        self._within = ""
+        """text within the call"""
+        self._num_calls = 0
+        self._is_after_call = False
+
+    def feed(self, content: str) -> list[Piece]:
+        """Return the text and the calls that `content` adds."""
+        self._held += content
+        pieces: list[Piece] = []
+        while True:
+            if self._reader is None:
+                pieces += self._text(self._take_text())
+            if self._reader is None:
+                return pieces
+            events, self._held = self._reader.feed(self._held)
+            pieces += self._pieces(events)
+            if not self._end_call(pieces):
+                return pieces
+
+    def finish(self, is_cut: bool = False) -> list[Piece]:
+        """Return what was held back. is_cut: the answer did not end by itself.
+
+        A call that is cut off has as much of its arguments as was generated.
+        """
+        rest, self._held = self._held, ""
+        if self._reader is None:
+            return [] if is_cut and self._is_forced else self._text(rest)
+        pieces = self._pieces(self._reader.finish(rest, is_cut))
+        pieces += self._text(self._within)
+        if self._reader.is_refused and not (is_cut and self._is_forced):
+            pieces += self._text(self._opening + rest)
+        return pieces
+
+    def _take_text(self) -> str:
+        """Return the text before the next opening, and begin to read the call after it."""
+        held = self._held
+        found = [(at, tag) for tag in self._openings if (at := held.find(tag)) >= 0]
+        if not found:
+            start = min(tag_start(held, tag) for tag in self._openings)
+            self._held = held[start:]
+            return held[:start]
+        at, tag = min(found)
+        text = held[:at].rstrip("\n")
+        end = at + len(tag) if tag == OPENING else at
+        self._begin_call(held[len(text) : end], held[end:])
+        return text
+
+    def _begin_call(self, opening: str, rest: str) -> None:
+        self._reader = self._new_reader()
+        self._opening, self._held = opening, rest
+
+    def _end_call(self, pieces: list[Piece]) -> bool:
+        """Return whether the call has ended, or is text; then the next one may begin."""
+        if not self._reader or not (self._reader.is_done or self._reader.is_refused):
+            return False
+        if self._reader.is_refused:
+            pieces += self._refused()
+        pieces += self._text(self._within)
+        self._reader, self._within = None, ""
+        return True
+
+    def _refused(self) -> list[Piece]:
+        """Return the tag as text; what comes after it is examined again."""
+        length = 0 if self._opening.endswith(OPENING) else 1  # a tag that is held: its `<`
+        text, self._held = self._opening + self._held[:length], self._held[length:]
+        return self._text(text)
+
+    def _pieces(self, events: list[Event]) -> list[Piece]:
+        pieces: list[Piece] = []
+        for event in events:
+            if isinstance(event, Name):
+                self._num_calls += 1
+                self._is_after_call = True
+                pieces.append(self._begun(event.name))
+            elif isinstance(event, Arguments):
+                function = CalledFunction(arguments=event.text)
+                pieces.append(CalledTool(index=self._num_calls - 1, function=function))
+            else:
+                self._within += event
+        return pieces
+
+    def _begun(self, name: str) -> CalledTool:
+        return CalledTool(
+            index=self._num_calls - 1,
+            id=f"call_{uuid.uuid4().hex}",
+            type="function",
+            function=CalledFunction(name=name, arguments=""),
+        )
+
+    def _text(self, text: str) -> list[Piece]:
+        if self._is_after_call:
+            text = text.lstrip("\n")
+            self._is_after_call = not text
+        return [text] if text else []
+
+
+class BareCallParser(ToolCallParser):
+    """Reads an answer that is one call in JSON without tags, several of them, or an array."""
+
+    def __init__(self, is_forced: bool = False) -> None:
+        super().__init__(JsonReader, (), is_forced)
+        self._may_be_call = True
+        self._is_array = False
+
+    def _take_text(self) -> str:
+        held = self._held
+        found = (_BETWEEN if self._num_calls else _BEFORE).match(held)
+        start = found.end() if found else 0
+        if self._may_be_call and (start == len(held) or held[start] == "{"):
+            if start < len(held):
+                self._is_array = self._is_array or "[" in held[:start]
+                self._begin_call(held[:start], held[start:])
+            return ""
+        self._held = ""
+        if self._may_be_call and self._is_array and held[start] == "]":
+            held = held[start + 1 :]
+        self._may_be_call = False
+        return held
+
+    def _refused(self) -> list[Piece]:
+        self._may_be_call = False
+        text, self._held = self._opening + self._held, ""
+        return self._text(text)
+
+
+def make_parser(form: FormatName, schemas: Schemas, is_forced: bool = False) -> ToolCallParser:
+    """Return the parser of a format."""
+    if form == "json":
+        return BareCallParser(is_forced)
+    if form == "qwen3_coder":
+        return ToolCallParser(partial(XmlReader, schemas), (OPENING, FUNCTION), is_forced)
+    return ToolCallParser(HermesReader, is_forced=is_forced)

@@ -1,0 +1,154 @@
+"""Tool choice: the tools that a model sees, and the grammar of a call that it must make.
+
+Grammars are in llguidance's dialect of Lark, for each format of calls.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.services.http.generation.schema import (
+    AllowedTools,
+    ChatRequest,
+    Function,
+    NamedTool,
+    Tool,
+)
+from penstock.services.http.generation.xml_tool_call import permitted_types
+from penstock.services.http.shared.errors import invalid
+from penstock.services.http.shared.tool_format import ToolFormat
+
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""as Qwen3 was trained to write: with free white space, models write a lot of it"""
+_END_VALUE = '"\\n</parameter>\\n"'
+
+
+def forced_call(request: ChatRequest, form: ToolFormat) -> str | None:
+    """Return a grammar; None if the model need not call a function. Raises ApiError.
+
+    The grammar is one call, or several where any function may be called and calls may be parallel.
+    """
+    choice = request.tool_choice
+    if not is_forced(request):
+        return None
+    functions = [tool.function for tool in forced_tools(request)]
+    if not functions and isinstance(choice, NamedTool):
+        raise invalid("tool_choice", f"got {choice.function.name!r}, expected a function of tools")
+    if not functions:
+        raise invalid("tool_choice", f"got {choice!r} without tools; send tools, too")
+    for number, tool in enumerate(request.tools):
+        if tool.function in functions and (problem := unsuitable(form, tool.function)):
+            raise invalid(f"tools[{number}].function.{problem[0]}", problem[1])
+    is_one = isinstance(choice, NamedTool) or not request.parallel_tool_calls
+    return call_grammar(form, functions, is_one)
+
+
+def is_forced(request: ChatRequest) -> bool:
+    """Return whether the model must call a function."""
+    choice = request.tool_choice
+    if isinstance(choice, AllowedTools):
+        return choice.allowed_tools.mode == "required"
+    return choice not in ("none", "auto")
+
+
+def offered_tools(request: ChatRequest) -> list[Tool]:
+    """Return the tools that the model sees. Raises ApiError."""
+    choice = request.tool_choice
+    if not isinstance(choice, AllowedTools):
+        return [] if choice == "none" else request.tools
+    names = [one.function.name for one in choice.allowed_tools.tools]
+    known = {tool.function.name for tool in request.tools}
+    for number, name in enumerate(names):
+        if name not in known:
+            path = f"tool_choice.allowed_tools.tools[{number}].function.name"
+            raise invalid(path, f"got {name!r}, expected a function of tools")
+    return [tool for tool in request.tools if tool.function.name in names]
+
+
+def forced_tools(request: ChatRequest) -> list[Tool]:
+    """Return the tools of which one must be called, if a call is forced. Raises ApiError."""
+    choice, tools = request.tool_choice, offered_tools(request)
+    if isinstance(choice, NamedTool):
+        return [one for one in tools if one.function.name == choice.function.name]
+    return tools
+
+
+def call_grammar(form: ToolFormat, functions: list[Function], is_one: bool) -> str:
+    """Return the grammar of one call, or of one or more, of any of the functions."""
+    is_xml = form.name == "qwen3_coder"
+    rules = [
+        r for n, one in enumerate(functions) for r in (_xml if is_xml else _json)(f"f{n}", one)
+    ]
+    call = "call: " + " | ".join(f"f{number}" for number in range(len(functions)))
+    if is_xml:
+        rules.append(f"text[suffix={_END_VALUE}]: /(?s:.*)/")
+    tagged = "tool_call: call"
+    if form.name != "json":
+        quote = "" if form.tags_are_tokens else '"'
+        opening, closing = (f"{quote}{tag}{quote}" for tag in ("<tool_call>", "</tool_call>"))
+        tagged = f'tool_call: {opening} "\\n" call "\\n" {closing}'
+    start = "start: tool_call" if is_one else 'start: tool_call ("\\n" tool_call)*'
+    return "\n".join([start, tagged, call, *rules])
+
+
+def unsuitable(form: ToolFormat, function: Function) -> tuple[str, str] | None:
+    """Return the field for which a forced call can't be written in this format, and why."""
+    schema = function.parameters or {}
+    if schema.get("type", "object") != "object":
+        return "parameters.type", f"got {schema['type']!r}, expected 'object'"
+    if form.name != "qwen3_coder":
+        return None
+    if re.search(r"[<>\n]", function.name):
+        return "name", f"got {function.name!r}, expected a name without <, > and line breaks"
+    combined = [key for key in ("$ref", "anyOf", "oneOf", "allOf") if key in schema]
+    if combined:
+        return "parameters", f"got {combined[0]}, expected properties: each becomes a <parameter>"
+    for key, value in schema.get("properties", {}).items():
+        if "pattern" in value and "string" in permitted_types(value):
+            return f"parameters.properties.{key}.pattern", "got a pattern, expected none"
+    return None
+
+
+def _json(rule: str, function: Function) -> list[str]:
+    """Return the rules of one function. Its schema stays a root, to which references point."""
+    begin = _encoded(f'{{"name": {_encoded(function.name)}, "arguments": ')
+    schema = {"type": "object", **(function.parameters or {}), "x-guidance": _SPACES}
+    return [f'{rule}: {begin} {rule}_arguments "}}"', f"{rule}_arguments: %json {_encoded(schema)}"]
+
+
+def _xml(rule: str, function: Function) -> list[str]:
+    """Return the rules of one function: its parameters in the schema's order."""
+    schema = function.parameters or {}
+    properties: Mapping[str, Any] = schema.get("properties", {})
+    defs = {key: one for key, one in schema.items() if key in ("$defs", "definitions")}
+    required = schema.get("required", ())
+    parts, rules = [], []
+    for number, (key, value) in enumerate(properties.items()):
+        name = f"{rule}_p{number}"
+        rules += _xml_parameter(name, key, value, defs)
+        parts.append(name if key in required else f"{name}?")
+    if not properties:
+        parts.append('("<parameter=" /[^<>\\n]{1,64}/ ">\\n" text)*')
+    head = _encoded(f"<function={function.name}>\n")
+    return [f'{rule}: {head} {" ".join(parts)} "</function>"', *rules]
+
+
+def _xml_parameter(rule: str, key: str, schema: Any, defs: Mapping[str, Any]) -> list[str]:
+    begin = f"{rule}: {_encoded(f'<parameter={key}>' + chr(10))}"
+    if "string" not in permitted_types(schema):
+        shaped = {"x-guidance": _SPACES, **defs, "allOf": [schema]}
+        return [f"{begin} {rule}_value {_END_VALUE}", f"{rule}_value: %json {_encoded(shaped)}"]
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if not choices and ("maxLength" in schema or "minLength" in schema):
+        size = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
+        return [f"{begin} {rule}_text", f"{rule}_text[suffix={_END_VALUE}]: /(?s:.{{{size}}})/"]
+    if not choices:
+        return [f"{begin} text"]
+    texts = " | ".join(_encoded(one if isinstance(one, str) else _encoded(one)) for one in choices)
+    return [f"{begin} ({texts}) {_END_VALUE}"]
+
+
+def _encoded(value: object) -> str:
+    return msgspec.json.encode(value).decode()

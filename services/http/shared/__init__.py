@@ -1,0 +1,1 @@
+"""Parts of every API: access, bodies, errors, event streams, and the state of each model."""

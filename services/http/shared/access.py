@@ -1,0 +1,186 @@
+"""The outermost layer of HTTP: sender, access and id of each request."""
+
+import contextlib
+import hmac
+import re
+import uuid
+from contextvars import ContextVar
+from functools import lru_cache
+from ipaddress import ip_address, ip_network
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.protocol.config import Config
+from penstock.protocol.messages.client import NO_CONTROL
+from penstock.protocol.transport.context import stays_on_host
+from penstock.services.http.shared.anthropic_errors import is_for_anthropic
+from penstock.services.http.shared.errors import ApiError, error_response
+
+IPV6_PREFIX = 64
+"""bits of an address that a provider assigns to one customer"""
+MAX_KNOWN = 256
+"""hosts and addresses whose form is remembered: a header may have 64 KB"""
+_MAX_ID = 128
+"""characters of X-Request-Id; a longer one is replaced"""
+
+
+class Caller(NamedTuple):
+    """Sender of the request that this task handles."""
+
+    client: str | None
+    """the remote address: fairness between clients depends on it"""
+    request_id: str
+    """the header X-Request-Id; empty without one"""
+    unique_id: str
+    key: str = ""
+    """the API key that was sent, right or wrong; empty where the server has none"""
+    is_for_anthropic: bool = False
+    """expects Anthropic's shapes"""
+
+
+caller: ContextVar[Caller] = ContextVar("caller")
+
+
+class Gate:
+    """ASGI middleware that sets `caller` and refuses web pages that are not allowed.
+
+    A slash at the end of a path is ignored, because not all clients follow redirections. Each
+    response has the header X-Request-Id, the client's or a new one; Anthropic's clients read it as
+    Request-Id.
+    """
+
+    def __init__(self, app: ASGIApp, config: Config) -> None:
+        self._app = app
+        self._pages = PageRules(config)
+        self._has_key = bool(config.api_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        scope["path"] = scope["path"].rstrip("/") or "/"
+        request_id, encoding = _request_id(headers)
+        key = _key_of(headers) if self._has_key else ""
+        form = is_for_anthropic(scope["path"], headers)
+        sender = Caller(_client_name(scope), request_id, uuid.uuid4().hex, key, form)
+        caller.set(sender)
+        name = (request_id or sender.unique_id).encode(encoding)
+        ids = [(b"x-request-id", name)]
+        if form:
+            ids.append((b"request-id", name))
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *ids]
+            await send(message)
+
+        refusal = self._pages.refusal(headers)
+        app = error_response(refusal, form) if refusal else self._app
+        await app(scope, receive, send_with_id)
+
+
+class PageRules:
+    """Rules against web pages that use a server without a key through its user's browser.
+
+    Any page may send requests to this machine; the browser adds the page's `Origin`. A page whose
+    name was pointed at this machine (DNS rebinding) has the server's origin, but its own `Host`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._origins = frozenset(map(str.lower, config.origins))
+        self._is_off = bool(config.api_key) or "*" in self._origins
+        host = config.http_host
+        self._checks_host = stays_on_host(f"tcp://{f'[{host}]' if ':' in host else host}:1")
+        self._hosts = {"localhost", host.lower(), *map(_host_of, self._origins)}
+
+    def refusal(self, headers: Headers) -> ApiError | None:
+        """Return the error of a request from a page that is not allowed, otherwise None."""
+        if self._is_off:
+            return None
+        host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
+        is_own = host and origin.partition("://")[2] == host
+        if origin and not is_own and origin not in self._origins:
+            return ApiError(
+                403,
+                f"Origin: got {origin!r}, expected this server's or one of --allowed-origins: a "
+                "server without --api-key refuses other web pages",
+            )
+        if host and self._checks_host and not self._is_known(_host_of(f"//{host}")):
+            return ApiError(
+                403,
+                f"Host: got {host!r}, expected an IP address, localhost or a host of "
+                "--allowed-origins: a server without --api-key has no other name",
+            )
+        return None
+
+    def _is_known(self, host: str) -> bool:
+        host = host.rstrip(".")
+        return host in self._hosts or host.endswith(".localhost") or _is_address(host)
+
+
+@lru_cache(MAX_KNOWN)
+def _is_address(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ip_address(host))
+    return False
+
+
+@lru_cache(MAX_KNOWN)
+def _host_of(url: str) -> str:
+    """Return the host's name in lower case, without brackets; empty where it is malformed."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _request_id(headers: Headers) -> tuple[str, str]:
+    """Return the header X-Request-Id, and its encoding: UTF-8, or Latin-1 as HTTP once had it.
+
+    The id is empty where it is too long or has control characters.
+    """
+    value, encoding = headers.get("x-request-id", ""), "latin-1"
+    with contextlib.suppress(UnicodeDecodeError):
+        value, encoding = value.encode("latin-1").decode(), "utf-8"
+    is_valid = len(value) <= _MAX_ID and re.match(NO_CONTROL, value)
+    return value if is_valid else "", encoding
+
+
+def _client_name(scope: Scope) -> str | None:
+    """Return the remote address, of IPv6 its network; None for a Unix socket.
+
+    Behind a proxy on this machine, uvicorn has put the address of `X-Forwarded-For` there.
+    """
+    return _network(scope["client"][0] if scope.get("client") else "")
+
+
+@lru_cache(MAX_KNOWN)
+def _network(host: str) -> str | None:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host or None
+    if address.version == 6 and not address.ipv4_mapped:
+        return str(ip_network((address, IPV6_PREFIX), strict=False))
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def _key_of(headers: Headers) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def check_key(given: str, key: str) -> None:
+    """Raise ApiError for a wrong key. Clients send a key in UTF-8 or Latin-1.
+
+    Both comparisons take constant time.
+    """
+    forms = [key.encode()]
+    with contextlib.suppress(UnicodeEncodeError):
+        forms.append(key.encode("latin-1"))
+    matches = [hmac.compare_digest(given.encode("latin-1"), form) for form in forms]
+    if not any(matches):
+        sentence = "API key: got a wrong one or none; send `Authorization: Bearer KEY`"
+        sentence += " or `X-API-Key: KEY`"
+        raise ApiError(401, sentence, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})

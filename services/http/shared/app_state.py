@@ -1,0 +1,117 @@
+"""State that all routes share, for each model."""
+
+import asyncio
+import time
+from typing import Any, TypeVar
+
+from penstock.protocol.checkpoint import max_request_bytes, read_model_config
+from penstock.protocol.client.async_client import AsyncClient
+from penstock.protocol.config import Config
+from penstock.protocol.generation_config import read_generation_config
+from penstock.protocol.tokenizer_file import read_chat_template
+from penstock.services.http.shared.errors import ApiError
+from penstock.services.http.shared.health import HealthCheck
+from penstock.services.http.shared.tool_format import ToolFormat, format_of
+
+T = TypeVar("T")
+MAX_BATCH = 8
+"""requests of the greatest length that one body with several inputs may have"""
+START_TIMEOUT = 5.0
+"""seconds that a request waits for a pipeline that is starting"""
+
+
+class Singletons:
+    """Objects of which this process has one of each class, for all models."""
+
+    def __init__(self) -> None:
+        self._objects: dict[type, Any] = {}
+
+    def get(self, kind: type[T]) -> T:
+        """Return the object of a class; the first call makes it."""
+        if kind not in self._objects:
+            self._objects[kind] = kind()
+        found: T = self._objects[kind]
+        return found
+
+
+class AppState:
+    """A client of one model, and properties of the model."""
+
+    def __init__(self, config: Config, client: AsyncClient, singletons: Singletons) -> None:
+        folder = config.model_folder
+        self.config = config
+        self.model = config.model_name
+        self.client = client.of_model(self.model)
+        self.created = int(time.time())
+        model = read_model_config(folder)
+        self.max_model_len = model.context(config.max_model_len)
+        self.is_embedding_model = model.is_embedding_model
+        self.max_request_bytes = max_request_bytes(config)
+        self.max_answers = config.max_running + config.max_waiting_requests
+        """answers to one HTTP request: the gateway would refuse more"""
+        given = config.tool_call_parser
+        name = format_of(read_chat_template(folder)) if given == "auto" else given
+        self.tool_format = ToolFormat(name)
+        self.generation_config = read_generation_config(folder)
+        self.end_of_thought: list[int] = []
+        """token ids of `</think>`"""
+        self.label_ids: list[int] | None = None
+        """of a reranker, once they are known"""
+        self.singletons = singletons
+        self._was_ready = asyncio.Event()
+
+    async def start(self) -> None:
+        """Wait for the model, and examine its vocabulary."""
+        await self.client.status(wait=True)
+        tag = await self.client.tokenize("<tool_call>")
+        self.tool_format = self.tool_format._replace(tags_are_tokens=len(tag.token_ids) == 1)
+        self.end_of_thought = (await self.client.tokenize("</think>")).token_ids
+        self._was_ready.set()
+
+    async def check_start(self) -> None:
+        """Raise ApiError before the model was ready for the first time.
+
+        A request to a model that was ready waits in the gateway while processes restart.
+        """
+        if self._was_ready.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._was_ready.wait(), START_TIMEOUT)
+        except TimeoutError:
+            sentence = "the pipeline is starting; /health reports what is missing"
+            raise ApiError(503, sentence) from None
+
+
+class Models:
+    """Every model, and what they share."""
+
+    def __init__(self, config: Config, client: AsyncClient) -> None:
+        self.config, self.client = config, client
+        self.singletons = Singletons()
+        self.health = HealthCheck(client, config.step_timeout)
+        states = [AppState(one, client, self.singletons) for one in config.by_model()]
+        self.by_name = {state.model: state for state in states}
+        self.default = states[0]
+        self.max_request_bytes = max_request_bytes(config)
+        self.max_batch_bytes = MAX_BATCH * self.max_request_bytes
+        self.max_answers = max(state.max_answers for state in states)
+
+    async def start(self) -> None:
+        """Wait for all models, each of which serves as soon as it is ready."""
+        await asyncio.gather(*(state.start() for state in self.by_name.values()))
+
+    def named(self, model: str | None) -> AppState:
+        """Return a model; None is the first one. Raises ApiError for an unknown name."""
+        if model is None:
+            return self.default
+        if model not in self.by_name:
+            names = " or ".join(map(repr, self.by_name))
+            sentence = f"model: got {model!r}, expected {names}"
+            raise ApiError(404, sentence, "model", "model_not_found")
+        return self.by_name[model]
+
+    async def started(self, model: str | None) -> AppState:
+        """Return a model that was ready once. Raises ApiError as `named` and `check_start`."""
+        state = self.named(model)
+        await state.check_start()
+        return state

@@ -1,0 +1,134 @@
+"""Bodies of requests: from bytes to structs.
+
+Clients send unsupported fields of OpenAI's, vLLM's and SGLang's APIs with default values, which
+change nothing and are accepted: see `neutral_fields.json`. Other values are refused by name.
+"""
+
+import gzip
+import io
+import re
+import zlib
+from codecs import BOM_UTF8
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+
+from penstock.protocol.field_errors import explain, undecodable_value
+from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
+from penstock.protocol.transport.channel import DECODE_ERRORS
+from penstock.services.http.shared.errors import ApiError, invalid
+
+T = TypeVar("T", bound=Struct)
+
+_JSON_NAMES = {type(None): "null", list: "an array", str: "a string", bool: "a boolean"}
+_JSON_NAMES |= {int: "a number", float: "a number"}
+_TYPES = {"any value": object, "string": str, "boolean": bool, "object": dict}
+_TOOL_TYPE = re.compile(r"tools\[\d+\]\.type")
+
+
+class _NeutralFields(Struct, forbid_unknown_fields=True):
+    renamed: dict[str, str]
+    """SGLang's name → ours"""
+    ignored: dict[str, Literal["any value", "string", "boolean", "object"]]
+    """fields about accounting, caches, back ends and missing parts of models → type of the value"""
+    neutral: dict[str, list[Any]]
+    """field → values that change nothing, in addition to null"""
+
+
+FIELDS = msgspec.json.decode(
+    Path(__file__).with_name("neutral_fields.json").read_bytes(), type=_NeutralFields
+)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the decompressed body, up to `max_bytes` long in either form. Raises ApiError."""
+    encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
+    if encoding not in ("identity", "gzip", "x-gzip"):
+        sentence = f"Content-Encoding: got {encoding!r}, expected gzip or identity"
+        raise ApiError(415, sentence, headers={"Accept-Encoding": "gzip, identity"})
+    _check_length(int(request.headers.get("content-length", 0)), max_bytes)
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        _check_length(len(body), max_bytes)
+    if encoding == "identity":
+        return bytes(body)
+    try:
+        text = gzip.GzipFile(fileobj=io.BytesIO(body)).read(max_bytes + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ApiError(400, f"the body can't be decompressed as gzip: {error}") from error
+    _check_length(len(text), max_bytes)
+    return text
+
+
+def _check_length(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        sentence = f"the body: got more than {max_bytes} bytes, expected at most {max_bytes}"
+        raise ApiError(413, sentence)
+
+
+def decode_body(body: bytes, kind: type[T]) -> T:
+    """Decode a JSON object as `kind`; a field that is null is left out. Raises ApiError."""
+    raw = _decode_object(body)
+    for name, value in raw.items():
+        if name != "prompt" and is_too_deep(value):  # the type of `prompt` is checked below
+            raise invalid(name, f"got more than {MAX_DEPTH} levels of nesting, which is the limit")
+    given = {name: value for name, value in raw.items() if value is not None}
+    given = _without_neutral(given, kind.__struct_fields__)
+    try:
+        return msgspec.convert(given, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        path, message = explain(str(error), given, kind)
+        if path and _TOOL_TYPE.fullmatch(path):
+            message += "; only functions that the client runs are supported: leave other tools out"
+        raise ApiError(400, message, path) from error
+
+
+def _decode_object(body: bytes) -> dict[str, Any]:
+    try:
+        body.decode()  # msgspec counts bytes from the start of a string, not of the body
+        raw = decode_json(body.removeprefix(BOM_UTF8))
+    except DECODE_ERRORS as error:
+        if found := undecodable_value(body):
+            path, problem = found
+            raise ApiError(400, f"{path or 'the body'}: {problem}", path or None) from error
+        raise ApiError(400, f"the body: got invalid JSON ({error}), expected an object") from error
+    if not isinstance(raw, dict):
+        kind = _JSON_NAMES[type(raw)]
+        raise ApiError(400, f"the body: got {kind}, expected a JSON object of the fields")
+    return raw
+
+
+def decode_json(data: bytes | str) -> Any:
+    """Decode JSON that MessagePack can encode. Raises one of DECODE_ERRORS."""
+    raw = msgspec.json.decode(data)
+    msgspec.msgpack.encode(raw)
+    return raw
+
+
+def _without_neutral(given: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields that are `known`, by our names, and those that no table has.
+
+    Raises ApiError for a field that would change the answer and is not supported.
+    """
+    kept = {}
+    for name, value in given.items():
+        name = FIELDS.renamed.get(name, name)
+        accepted = FIELDS.neutral.get(name)
+        if name in known or (name not in FIELDS.ignored and accepted is None):
+            kept[name] = value
+        elif accepted is None and not isinstance(value, _TYPES[FIELDS.ignored[name]]):
+            raise invalid(name, f"got {_shown(value)}, expected {FIELDS.ignored[name]}")
+        elif accepted is not None and value not in accepted:
+            expected = " or ".join(repr(one) for one in accepted if one not in ({}, [], ""))
+            sentence = f"got {_shown(value)}, expected {expected or 'null'}: it is not supported; "
+            raise invalid(name, f"{sentence}leave it out")
+    return kept
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text[:60] + "…" * (len(text) > 60)

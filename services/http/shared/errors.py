@@ -1,0 +1,130 @@
+"""Errors in OpenAI's shape, or in Anthropic's."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from msgspec import Struct
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from penstock.protocol.client.errors import RequestError
+from penstock.protocol.messages.chat import MessageError
+from penstock.services.http.shared.anthropic_errors import (
+    STATUSES,
+    is_for_anthropic,
+    messages_error,
+)
+from penstock.services.http.shared.json_response import json_response
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_RETRY = {"Retry-After": "1"}
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code of a prompt that is too long, which clients look for"""
+FieldAsSent = Callable[[str], str | None]
+
+
+class ErrorDetail(Struct, kw_only=True):
+    """Message, OpenAI's type, name of the invalid field, and OpenAI's code."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(Struct, kw_only=True):
+    """Body of every response with an error."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A refused or failed request: HTTP status, message, invalid field and OpenAI's code.
+
+    too_long: of a prompt that doesn't fit into the context: its tokens, and how many fit.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        too_long: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.too_long = too_long
+        code = CONTEXT_LENGTH_EXCEEDED if too_long else code
+        self.headers = headers or (_RETRY if status == 503 else {})
+        kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code))
+
+
+def invalid(field: str, problem: str) -> ApiError:
+    """Return the error of an invalid field; problem: `got X, expected Y`."""
+    return ApiError(400, f"{field}: {problem}", field)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Return any exception as the client is to see it."""
+    match error:
+        case ApiError():
+            return error
+        case MessageError():
+            return ApiError(400, str(error), error.field)
+        case RequestError(code="invalid"):
+            return ApiError(400, error.message, error.field, too_long=error.too_long)
+        case RequestError(code="overloaded", retry_after=float() as seconds):
+            headers = {"Retry-After": str(math.ceil(seconds))}
+            return ApiError(429, error.message, None, "rate_limit_exceeded", headers)
+        case RequestError(code="overloaded"):
+            return ApiError(503, error.message)  # the pipeline is stopping
+        case RequestError():
+            return ApiError(500, error.message, error.field)  # `failed`: not the client's fault
+        case HTTPException():
+            return ApiError(error.status_code, error.detail, headers=error.headers)
+        case _:
+            return ApiError(500, "internal error; the server's log has the details")
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Return the response to an exception, as a handler of starlette."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # nobody reads it
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        expected = f"expected {error.headers['Allow']}" if error.headers else "which is not a route"
+        where = f"{request.method} {request.url.path}"
+        error.detail = f"got {where}, {expected}; /openapi.json lists the routes"
+    form = is_for_anthropic(request.url.path, request.headers)
+    return error_response(as_api_error(error), form)
+
+
+def error_response(error: ApiError, for_anthropic: bool) -> Response:
+    """Return the response of an error, in OpenAI's or Anthropic's shape."""
+    if for_anthropic:
+        status = STATUSES.get(error.status, error.status)
+        body = messages_error(error.status, str(error), error.body.error.code, error.too_long)
+        response = json_response(body, status)
+    else:
+        response = json_response(error.body, error.status)
+    response.headers.update(error.headers)
+    return response
+
+
+@contextmanager
+def fields_as_sent(field_as_sent: FieldAsSent) -> Iterator[None]:
+    """Rename the fields of errors. field_as_sent: returns the client's name for a field of ours."""
+    try:
+        yield
+    except (ApiError, MessageError, RequestError) as error:
+        old = as_api_error(error)
+        detail = old.body.error
+        name = detail.param and field_as_sent(detail.param)
+        if not detail.param or not name or name == detail.param:
+            raise
+        message = detail.message.replace(detail.param, name, 1)
+        raise ApiError(old.status, message, name, detail.code, old.headers, old.too_long) from error

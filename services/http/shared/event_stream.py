@@ -1,0 +1,199 @@
+"""Server-sent events, and work that ends when its client disconnects."""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.protocol.client.answers import gather
+from penstock.protocol.client.errors import RequestError
+from penstock.services.http.shared.chunk_writer import WRITER, ChunkWriter
+from penstock.services.http.shared.errors import ApiError, as_api_error
+from penstock.services.http.shared.json_response import ENCODER
+
+_log = logging.getLogger("http")
+S = TypeVar("S")
+T = TypeVar("T")
+Body = Any
+"""of an event: a Struct, or a map"""
+_EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
+DONE = b"data: [DONE]\n\n"
+SILENCE = 15.0
+"""seconds; `EventForm.keep_alive` is sent after one to two times as long without an event, because
+proxies close silent connections"""
+
+
+class EventSink(Protocol):
+    """Taker of events: an HTTP client's stream, or a log."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True while `write` need not wait."""
+
+    def write(self, bodies: Iterable[Body]) -> None:
+        """Take each body as an event, where `is_ready`."""
+
+    async def send(self, bodies: Iterable[Body], is_last: bool = False) -> None:
+        """Take each body as an event; after the last one, the end of the stream."""
+
+
+class EventForm(ABC):
+    """Form of an API's events. By default, they are maps, whose `type` is the event's name."""
+
+    end = b""
+    """after the last event"""
+    keep_alive = b": keep-alive\n\n"
+    """in silence; it starts the response, too"""
+
+    def encode(self, bodies: Iterable[Body]) -> bytes:
+        """Return events with these bodies."""
+        form = b"event: %b\ndata: %b\n\n"
+        return b"".join([form % (one["type"].encode(), ENCODER.encode(one)) for one in bodies])
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> Iterable[Body]:
+        """Return the bodies of an error after the first event."""
+
+
+class Chunks(EventForm):
+    """OpenAI's chunks of chats and completions: events without a name."""
+
+    end = DONE
+
+    def encode(self, bodies: Iterable[Body]) -> bytes:
+        return b"".join([b"data: %b\n\n" % ENCODER.encode(one) for one in bodies])
+
+    def failed(self, error: ApiError) -> Iterable[Body]:
+        return [error.body]
+
+
+class EventStream(Response):
+    """Server-sent events.
+
+    The response starts with the first event. An error before it has a status of its own; a later
+    error is an event.
+    """
+
+    def __init__(
+        self, form: EventForm, produce: Callable[["EventStream"], Coroutine[Any, Any, None]]
+    ) -> None:
+        """produce: sends all events with `send`."""
+        self.background = None
+        self._form = form
+        self._produce = produce
+        self._is_started = False
+        self._num_sending = 0
+        self._writer: ChunkWriter | None = None
+        self._is_silent = True
+        """since the timer was started"""
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        self._writer = scope.get(WRITER)
+        self._start_timer()
+        try:
+            await while_connected(receive, self._produce(self))
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            if not self._is_started:
+                raise
+            if not isinstance(error, RequestError | ApiError):
+                _log.exception("%r failed in its stream", scope["path"])
+            await self.send(self._form.failed(as_api_error(error)), is_last=True)
+        finally:
+            self._timer.cancel()
+            if self._keeper:
+                self._keeper.cancel()
+
+    async def send(self, bodies: Iterable[Body], is_last: bool = False) -> None:
+        """Send each body as an event; after the last one, the end of the stream."""
+        data = self._form.encode(bodies)
+        if is_last:
+            data += self._form.end
+        elif not data:
+            return
+        await self.send_encoded(data, is_last)
+
+    @property
+    def is_ready(self) -> bool:
+        """True once the stream has begun, while its client reads: then `write` need not wait."""
+        return self._is_started and self._writer is not None and self._writer.is_ready
+
+    def write(self, bodies: Iterable[Body]) -> None:
+        """Send each body as an event, where `is_ready`."""
+        if data := self._form.encode(bodies):
+            self._is_silent = False
+            self._writer.write(data)  # type: ignore[union-attr]
+
+    async def send_encoded(self, data: bytes, is_last: bool = False) -> None:
+        """Send events that are encoded, or the end of the stream."""
+        self._is_silent = False
+        if self._writer:
+            self._writer.flush()
+        self._num_sending += 1  # a slow client may make it wait
+        if not self._is_started:
+            self._is_started = True
+            head = {"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM}
+            await self._send(head)
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        self._num_sending -= 1
+
+    def _start_timer(self) -> None:
+        self._is_silent = True
+        self._timer = asyncio.get_running_loop().call_later(SILENCE, self._end_timer)
+
+    def _end_timer(self) -> None:
+        if self._is_silent:
+            self._keeper = asyncio.ensure_future(self._keep_alive())
+        self._start_timer()
+
+    async def _keep_alive(self) -> None:
+        if self._is_silent and not self._num_sending:
+            await self.send_encoded(self._form.keep_alive)
+
+
+async def bounded(
+    most: int, function: Callable[[S], Coroutine[Any, Any, T]], items: Iterable[S]
+) -> list[T]:
+    """Return the results of all items as `gather` does; `most` of them are awaited at a time."""
+    places = asyncio.Semaphore(most)
+
+    async def result(item: S) -> T:
+        async with places:
+            return await function(item)
+
+    return await gather(map(result, items))
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, which is cancelled when the HTTP client disconnects.
+
+    Raises ClientDisconnect then; ApiError when the server stops.
+    """
+    task, is_lost = asyncio.current_task(), False
+
+    async def watch() -> None:
+        nonlocal is_lost
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_lost = bool(task and task.cancel())
+
+    watcher = asyncio.ensure_future(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if task and is_lost and not task.uncancel():
+            raise ClientDisconnect from None
+        raise ApiError(503, "the server is stopping") from None
+    finally:
+        watcher.cancel()

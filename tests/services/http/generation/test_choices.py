@@ -1,0 +1,256 @@
+"""Answers in the shapes of chats and completions, whole and in pieces."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import UNSET
+
+from penstock.protocol.messages.chat import Message
+from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
+from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
+from penstock.services.http.generation.chat import ChatChoice
+from penstock.services.http.generation.completions import CompletionChoice
+from penstock.services.http.generation.logprobs import prompt_logprobs
+from penstock.services.http.generation.replies import ChatChoiceReply
+from penstock.services.http.generation.schema import ChatRequest, CompletionRequest, Function, Tool
+from penstock.services.http.shared.json_response import ENCODER
+
+COMPLETION = CompletionRequest(prompt="a")
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def request(has_tools: bool = False, **fields: Any) -> ChatRequest:
+    tools = [Tool(type="function", function=Function(name="f"))] if has_tools else []
+    return ChatRequest(messages=[Message(role="user")], tools=tools, **fields)
+
+
+def reply(text: str, finish_reason: FinishReason = "stop", **fields: Any) -> GenerateReply:
+    usage = Usage(prompt_tokens=1, cached_tokens=0, output_tokens=1)
+    return GenerateReply(
+        request_id="r", text=text, token_ids=[], finish_reason=finish_reason, usage=usage, **fields
+    )
+
+
+def delta(text: str, **fields: Any) -> TextDelta:
+    return TextDelta(
+        request_id="r", token_offset=0, char_offset=0, token_ids=[1], text=text, **fields
+    )
+
+
+def logprob(token: str, value: float = -1.0, *top: Logprob, rank: int = 1) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=ord(token),
+        token=token,
+        logprob=value,
+        bytes=list(token.encode()),
+        rank=rank,
+        top=list(top),
+    )
+
+
+def streamed(text: str, asked: ChatRequest, size: int = 1) -> list[dict[str, Any]]:
+    choice = ChatChoice(0, asked)
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    chunks = [chunk for piece in pieces for chunk in choice.chunks(delta(piece), None)]
+    chunks += choice.chunks(None, reply(text))
+    return [msgspec.json.decode(ENCODER.encode(chunk)) for chunk in chunks]
+
+
+def whole(text: str, asked: ChatRequest, *args: Any) -> ChatChoiceReply:
+    return ChatChoice(0, asked).whole(reply(text, *args))
+
+
+def joined(chunks: list[dict[str, Any]], field: str) -> str:
+    return "".join(chunk["delta"].get(field, "") for chunk in chunks)
+
+
+def test_the_reason_of_a_stop_is_reported_as_by_vllm() -> None:
+    ended = reply("hello", stop_reason="!")
+    for choice in (
+        ChatChoice(0, request()),
+        CompletionChoice(0, COMPLETION),
+    ):
+        first, *_ = choice.chunks(delta("hello"), None)
+        *_, last = choice.chunks(None, ended)
+        assert "stop_reason" not in msgspec.json.decode(ENCODER.encode(first))
+        assert last.stop_reason == "!"
+    assert whole("hello", request()).stop_reason is None
+    assert CompletionChoice(0, COMPLETION).whole(ended).stop_reason == "!"
+
+
+def test_the_role_comes_first_and_the_reason_last() -> None:
+    first, *middle, last = streamed("hello", request(), 2)
+    assert first == {
+        "index": 0,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    assert [chunk["delta"] for chunk in middle] == [{"content": t} for t in ("he", "ll", "o")]
+    assert (last["delta"], last["finish_reason"]) == ({}, "stop")
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_thinking(size: int) -> None:
+    text = "<think>\nhm\n</think>\n\nanswer"
+    chunks = streamed(text, request(), size)
+    assert joined(chunks, "reasoning_content") == "hm"
+    assert joined(chunks, "content") == "answer"
+    assert joined(chunks, "reasoning") == "hm"
+    message = whole(text, request()).message
+    assert (message.reasoning_content, message.content) == ("hm", "answer")
+    assert message.reasoning == "hm"
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_tool_calls(size: int) -> None:
+    chunks = streamed(f"so\n{CALL}", request(has_tools=True), size)
+    assert joined(chunks, "content") == "so"
+    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+    assert calls[0]["id"]
+    assert calls[0] | {"id": ""} == {
+        "index": 0,
+        "id": "",
+        "type": "function",
+        "function": {"name": "f", "arguments": ""},
+    }
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    assert msgspec.json.decode(arguments) == {"a": 1}
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+
+
+def test_tool_calls_of_a_whole_answer() -> None:
+    choice = whole(CALL, request(has_tools=True))
+    encoded = msgspec.json.decode(ENCODER.encode(choice))
+    assert encoded["finish_reason"] == "tool_calls"
+    assert encoded["message"]["content"] is None
+    (call,) = encoded["message"]["tool_calls"]
+    assert set(call) == {"id", "type", "function"}
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+
+
+def test_one_call_where_they_are_not_parallel() -> None:
+    asked = request(has_tools=True, parallel_tool_calls=False)
+    assert len(whole(f"{CALL}\n{CALL}", asked).message.tool_calls) == 1  # type: ignore[arg-type]
+    both = whole(f"{CALL}\n{CALL}", request(has_tools=True)).message
+    assert len(both.tool_calls) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("asked", [request(), request(has_tools=True, tool_choice="none")])
+def test_without_tools_calls_are_text(asked: ChatRequest) -> None:
+    assert whole(CALL, asked).message.content == CALL
+
+
+def test_an_answer_cut_short_is_no_call() -> None:
+    assert whole(CALL, request(has_tools=True), "length").finish_reason == "length"
+
+
+def test_a_forced_call_that_is_cut_off() -> None:
+    asked = request(has_tools=True, tool_choice="required")
+    choice = ChatChoice(0, asked).whole(reply(CALL[:-15], "length"))
+    (call,) = choice.message.tool_calls  # type: ignore[misc]
+    assert (call.function.name, call.function.arguments) == ("f", '{"a": 1')
+    assert (choice.finish_reason, choice.message.content) == ("length", None)
+
+
+def test_reasoning_is_left_out_where_it_is_not_wanted() -> None:
+    asked = request(include_reasoning=False)
+    text = "<think>\nhm\n</think>\n\nanswer"
+    assert joined(streamed(text, asked), "reasoning") == ""
+    assert joined(streamed(text, asked), "content") == "answer"
+    message = ENCODER.encode(whole(text, asked).message)
+    assert msgspec.json.decode(message) == {"role": "assistant", "content": "answer"}
+
+
+def test_token_ids() -> None:
+    """The token ids of each piece of a stream come once, whatever its text is."""
+    choice = ChatChoice(0, request(return_token_ids=True))
+    role, *chunks = choice.chunks(delta("<think>\nhm\n</think>\n\nanswer"), None)
+    assert [chunk.token_ids for chunk in (role, *chunks)] == [UNSET, [1], UNSET]
+    assert choice.whole(reply("a")).token_ids == []
+    asked = CompletionRequest(prompt="a", return_token_ids=True)
+    completion = CompletionChoice(0, asked)
+    completion.prompt_token_ids = [7, 8]
+    pieces = [piece for _ in range(2) for piece in completion.chunks(delta("x"), None)]
+    assert [piece.token_ids for piece in pieces] == [[1], [1]]
+    assert [piece.prompt_token_ids for piece in pieces] == [[7, 8], UNSET]
+
+
+def test_each_token_is_seen_in_a_stream() -> None:
+    """Benchmarks time tokens by chunks, also of a token without text: half a character, EOS."""
+    choice, text = ChatChoice(0, request()), CompletionChoice(0, COMPLETION)
+    for piece in ("", "a", ""):
+        *_, chunk = choice.chunks(delta(piece), None)
+        assert chunk.delta.content == piece
+        assert chunk.delta.role is None
+        assert [one.text for one in text.chunks(delta(piece), None)] == [piece]
+    end = TextDelta(request_id="r", token_offset=0, char_offset=0, token_ids=[], text="")
+    assert not list(choice.chunks(end, None))
+
+
+def test_the_reason_comes_with_the_last_token() -> None:
+    """Match vLLM, whose benchmark counts each chunk as a token."""
+    (chunk,) = CompletionChoice(0, COMPLETION).chunks(delta("a"), reply("a"))
+    assert (chunk.text, chunk.finish_reason) == ("a", "stop")
+    for text in ("a", ""):
+        role, chat = ChatChoice(0, request()).chunks(delta(text), reply(text))
+        assert (role.finish_reason, chat.delta.content, chat.finish_reason) == (None, text, "stop")
+    held = ChatChoice(0, request())
+    list(held.chunks(delta("<thi"), None))
+    (chat,) = held.chunks(delta(""), reply("<thi"))
+    assert (chat.delta.content, chat.finish_reason) == ("<thi", "stop")
+
+
+def test_an_echo_comes_with_the_first_piece() -> None:
+    choice = CompletionChoice(3, COMPLETION, "2+2=")
+    assert [one.text for one in choice.chunks(delta("4"), None)] == ["2+2=4"]
+    assert [one.text for one in choice.chunks(delta("!"), None)] == ["!"]
+    (last,) = choice.chunks(None, reply("4!"))
+    assert (last.index, last.text, last.finish_reason) == (3, "", "stop")
+
+
+def test_logprobs_of_an_echo_come_with_the_first_piece() -> None:
+    asked = msgspec.structs.replace(COMPLETION, prompt_logprobs=1, return_token_ids=True)
+    of_prompt = [None, logprob("=")]
+    for first, last in (
+        (delta("4", logprobs=[logprob("4")], prompt_logprobs=of_prompt), None),
+        (None, reply("", logprobs=[], prompt_logprobs=of_prompt)),  # nothing but the echo
+    ):
+        choice = CompletionChoice(0, asked, "2=")
+        (piece,) = choice.chunks(first, last)
+        assert piece.logprobs is not None
+        assert piece.logprobs.tokens == ["2", "=", *("4" if first else "")]
+        assert piece.prompt_logprobs == prompt_logprobs(of_prompt)
+        (other,) = choice.chunks(
+            delta("!", logprobs=[logprob("!")], prompt_logprobs=of_prompt), None
+        )
+        assert other.logprobs is not None
+        assert other.logprobs.tokens == ["!"]
+        assert other.prompt_logprobs is UNSET
+
+
+def test_the_reply_says_whether_the_text_begins_with_reasoning() -> None:
+    """The prompt of one request may end within a thought, and that of the next may not."""
+    text = 'Well\n</think>\n\n{"a": 1}'
+    for starts, expected in ((True, ("Well", '{"a": 1}')), (False, ("", text))):
+        whole = reply(text)
+        whole.starts_reasoning = starts
+        message = ChatChoice(0, request()).whole(whole).message
+        assert (message.reasoning_content or "", message.content) == expected
+        choice, found = ChatChoice(0, request()), ["", ""]
+        for number, character in enumerate(text):
+            delta = TextDelta(
+                request_id="r",
+                token_offset=number,
+                char_offset=number,
+                token_ids=[number],
+                text=character,
+                starts_reasoning=starts,
+            )
+            for chunk in choice.chunks(delta, None):
+                found[0] += chunk.delta.reasoning_content or ""
+                found[1] += chunk.delta.content or ""
+        for chunk in choice.chunks(None, whole):
+            found[1] += chunk.delta.content or ""
+        assert tuple(found) == expected

@@ -1,0 +1,154 @@
+"""Constraints on answers, and tools that the model sees and must call."""
+
+from typing import Any
+
+import pytest
+
+from penstock.protocol.client.errors import RequestError
+from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.services.http.generation.schema import ChatRequest
+from penstock.services.http.generation.to_generate_request import (
+    chat_fields,
+    completion_fields,
+    name_as_sent,
+)
+from penstock.services.http.shared.errors import ApiError, as_api_error, fields_as_sent
+from penstock.services.http.shared.tool_format import ToolFormat
+from tests.services.http.generation.test_to_generate_request import chat, completion, refusal
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+LARGE = {"title": "a" * 100_000}
+LARGE_TOOL = {"type": "function", "function": {"name": "f", "parameters": LARGE}}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            StructuredOutputs(json=SCHEMA),
+        ),
+        ({"guided_json": SCHEMA}, StructuredOutputs(json=SCHEMA)),
+        ({"guided_regex": "a+"}, StructuredOutputs(regex="a+")),
+        ({"guided_choice": ["a", "b"]}, StructuredOutputs(choice=["a", "b"])),
+        ({"guided_grammar": "start: A"}, StructuredOutputs(grammar="start: A")),
+        ({"structured_outputs": {"regex": "a"}}, StructuredOutputs(regex="a")),
+        ({"regex": "a+"}, StructuredOutputs(regex="a+")),
+        ({"json_schema": '{"type": "object"}'}, StructuredOutputs(json='{"type": "object"}')),
+    ],
+)
+def test_structured_outputs(given: dict[str, Any], expected: StructuredOutputs | None) -> None:
+    assert chat_fields(chat(**given))["structured_outputs"] == expected
+    assert completion_fields(completion(**given))["structured_outputs"] == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"guided_json": 1.5}, "guided_json: got 1.5, expected a JSON schema, a map"),
+        ({"guided_json": False}, "guided_json: got False, expected a JSON schema, a map"),
+        ({"guided_json": "{"}, "guided_json: got '{', expected a JSON schema, a map or its text"),
+        ({"guided_regex": ""}, "guided_regex: got '', expected `str` of length >= 1"),
+        ({"guided_choice": []}, "guided_choice: got [], expected `array` of length >= 1"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": LARGE}}},
+            "response_format.json_schema.schema: got 100012 bytes, expected up to",
+        ),
+        (
+            {"tools": [LARGE_TOOL], "tool_choice": "required"},
+            "tools[0].function.parameters: got",
+        ),
+    ],
+)
+def test_what_is_no_grammar_is_refused(given: dict[str, Any], sentence: str) -> None:
+    error = refusal(chat_fields, chat(**given))
+    assert error.status == 400
+    assert error.body.error.message.startswith(sentence)
+    assert error.body.error.param == sentence.partition(":")[0]
+
+
+def test_one_structure_is_enough() -> None:
+    error = refusal(chat_fields, chat(guided_regex="a", guided_choice=["a"]))
+    assert error.body.error.message == ("guided_choice: got guided_regex, too; send one of them")
+
+
+def test_a_schema_must_be_there() -> None:
+    refusal(chat_fields, chat(response_format={"type": "json_schema", "json_schema": {}}))
+
+
+def test_tools() -> None:
+    assert chat_fields(chat(tools=[TOOL]))["tools"] == [TOOL]
+    assert "tools" not in chat_fields(chat(tools=[TOOL], tool_choice="none"))
+    assert chat_fields(chat(tools=[TOOL]))["structured_outputs"] is None
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_forced_tools_are_a_grammar(choice: Any) -> None:
+    grammar = chat_fields(chat(tools=[TOOL], tool_choice=choice))["structured_outputs"].grammar
+    assert r'"{\"name\": \"f\"' in grammar
+    assert "*" in grammar if choice == "required" else "*" not in grammar
+    assert 'tool_call: "<tool_call>" "' in grammar
+    form = ToolFormat(tags_are_tokens=True)
+    grammar = chat_fields(chat(tools=[TOOL], tool_choice=choice), form)
+    assert 'tool_call: <tool_call> "' in grammar["structured_outputs"].grammar
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_the_model_sees_only_allowed_tools() -> None:
+    fields = chat_fields(chat(tools=[TOOL, ADD], tool_choice=allowed("auto", "add")))
+    assert fields["tools"] == [ADD]
+    assert fields["structured_outputs"] is None
+    fields = chat_fields(chat(tools=[TOOL, ADD], tool_choice=allowed("required", "add")))
+    assert fields["tools"] == [ADD]
+    assert r"\"name\": \"add\"" in fields["structured_outputs"].grammar
+    assert r"\"name\": \"f\"" not in fields["structured_outputs"].grammar
+    both = chat_fields(chat(tools=[TOOL, ADD], tool_choice=allowed("required", "add", "f")))
+    assert both["tools"] == [TOOL, ADD]
+
+
+def test_errors_name_the_field_that_was_sent() -> None:
+    """The gateway and the tokenizer know nothing of HTTP's names."""
+    schema = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    function = {"type": "function", "function": {"name": "add"}}
+    for given, path in (
+        ({"response_format": schema}, "response_format.json_schema.schema"),
+        ({"guided_json": SCHEMA}, "guided_json"),
+        ({"regex": "a"}, "regex"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tools": [TOOL, ADD], "tool_choice": function}, "tools[1].function.parameters"),
+        ({"tools": [TOOL, ADD], "tool_choice": "required"}, "tools"),
+        (
+            {"tools": [TOOL, ADD], "tool_choice": allowed("required", "add")},
+            "tools[1].function.parameters",
+        ),
+    ):
+        message = "structured_outputs: got one (structured)"
+        error = RequestError(
+            ErrorReply(code="invalid", message=message, field="structured_outputs")
+        )
+        assert sent(error, chat(**given)) == (path, f"{path}: got one (structured)")
+    error = RequestError(ErrorReply(code="invalid", message="max_tokens is 9", field="max_tokens"))
+    name = "max_completion_tokens"
+    assert sent(error, chat(max_completion_tokens=9)) == (name, f"{name} is 9")
+
+
+def sent(error: RequestError, asked: ChatRequest) -> tuple[str | None, str]:
+    """Return the field and the message of an error as the client sees them."""
+    with (
+        pytest.raises((ApiError, RequestError)) as raised,
+        fields_as_sent(lambda name: name_as_sent(name, asked)),
+    ):
+        raise error
+    detail = as_api_error(raised.value).body.error
+    return detail.param, detail.message

@@ -1,0 +1,202 @@
+"""Calls and text are the same however the answer is cut into pieces."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.services.http.generation.tool_call_parser import Piece, ToolCallParser
+
+WEATHER = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1,  2]}}\n</tool_call>'
+)
+TIME = '<tool_call>{"arguments": {} , "name": "time"}</tool_call>'
+BROKEN = '<tool_call>\n{"name": "weather", "arguments": ["city"]}\n</tool_call>'
+
+JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.characters(codec="utf-8")),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner),
+    max_leaves=5,
+)
+ARGUMENTS = st.dictionaries(st.text(max_size=3), JSON_VALUES, max_size=3)
+
+
+class Answer:
+    """Message that a client assembles from the pieces, as OpenAI's client does."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.text = ""
+        self.calls: list[tuple[str | None, str]] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                assert piece
+                self.text += piece
+            elif piece.function.name is not None:
+                assert piece.id is not None
+                assert piece.index == len(self.calls)
+                self.calls.append((piece.function.name, piece.function.arguments))
+            else:
+                name, arguments = self.calls[piece.index]
+                self.calls[piece.index] = (name, arguments + piece.function.arguments)
+
+
+def parse(*pieces: str) -> Answer:
+    parser = ToolCallParser()
+    return Answer([p for text in pieces for p in parser.feed(text)] + parser.finish())
+
+
+def cut(text: str, cuts: set[int]) -> list[str]:
+    ends = [0, *sorted(cuts), len(text)]
+    return [text[start:end] for start, end in pairwise(ends)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "names"),
+    [
+        (WEATHER, "", ["weather"]),
+        (f"\n\n{WEATHER}\n{TIME}\n", "", ["weather", "time"]),
+        (f"I look.\n\n{WEATHER}\n\nThen\n\n{TIME}", "I look.Then", ["weather", "time"]),
+        (f"{BROKEN}\n{TIME}", BROKEN, ["time"]),
+        (f"{TIME}\n{BROKEN}\n", f"{BROKEN}\n", ["time"]),
+        (f"a\n{BROKEN}\n", f"a\n{BROKEN}\n", []),
+        ("a\n<tool_call>\n{", "a\n<tool_call>\n{", []),
+        ("3 < 4\n\n", "3 < 4\n\n", []),
+        ("a\n<tool_c", "a\n<tool_c", []),
+        ("</tool_call>", "</tool_call>", []),
+    ],
+)
+def test_parses(answer: str, text: str, names: list[str]) -> None:
+    for parsed in (parse(answer), parse(*answer)):
+        assert parsed.text == text
+        assert [name for name, _ in parsed.calls] == names
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "[]",
+        "text",
+        '{"arguments": {}}',
+        '{"name": 3, "arguments": {}}',
+        '{"name": "f", "arguments": []}',
+        '{"name": "f", "arguments": "{}"}',
+        '{"name": "f", "args": {"a": 1}}',
+        '{"name": "f", "arguments" {}}',
+    ],
+)
+def test_what_is_no_call_is_text(body: str) -> None:
+    for pieces in ([f"<tool_call>{body}</tool_call>"], list(f"<tool_call>{body}</tool_call>")):
+        parsed = parse(*pieces)
+        assert parsed.text == f"<tool_call>{body}</tool_call>"
+        assert not parsed.calls
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments", "text"),
+    [
+        ('{"name": "f", "arguments": {}} {}', "{}", "{}"),
+        ('{"name": "f", "arguments": {"a": NaN}}', '{"a": NaN}', ""),
+        ('{"name": "f", "arguments": {"a": 1}, "id": 7}', '{"a": 1}', ""),
+        ('{"name": "f", "parameters": {"a": 1}}', '{"a": 1}', ""),
+        ('{"name": "f", "arguments": {"a": [1}]}}\n', '{"a": [1}]}}', ""),
+        ('{"name": "f", "arguments": {"a": "x}}\n', '{"a": "x}}', ""),
+        ('{"name": "f", "arguments": {"a": "</tool_call>"}}', '{"a": "</tool_call>"}', ""),
+    ],
+)
+def test_a_call_that_has_begun_is_a_call(body: str, arguments: str, text: str) -> None:
+    """The arguments are sent as they are written. Other text within the tags is content."""
+    answer = f"<tool_call>{body}</tool_call>"
+    for pieces in ([answer], list(answer)):
+        parsed = parse(*pieces)
+        assert (parsed.calls, parsed.text) == ([("f", arguments)], text)
+
+
+def test_arguments_are_sent_as_they_come() -> None:
+    parser = ToolCallParser()
+    sent = [[p for p in parser.feed(one) if not isinstance(p, str)] for one in WEATHER]
+    begin, end = WEATHER.index("{", 20), WEATHER.rindex("}}") + 1
+    assert [bool(pieces) for pieces in sent] == [
+        begin <= number < end for number in range(len(WEATHER))
+    ]
+    assert sent[begin][0].function.name == "weather"
+
+
+def test_arguments_are_as_written() -> None:
+    assert parse(*WEATHER).calls == [("weather", '{"city": "Köln", "days": [1,  2]}')]
+
+
+def test_call_without_arguments() -> None:
+    assert parse('<tool_call>{"name": "time"}</tool_call>').calls == [("time", "{}")]
+
+
+def test_each_call_has_its_id() -> None:
+    pieces = ToolCallParser().feed(WEATHER + TIME)
+    ids = [piece.id for piece in pieces if not isinstance(piece, str) and piece.id]
+    assert len(set(ids)) == len(ids) == 2
+
+
+@given(
+    answer=st.lists(
+        st.sampled_from(
+            [WEATHER, TIME, BROKEN, "<tool_call>", "</tool_call>", "<", "<tool", "\n", "a"]
+        )
+    ).map("".join),
+    cuts=st.sets(st.integers(1, 200)),
+)
+def test_pieces_do_not_matter(answer: str, cuts: set[int]) -> None:
+    pieces, whole = parse(*cut(answer, cuts)), parse(answer)
+    assert (pieces.text, pieces.calls) == (whole.text, whole.calls)
+
+
+@given(arguments=ARGUMENTS, ascii_only=st.booleans(), cuts=st.sets(st.integers(1, 200)))
+def test_any_arguments_come_through(
+    arguments: dict[str, Any], ascii_only: bool, cuts: set[int]
+) -> None:
+    written = json.dumps(arguments, ensure_ascii=ascii_only, indent=1)
+    body = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
+    assert parse(*cut(body, cuts)).calls == [("f", written)]
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+@pytest.mark.parametrize("length", range(1, len(WEATHER)))
+def test_a_call_that_is_cut_off_is_a_call(length: int, is_forced: bool) -> None:
+    """As soon as its name is there; before that it is text, or, in a forced call, nothing."""
+    written = WEATHER[:length]
+    parser = ToolCallParser(is_forced=is_forced)
+    answer = Answer(parser.feed(written) + parser.finish(is_cut=True))
+    if 'weather"' not in written:
+        assert not answer.calls
+        assert answer.text == ("" if is_forced else written)
+        return
+    _, _, arguments = written.partition('"arguments": ')
+    arguments = arguments.partition("}\n")[0]
+    assert answer.text == ""
+    assert answer.calls == [("weather", arguments.replace("]}}", "]}"))]
+
+
+def test_text_before_a_call_that_is_cut_off_stays() -> None:
+    parser = ToolCallParser()
+    answer = Answer([*parser.feed(f"so\n{WEATHER}\n{WEATHER[:60]}"), *parser.finish(is_cut=True)])
+    assert answer.text == "so"
+    assert answer.calls[1] == ("weather", '{"city": "Köln"')
+
+
+def test_a_call_that_the_model_did_not_end() -> None:
+    """Before its arguments begin it is text; then it is a call without a tag at its end."""
+    assert parse(WEATHER[:25]).text == WEATHER[:25]
+    for end in (3, 12, 14, 15):
+        parsed = parse(WEATHER[:-end])
+        assert parsed.text == ""
+        assert parsed.calls[0][0] == "weather"
+
+
+@given(answer=st.lists(st.sampled_from(["<", "<tool", "_call", "\n", "a", " "])).map("".join))
+def test_holds_back_only_newlines_and_half_a_tag(answer: str) -> None:
+    parser = ToolCallParser()
+    for character in answer:
+        parser.feed(character)
+    assert "<tool_call>".startswith(Answer(parser.finish()).text.strip("\n"))

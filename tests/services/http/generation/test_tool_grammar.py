@@ -1,0 +1,146 @@
+"""Grammars of forced calls: what they let through is parsed as a call with valid arguments."""
+
+import json
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from penstock.protocol.config import Config
+from penstock.services.http.generation.schema import ChatRequest, Function
+from penstock.services.http.generation.tool_call_parser import make_parser
+from penstock.services.http.generation.tool_grammar import call_grammar, forced_call, unsuitable
+from penstock.services.http.shared.errors import ApiError
+from penstock.services.http.shared.tool_format import ToolFormat
+from tests.services.http.generation.test_tool_call_formats import parameter
+from tests.services.http.generation.test_tool_calls import Answer
+from tests.services.http.generation.tool_call_texts import FORMATS
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+SCHEMA: dict[str, Any] = {
+    "$defs": {"Point": POINT},
+    "type": "object",
+    "properties": {
+        "code": {"type": "string"},
+        "mode": {"type": "string", "enum": ["fast", "two\nlines"]},
+        "point": {"$ref": "#/$defs/Point"},
+    },
+    "required": ["code"],
+    "additionalProperties": False,
+}
+ANY = Function(name="any")
+DRAW = Function(name='draw "it"', parameters=SCHEMA)
+NAMES: dict[str, Any] = {form: ToolFormat(form) for form in FORMATS}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    """Return the demo model's tokenizer: a token is a byte."""
+    return LLTokenizer(str(Config().model_folder / "tokenizer.json"))
+
+
+def num_accepted(tokenizer: LLTokenizer, grammar: str, text: str) -> int:
+    """Return the number of bytes that a grammar lets through; len + 1 if the text may end there."""
+    matcher = LLMatcher(tokenizer, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    data = text.encode()
+    number = matcher.try_consume_tokens(list(data))
+    return number + (number == len(data) and matcher.is_accepting())
+
+
+def written(form: str, function: Function, arguments: dict[str, Any]) -> str:
+    if form != "qwen3_coder":
+        body = json.dumps({"name": function.name, "arguments": arguments})
+        return body if form == "json" else f"<tool_call>\n{body}\n</tool_call>"
+    values = {k: one if isinstance(one, str) else json.dumps(one) for k, one in arguments.items()}
+    body = "".join(parameter(*item) for item in values.items())
+    return f"<tool_call>\n<function={function.name}>\n{body}</function>\n</tool_call>"
+
+
+def parsed(form: str, text: str, *functions: Function) -> list[tuple[str | None, Any]]:
+    parser = make_parser(NAMES[form].name, {one.name: one.parameters or {} for one in functions})
+    answer = Answer([*parser.feed(text), *parser.finish()])
+    assert not answer.text
+    return [(name, json.loads(arguments)) for name, arguments in answer.calls]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"code": ""},
+        {"code": "if a < b:\n\tprint('}')\n", "mode": "two\nlines"},
+        {"code": "x", "point": {"x": -5}},
+    ],
+)
+def test_calls_are_let_through(
+    tokenizer: LLTokenizer, form: str, arguments: dict[str, Any]
+) -> None:
+    grammar = call_grammar(NAMES[form], [ANY, DRAW], is_one=True)
+    text = written(form, DRAW, arguments)
+    assert num_accepted(tokenizer, grammar, text) == len(text.encode()) + 1
+    assert parsed(form, text, ANY, DRAW) == [(DRAW.name, arguments)]
+    jsonschema.validate(arguments, SCHEMA)
+    assert num_accepted(tokenizer, grammar, f"{text}\n") == len(text.encode())
+    several = call_grammar(NAMES[form], [ANY, DRAW], is_one=False)
+    text = f"{text}\n{written(form, ANY, {'key': 'value'})}"
+    assert num_accepted(tokenizer, several, text) == len(text.encode()) + 1
+    assert parsed(form, text, ANY, DRAW)[1] == ("any", {"key": "value"})
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"code": "x", "mode": "slow"}, {"code": "x", "point": {"y": 1}}, {"code": "x", "z": "1"}],
+)
+def test_other_calls_are_not(tokenizer: LLTokenizer, form: str, arguments: dict[str, Any]) -> None:
+    grammar = call_grammar(NAMES[form], [ANY, DRAW], is_one=True)
+    text = written(form, DRAW, arguments)
+    assert num_accepted(tokenizer, grammar, text) < len(text)
+
+
+@pytest.mark.parametrize("length", [0, 5])
+def test_lengths_in_xml(tokenizer: LLTokenizer, length: int) -> None:
+    schema = {"type": "object", "properties": {"s": {"type": "string", "maxLength": 5}}}
+    function = Function(name="f", parameters=schema | {"required": ["s"]})
+    grammar = call_grammar(NAMES["qwen3_coder"], [function], is_one=True)
+    text = written("qwen3_coder", function, {"s": "x" * length})
+    assert num_accepted(tokenizer, grammar, text) == len(text) + 1
+    text = written("qwen3_coder", function, {"s": "x" * 6})
+    assert num_accepted(tokenizer, grammar, text) < len(text)
+
+
+@pytest.mark.parametrize(
+    ("form", "function", "field"),
+    [
+        ("hermes", Function(name="f", parameters={"type": "array"}), "parameters.type"),
+        ("json", Function(name="f", parameters={"type": "string"}), "parameters.type"),
+        ("qwen3_coder", Function(name="a>b"), "name"),
+        ("qwen3_coder", Function(name="f", parameters={"$ref": "#/$defs/x"}), "parameters"),
+        (
+            "qwen3_coder",
+            Function(
+                name="f", parameters={"properties": {"s": {"type": "string", "pattern": "a"}}}
+            ),
+            "parameters.properties.s.pattern",
+        ),
+        ("hermes", Function(name="a>b", parameters=SCHEMA), None),
+    ],
+)
+def test_functions_that_the_form_can_not_write(form: str, function: Function, field: Any) -> None:
+    problem = unsuitable(NAMES[form], function)
+    assert (problem and problem[0]) == field
+    fields = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    request = msgspec.convert(
+        msgspec.to_builtins(fields) | {"messages": [{"role": "user", "content": "a"}]}, ChatRequest
+    )
+    if field:
+        with pytest.raises(ApiError, match=rf"tools\[0\]\.function\.{field}: got"):
+            forced_call(request, NAMES[form])

@@ -1,0 +1,239 @@
+"""Bodies that are refused, and errors in OpenAI's shape."""
+
+import json
+
+import msgspec
+import pytest
+from starlette.exceptions import HTTPException
+
+from penstock.protocol.client.errors import RequestError
+from penstock.protocol.field_errors import FINITE, UNICODE, undecodable_value
+from penstock.protocol.messages.client import ErrorReply
+from penstock.services.http.generation.schema import ChatRequest, CompletionRequest
+from penstock.services.http.shared.body import decode_body
+from penstock.services.http.shared.errors import (
+    ApiError,
+    as_api_error,
+    error_response,
+    fields_as_sent,
+)
+
+
+def refusal(body: bytes, kind: type = CompletionRequest) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        decode_body(body, kind)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b'"\\ud800"',
+        b"[" * 100_000,
+        b'{"prompt": "x", "metadata": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"a":' * 100_000,
+        b'{"prompt": 1e999}',
+        b'{"prompt": "x", "metadata": {"a": ' + b"9" * 400 + b"}}",
+        b'{"prompt": "x", "seed": ' + b"9" * 400 + b"}",
+        b"[]",
+        b"1",
+        b"null",
+    ],
+)
+def test_a_body_that_can_not_be_read(body: bytes) -> None:
+    assert refusal(body).body.error.message
+
+
+def test_depth_has_a_limit() -> None:
+    def body(levels: int) -> bytes:
+        return b'{"prompt": "x", "metadata": {"a": %s}}' % (b"[" * levels + b"]" * levels)
+
+    decode_body(body(63), CompletionRequest)
+    error = refusal(body(64)).body.error
+    assert (error.param, error.message.partition(":")[0]) == ("metadata", "metadata")
+    assert "64 levels" in error.message
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"prompt": "x", "temperature": 3}, "temperature", "temperature: got 3, expected"),
+        ({"prompt": "x", "foo": 1}, "foo", "foo: got an unknown field, expected one of n,"),
+        ({"prompt": {"a": 5}}, "prompt", "prompt: got {'a': 5}, expected `str | array`"),
+        ({}, "prompt", "prompt: got nothing, expected a value"),
+        ({"prompt": [1, -1]}, "prompt[1]", "prompt[1]: got -1, expected `int` >= 0"),
+        ({"prompt": 5}, "prompt", "prompt: got 5, expected `str | array`"),
+        (
+            {"prompt": "x", "logit_bias": {"5": 999}},
+            "logit_bias.5",
+            "logit_bias.5: got 999, expected `float` <= 100",
+        ),
+        (
+            {"prompt": "x", "logit_bias": {"1": 1, "a": 1}},
+            "logit_bias",
+            "logit_bias: got the key 'a', expected `int`",
+        ),
+        (
+            {"prompt": "x", "stop": ["y" * 300]},
+            "stop[0]",
+            f"stop[0]: got '{'y' * 59}…, expected",
+        ),
+        ({"prompt": "x", "seed": 10**30}, "seed", "seed: got NaN or a number beyond 64 bits"),
+        (
+            {"prompt": "x", "metadata": {"a": [1, {"b": -(10**400)}]}},
+            "metadata.a[1].b",
+            "metadata.a[1].b: got NaN or a number beyond 64 bits",
+        ),
+        (
+            {"prompt": "x", "response_format": {"type": "yaml"}},
+            "response_format.type",
+            "response_format.type: got 'yaml', expected 'json_object' or 'json_schema' or 'text'",
+        ),
+        (
+            {"prompt": "x", "structured_outputs": {"yaml": 1}},
+            "structured_outputs.yaml",
+            "structured_outputs.yaml: got an unknown field, expected",
+        ),
+    ],
+)
+def test_the_field_its_value_and_the_limit(
+    body: dict[str, object], param: str, message: str
+) -> None:
+    error = refusal(json.dumps(body).encode()).body.error
+    assert error.param == param
+    assert error.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "robot"}]},
+            "messages[1].role",
+            "messages[1].role: got 'robot', expected 'assistant' or 'developer' or 'system' or ",
+        ),
+        (
+            {"messages": [{"content": "x"}]},
+            "messages[0].role",
+            "messages[0].role: got nothing, expected",
+        ),
+        (
+            {"tools": [{"type": "retrieval"}]},
+            "tools[0].type",
+            "tools[0].type: got 'retrieval', expected 'function'; "
+            "only functions that the client runs are supported: leave other tools out",
+        ),
+        (
+            {"tool_choice": "some"},
+            "tool_choice",
+            "tool_choice: got 'some', expected 'auto' or 'none' or 'required'",
+        ),
+        (
+            {"tool_choice": {"type": "any"}},
+            "tool_choice.type",
+            "tool_choice.type: got 'any', expected 'function' or 'allowed_tools'",
+        ),
+    ],
+)
+def test_the_path_of_a_field_inside_another(
+    fields: dict[str, object], param: str, message: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}]} | fields
+    error = refusal(msgspec.json.encode(body), ChatRequest).body.error
+    assert error.param == param
+    assert error.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (b"1e999", FINITE),
+        (b"-1e999", FINITE),
+        (b"1.5", None),
+        (b'"\\ud83d\\ude00"', None),
+        (b'"a\\ud800b"', UNICODE),
+        (b'{"\\udfff": 1}', UNICODE),
+    ],
+)
+def test_undecodable_values(value: bytes, problem: str | None) -> None:
+    expected = problem and ("temperature", problem)
+    assert undecodable_value(b'{"prompt": "x", "temperature": %s}' % value) == expected
+    assert undecodable_value(b"{") is None
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"null", "the body: got null, expected a JSON object"),
+        (b"[]", "the body: got an array, expected a JSON object"),
+        (b'"x"', "the body: got a string, expected a JSON object"),
+        (b'"\\ud800"', "the body: got an invalid UTF-16 surrogate"),
+        (b'{"prompt": "\\ud800"}', "prompt: got an invalid UTF-16 surrogate"),
+        (
+            b'{"prompt": "x", "stream_options": {"foo": 1}}',
+            "stream_options.foo: got an unknown field",
+        ),
+    ],
+)
+def test_the_reason_of_a_refusal(body: bytes, message: str) -> None:
+    assert refusal(body).body.error.message.startswith(message)
+
+
+def test_openais_stream_options() -> None:
+    options = b'{"include_usage": true, "include_obfuscation": false}'
+    decode_body(b'{"prompt": "x", "stream_options": %s}' % options, CompletionRequest)
+
+
+def test_a_byte_order_mark_is_ignored() -> None:
+    request = decode_body(b'\xef\xbb\xbf{"prompt": "x"}', CompletionRequest)
+    assert request.prompt == "x"
+
+
+def test_the_position_of_invalid_utf8_is_that_in_the_body() -> None:
+    body = b'{"prompt": "aaa\xff"}'
+    assert f"position {body.index(0xFF)}" in refusal(body).body.error.message
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (ErrorReply(code="invalid", message="m", field="f"), 400, "invalid_request_error"),
+        (ErrorReply(code="overloaded", message="m", retry_after=1.2), 429, "rate_limit_error"),
+        (ErrorReply(code="overloaded", message="m"), 503, "server_error"),
+        (ErrorReply(code="failed", message="m"), 500, "server_error"),
+    ],
+)
+def test_errors_of_the_pipeline(error: ErrorReply, status: int, kind: str) -> None:
+    api_error = as_api_error(RequestError(error))
+    assert api_error.status == status
+    assert api_error.body.error.type == kind
+    assert api_error.body.error.message == "m"
+    assert api_error.body.error.param == error.field
+    assert api_error.headers.get("Retry-After") == {429: "2", 503: "1"}.get(status)
+
+
+def test_errors_of_starlette_and_ours() -> None:
+    assert as_api_error(HTTPException(405)).status == 405
+    assert as_api_error(ZeroDivisionError("secret")).status == 500
+    assert "secret" not in as_api_error(ZeroDivisionError("secret")).body.error.message
+
+
+@pytest.mark.parametrize("name", ["prompt", "input"])
+def test_a_prompt_that_is_too_long_as_clients_recognize_it(name: str) -> None:
+    sentence = "prompt: got 9 tokens, expected up to 8"
+    reply = ErrorReply(code="invalid", message=sentence, field="prompt", too_long=(9, 8))
+    with pytest.raises((ApiError, RequestError)) as caught, fields_as_sent({"prompt": name}.get):
+        raise RequestError(reply)
+    error = as_api_error(caught.value)
+    detail = json.loads(error_response(error, for_anthropic=False).body)["error"]
+    assert (detail["code"], detail["param"]) == ("context_length_exceeded", name)
+    assert detail["message"] == sentence.replace("prompt", name)
+    response = error_response(error, "/v1/messages")
+    assert response.status_code == 400
+    detail = json.loads(response.body)["error"]
+    assert detail["type"] == "invalid_request_error"
+    assert detail["message"] == "prompt is too long: 9 tokens > 8 maximum"
