@@ -81,5 +81,6 @@ def simulated(text: str) -> Device:
         raise ValueError(
             f"{SIMULATED_GPU}: got {text!r}, expected 'sm_89,shared=99,sms=84' or with ',memory=24'"
         )
-    major, minor, shared, sms, memory = (one and int(one) for one in found.groups())
-    return Device((major, minor), shared << 10, sms, memory_bytes=memory and memory << 30)
+    major, minor, shared, sms = map(int, found.groups()[:4])
+    memory_bytes = int(found[5]) << 30 if found[5] else None
+    return Device((major, minor), shared << 10, sms, memory_bytes=memory_bytes)
