@@ -76,7 +76,7 @@ def test_the_error_of_the_guide_is_the_gateways() -> None:
 
 
 def test_every_status_is_documented() -> None:
-    sources = (ROOT / "services" / "http").glob("*.py")
+    sources = (ROOT / "services" / "http").rglob("*.py")
     used = {int(n) for path in sources for n in re.findall(r"[( ]([45]\d\d)[,)]", path.read_text())}
     assert len(used) > 5
     assert not used - STATUSES.keys()
