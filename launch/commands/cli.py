@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from io import TextIOWrapper
 from typing import NoReturn
 
 from penstock.launch.commands.api_key import hide_api_key
@@ -38,6 +39,8 @@ MODULES = {
     "chaos": "chaos.commands",
 }
 """within `penstock.launch`, where it is not `commands.NAME`"""
+_UNENCODABLE = {"stdin": "replace", "stdout": "backslashreplace", "stderr": "backslashreplace"}
+"""what becomes of characters and bytes that the encoding of a stream lacks"""
 FIRST_STEPS = """\
 Penstock serves Qwen3 models from a pipeline of small processes.
 
@@ -56,6 +59,7 @@ def main() -> NoReturn:
     Exit codes: 2 for refused commands, 1 for failures, 130 for Ctrl-C, 143 for SIGTERM. A pipeline
     is stopped by these signals, so that `launch all` then exits with 0, however far it has come.
     """
+    _prepare_streams()
     is_server = next((word for word in sys.argv[1:] if word in COMMANDS), "") == "all"
     # by an exception, so that blocks end what they have started
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(0 if is_server else 128 + number))
@@ -75,10 +79,32 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
+def _prepare_streams() -> None:
+    """Open /dev/null for closed standard streams, whose numbers the next sockets would get."""
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode))
+    for name, errors in _UNENCODABLE.items():
+        if isinstance(stream := getattr(sys, name), TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def _check_text(words: list[str]) -> None:
+    """Raise LaunchError for a word that is not text, which no message can carry."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise LaunchError(f"got {word!r}, expected text in UTF-8") from None
+
+
 def _run(words: list[str]) -> int:
     if not words:
         print(FIRST_STEPS)
         return 0
+    _check_text(words)
     arguments = make_parser().parse_args(words)
     if getattr(arguments, "api_key", ""):
         hide_api_key()

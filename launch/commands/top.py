@@ -50,14 +50,17 @@ class Report(NamedTuple):
 def add_arguments(command: ArgumentParser) -> None:
     """Add the arguments."""
     command.set_defaults(run=_run)
-    command.add_argument("--once", action="store_true", help="print the table once and exit")
+    command.add_argument(
+        "--once", action="store_true", help="print the table once and exit, as without a terminal"
+    )
     add_name(command)
 
 
 def _run(arguments: Namespace) -> int:
     config = running_config(name_of(arguments))
     with contextlib.suppress(asyncio.CancelledError):  # by `q`
-        asyncio.run(_print(config) if arguments.once else _show(config))
+        is_live = sys.stdout.isatty() and not arguments.once
+        asyncio.run(_show(config) if is_live else _print(config))
     return 0
 
 

@@ -1,5 +1,6 @@
 """The supervisor's own output, for which it never waits."""
 
+import errno
 import logging
 import os
 import sys
@@ -11,13 +12,16 @@ MAX_WAITING_BYTES = 1 << 24
 """of lines that wait for a reader; newer ones are dropped"""
 LAST_SECONDS = 5.0
 """for which a reader may take the last lines at the end"""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""errors of a file without room, which may get some later"""
 
 
 class Output:
     """Writes lines to standard output and error, in their order, from a thread of its own.
 
     Where nobody reads (`launch all | less`, a terminal after Ctrl-S), lines wait, and beyond
-    MAX_WAITING_BYTES are dropped until all that wait are written. Then their number is.
+    MAX_WAITING_BYTES are dropped until all that wait are written. Then their number is. Lines for a
+    full disk are dropped, too.
     """
 
     def __init__(self, on_closed: Callable[[], None], dropped: Callable[[int], str]) -> None:
@@ -56,11 +60,17 @@ class Output:
         self._thread.join(LAST_SECONDS)
 
     def _run(self) -> None:
+        num_lost = 0
         while taken := self._take():
             data, is_error = taken
+            report = self._dropped(num_lost).encode() if num_lost else b""
             try:
-                self._write_all(data, self._descriptors[is_error])
-            except OSError:
+                self._write_all(report + data, self._descriptors[is_error])
+                num_lost = 0
+            except OSError as error:
+                if error.errno in FULL:
+                    num_lost += data.count(b"\n")
+                    continue
                 if not self._is_closing:
                     self._on_closed()
                 return

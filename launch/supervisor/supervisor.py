@@ -229,7 +229,8 @@ class Supervisor:
         self._output.write(text)
 
     def _dropped(self, number: int) -> str:
-        return self._line_format("launch")(f"{number} lines dropped: nobody read them")
+        reason = "nobody read them, or the disk was full"
+        return self._line_format("launch")(f"{number} lines dropped: {reason}")
 
     def _stop(self, exit_code: int) -> None:
         if not self._end.done():

@@ -1,5 +1,6 @@
 """The command line."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def test_it_starts_without_what_it_does_not_need() -> None:
         (["all", "--tensor-parallel-size", "2"], "(did you mean '--tp'?)"),
         (["all", "--device", "gpu"], "--device: got 'gpu', expected one of auto, cpu, cuda"),
         (["ask", "a", "b"], "unrecognized arguments: b"),
+        (["ask", "\udcff"], "got '\\udcff', expected text in UTF-8"),
         (["all", "--endpoint", "127.0.0.1:5"], "did you mean tcp://127.0.0.1:5?"),
         (["ask", "--top-p", "2", "x"], "--top-p: got '2', expected `float` <= 1.0"),
         (["all", "--tp", "banana"], "--tp: got 'banana', expected `int`"),
@@ -197,3 +199,34 @@ def test_gpus_that_a_process_sees(
             gpus.check_gpus(config)
     else:
         gpus.check_gpus(config)
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a line in which `$LAUNCH` is `launch`."""
+    own = {"LAUNCH": f"{sys.executable} -P -m penstock.launch"}
+    command = ["bash", "-c", line]
+    return subprocess.run(command, env=os.environ | own | environment, capture_output=True)
+
+
+def test_closed_streams_are_no_sockets() -> None:
+    """The numbers 0 to 2 belong to /dev/null: a log line in a socket would be a bad message."""
+    code = (
+        "import os; from penstock.launch.commands.cli import _prepare_streams as prepare\n"
+        "prepare(); os.write(7, b' '.join(os.readlink(f'/proc/self/fd/{n}').encode() for n in "
+        "range(3)))\n"
+        "import subprocess; subprocess.run(['true'], check=True)"
+    )
+    done = shell(f'{sys.executable} -P -c "{code}" 7>&1 <&- >&- 2>&-')
+    assert (done.returncode, done.stdout) == (0, b"/dev/null /dev/null /dev/null")
+
+
+def test_bytes_that_are_not_text_are_replaced_in_the_input() -> None:
+    code = "from penstock.launch.commands.cli import _prepare_streams as prepare; prepare()"
+    done = shell(rf"printf 'a\377\n' | {sys.executable} -P -c '{code}; print(input())'")
+    assert done.stdout.decode() == "a\ufffd\n"
+
+
+def test_an_encoding_without_a_character_is_no_error() -> None:
+    done = shell("$LAUNCH all --model /ä", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.startswith(rb"launch: --model: got '/\xe4', expected an existing folder")

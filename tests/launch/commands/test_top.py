@@ -98,9 +98,10 @@ def test_without_metrics() -> None:
 
 
 @pytest.mark.pipeline
-def test_once(measured: Config) -> None:
+@pytest.mark.parametrize("options", [["--once"], []], ids=["asked for", "without a terminal"])
+def test_once(measured: Config, options: list[str]) -> None:
     printed = subprocess.run(
-        [*TOP, "--name", measured.name, "--once"], capture_output=True, text=True, check=True
+        [*TOP, "--name", measured.name, *options], capture_output=True, text=True, check=True
     ).stdout
     for word in ("ready", "gateway.1", "worker.1", "KV in use", "decode tok/s", "p99"):
         assert word in printed

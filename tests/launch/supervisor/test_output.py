@@ -49,6 +49,21 @@ def test_a_reader_that_leaves_is_noticed() -> None:
         assert left.wait(60)
 
 
+def test_a_full_disk_ends_nothing_and_lost_lines_are_counted(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log, Path("/dev/full").open("wb") as full:
+
+        def dropped(number: int) -> str:
+            one._descriptors = [log.fileno(), None]  # there is room again
+            return f"{number} dropped\n"
+
+        one = Output(lambda: pytest.fail("closed"), dropped)
+        one._descriptors = [full.fileno(), None]
+        one.write("1\n2\n")
+        one.write("3\n")
+        one.close()
+    assert (tmp_path / "log").read_text() == "2 dropped\n3\n"
+
+
 def test_the_last_lines_are_written_and_those_of_errors_in_their_order(tmp_path: Path) -> None:
     with (tmp_path / "both").open("wb") as both:
         one = Output(lambda: pytest.fail("closed"), str)
