@@ -1,6 +1,5 @@
 """Fixtures of kernel tests: on a GPU, or without one in Triton's interpreter, on one thread."""
 
-import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -17,16 +16,11 @@ from penstock.kernels.quantize.types import FP8
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _patch_triton_once() -> None:
-    """Let Triton's interpreter patch its language once for each function, and leave it so.
-
-    It does this in each call of a device function, which takes 40 % of the time of these tests.
-    """
+def _fast_interpreter() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from triton.runtime import interpreter
+        from tests.kernels.interpreter import speed_up
 
-        interpreter._patch_lang = functools.cache(interpreter._patch_lang)
-        interpreter._LangPatchScope.restore = lambda _: None
+        speed_up()
 
 
 @pytest.fixture(autouse=True)
