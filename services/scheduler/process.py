@@ -148,13 +148,13 @@ class SchedulerProcess:
         """Handle tokens of the oldest step, and heartbeats of workers."""
         for identity, message in self.workers.receive():
             if isinstance(message, WorkerState):
-                self.on_hello(identity, message)
+                self.on_worker_state(identity, message)
             elif isinstance(message, FolderReport):
                 if self.scheduler and self.scheduler.offload:
                     self.scheduler.offload.take_report(message)
             elif identity in self.group.members[:1]:  # rank 0
                 self.on_tokens(message)
-        self.send_deltas()  # before the next plan: the workers usually have others meanwhile
+        self.send_step_tokens()  # before the next plan: the workers usually have others meanwhile
         self.advance()
 
     def on_tokens(self, message: SampledTokens) -> None:
@@ -168,14 +168,14 @@ class SchedulerProcess:
             for sequence, reason in output.failed:
                 self.give_up(sequence, reason)
 
-    def on_hello(self, identity: bytes, hello: WorkerState) -> None:
+    def on_worker_state(self, identity: bytes, state: WorkerState) -> None:
         """Assign the worker a place; when the last one is ready, plans can be sent."""
-        if reason := refusal(hello.name, hello.version):
+        if reason := refusal(state.name, state.version):
             self.workers.send(WorkerExit(reason), identity)
             return
         was_ready = self.group.ready
-        self.worker_exits.watch(identity, hello)
-        self.send_to_workers(self.group.hello(identity, hello))
+        self.worker_exits.watch(identity, state)
+        self.send_to_workers(self.group.on_state(identity, state))
         if self.group.ready and not was_ready:
             self.start_group()
         if self.group.ready and self.scheduler and self.config.kv_offload_gib:
@@ -237,13 +237,13 @@ class SchedulerProcess:
                 if not all(self.workers.send_bytes(frame, member) for frame in frames):
                     self.lose_worker(member)
                     break
-        self.send_deltas()
+        self.send_step_tokens()
         if self.ready != self.reported_ready:
             self.send_status()
 
-    def send_deltas(self) -> None:
-        for identity, delta in self.streams.take_deltas():
-            if not self.detokenizers.send(delta, identity):
+    def send_step_tokens(self) -> None:
+        for identity, message in self.streams.take_messages():
+            if not self.detokenizers.send(message, identity):
                 self.lose_detokenizer(identity)
 
     def lose_detokenizer(self, identity: bytes) -> None:

@@ -48,7 +48,7 @@ class Outbox:
         if not (has_content or confirm):
             return None
         self._num_taken += 1
-        delta = StepTokens(
+        message = StepTokens(
             epoch,
             list(self.opened.values()),
             pack(self.stream_ids),
@@ -60,7 +60,7 @@ class Outbox:
             confirm,
         )
         self._clear()
-        return delta
+        return message
 
 
 class Streams:
@@ -134,7 +134,7 @@ class Streams:
             elif outbox and sequence.finish_reason:
                 outbox.finished.append((sequence.stream_id, sequence.finish_reason))
 
-    def take_deltas(self) -> Iterator[tuple[bytes, StepTokens]]:
+    def take_messages(self) -> Iterator[tuple[bytes, StepTokens]]:
         """Yield the next message of each detokenizer that has one."""
         if self._trials.waiting and not self._trials.at:
             self._begin_trial()
@@ -142,8 +142,8 @@ class Streams:
             yield self._trial
             self._trial = None  # if it was lost, the detokenizer died of another cause
         for identity, outbox in list(self._outboxes.items()):
-            if identity != self._trials.at and (delta := outbox.take(self._epoch)):
-                yield identity, delta
+            if identity != self._trials.at and (message := outbox.take(self._epoch)):
+                yield identity, message
 
     def _begin_trial(self) -> None:
         """Have one detokenizer confirm all earlier messages, so that the next one is alone."""

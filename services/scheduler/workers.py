@@ -56,7 +56,8 @@ class WorkerGroup:
         """identities by rank; empty while there is no group"""
         self.standby: list[bytes] = []
         """identities by rank of a standby group; empty while there is none"""
-        self._hellos: dict[bytes, WorkerState] = {}
+        self._states: dict[bytes, WorkerState] = {}
+        """the newest state of each worker, by identity"""
         self._peers: Peers[None] = Peers()
         self._assignments: list[WorkerMessage] = []
         """the latest ones to the members"""
@@ -77,12 +78,12 @@ class WorkerGroup:
     @property
     def num_blocks(self) -> int:
         """KV blocks that every rank has."""
-        return min(self._hellos[member].num_blocks for member in self.members)
+        return min(self._states[member].num_blocks for member in self.members)
 
     @property
     def block_size(self) -> int:
         """Tokens per block, the same on every rank."""
-        return self._hellos[self.members[0]].block_size
+        return self._states[self.members[0]].block_size
 
     @property
     def has_memory(self) -> bool:
@@ -92,20 +93,20 @@ class WorkerGroup:
     @property
     def memory(self) -> int:
         """The id of the KV memory of all ranks; 0 if that of one ends with the worker."""
-        ids = [self._hellos[member].memory for member in self.members]
+        ids = [self._states[member].memory for member in self.members]
         return 0 if 0 in ids else xxh3_64_intdigest(repr(ids).encode()) >> 1
 
     @property
     def host_tier(self) -> tuple[int, int]:
         """Slots that every rank has, 0 until all have them; and the id of their memory."""
-        hellos = [self._hellos[member] for member in self.members]
-        ids = [hello.host_memory for hello in hellos]
-        return min(hello.host_slots for hello in hellos), xxh3_64_intdigest(repr(ids).encode()) >> 1
+        states = [self._states[member] for member in self.members]
+        ids = [state.host_memory for state in states]
+        return min(state.host_slots for state in states), xxh3_64_intdigest(repr(ids).encode()) >> 1
 
     @property
     def is_awaited(self) -> bool:
         """True while the group of an earlier scheduler may still be adopted."""
-        num_fresh = sum(not hello.group for hello in self._hellos.values())
+        num_fresh = sum(not state.group for state in self._states.values())
         is_whole = num_fresh <= self._num_expected - self.tp_size
         is_listening = not self._had_group and self._num_heartbeats <= LISTENING and is_whole
         return not self.ready and (is_listening or self._is_adopted)
@@ -113,28 +114,30 @@ class WorkerGroup:
     @property
     def idle_us(self) -> tuple[float, float]:
         """Idle times of rank 0's GPU between steps; 0 while there is no group."""
-        return self._hellos[self.members[0]].idle_us if self.members else (0.0, 0.0)
+        return self._states[self.members[0]].idle_us if self.members else (0.0, 0.0)
 
     @property
     def names(self) -> list[str]:
-        return [self._hellos[member].name for member in self.members]
+        return [self._states[member].name for member in self.members]
 
-    def hello(self, identity: bytes, hello: WorkerState) -> list[WorkerMessage]:
+    def on_state(self, identity: bytes, state: WorkerState) -> list[WorkerMessage]:
         """Note the state of a worker.
 
         Of two workers of one name, the one that started earlier was given up: it was killed
         unnoticed, or its machine was unreachable.
         """
         messages: list[WorkerMessage] = []
-        for other in [i for i, h in self._hellos.items() if h.name == hello.name and i != identity]:
-            if hello.incarnation < self._hellos[other].incarnation:
-                return self._dismiss([identity], f"another {hello.name} was started later")
+        for other, known in list(self._states.items()):
+            if other == identity or known.name != state.name:
+                continue
+            if state.incarnation < known.incarnation:
+                return self._dismiss([identity], f"another {state.name} was started later")
             messages += self.lost(other)
         if identity in self.standby:  # it may not know that yet
-            old = self._hellos[identity]
-            hello.group, hello.rank, hello.standby = old.group, old.rank, True
-        self._hellos[identity] = hello
-        self._peers.alive(identity, hello.name)
+            old = self._states[identity]
+            state.group, state.rank, state.standby = old.group, old.rank, True
+        self._states[identity] = state
+        self._peers.alive(identity, state.name)
         if not self.members:
             return messages + self._seat()
         return messages + self._check_ready() + self._seat_standby()
@@ -142,7 +145,7 @@ class WorkerGroup:
     def lost(self, identity: bytes) -> list[WorkerMessage]:
         """Dissolve the group of a lost worker; spare workers make the next one."""
         if identity in self.members:
-            name = self._hellos[identity].name
+            name = self._states[identity].name
             return self._dissolve(f"{name} exited or is unreachable", identity)
         self._forget(identity)
         if identity not in self.standby:
@@ -161,7 +164,7 @@ class WorkerGroup:
         self._num_heartbeats += 1
         for identity in set(self._peers.silent()).difference(self.members, self.standby):
             self._forget(identity)
-        ranks = [] if self._had_group else [i for i, h in self._hellos.items() if h.group]
+        ranks = [] if self._had_group else [i for i, one in self._states.items() if one.group]
         self._num_unheard = self._num_unheard + 1 if ranks else 0
         if self._num_unheard > MAX_UNHEARD:
             return self._dismiss(ranks, "another rank of its group is not heard")
@@ -173,7 +176,7 @@ class WorkerGroup:
         A scheduler may die when some ranks have a plan that others never get. These ranks wait in
         a collective, which the first one of the next epoch would be taken for.
         """
-        states = [self._hellos[member] for member in self.members]
+        states = [self._states[member] for member in self.members]
         has_begun = not self._is_adopted or all(one.epoch == self.epoch for one in states)
         if has_begun and len({one.num_plans_before for one in states}) > 1:
             return self._dissolve("its group's ranks have got different plans")
@@ -184,9 +187,9 @@ class WorkerGroup:
         """End the group, of which one member may be lost; spare workers make the next one."""
         if self.ready:
             self._num_blocks_before, self._memory_before = self.num_blocks, self.memory
-        hellos = [self._hellos[member] for member in self.members]
-        self._pids_before = [(hello.node, hello.pid) for hello in hellos if hello.pid > 0]
-        self.members_before = [(hello.name, hello.pid) for hello in hellos]
+        states = [self._states[member] for member in self.members]
+        self._pids_before = [(state.node, state.pid) for state in states if state.pid > 0]
+        self.members_before = [(state.name, state.pid) for state in states]
         self._forget(lost)
         rest = [member for member in self.members if member != lost]
         self.members, self.epoch, self._assignments = [], 0, []
@@ -194,7 +197,7 @@ class WorkerGroup:
         return self._dismiss(rest, reason) + self._seat()
 
     def _forget(self, identity: bytes) -> None:
-        self._hellos.pop(identity, None)
+        self._states.pop(identity, None)
         self._peers.lost(identity)
 
     def _dismiss(self, identities: list[bytes], reason: str) -> list[WorkerMessage]:
@@ -204,17 +207,17 @@ class WorkerGroup:
 
     def _seat(self) -> list[WorkerMessage]:
         """Take a whole group that exists, or make one of workers without a group."""
-        fresh = [identity for identity, hello in self._hellos.items() if not hello.group]
+        fresh = [identity for identity, state in self._states.items() if not state.group]
         # A spare worker may register before a group that outlived the scheduler.
         all_heard = (
-            len(self._hellos) >= self._num_expected
+            len(self._states) >= self._num_expected
             or self._num_heartbeats > LISTENING
             or self._had_group
         )
         # a standby group may be heard before the one whose memory it shares
-        groups = {hello.group: hello.standby for hello in self._hellos.values() if hello.group}
+        groups = {state.group: state.standby for state in self._states.values() if state.group}
         for group in sorted(groups, key=lambda group: groups[group]):
-            ranks = {h.rank: i for i, h in self._hellos.items() if h.group == group}
+            ranks = {one.rank: i for i, one in self._states.items() if one.group == group}
             if set(ranks) == set(range(self.tp_size)) and (all_heard or not groups[group]):
                 return self._assign([ranks[rank] for rank in range(self.tp_size)], group)
             if fresh and all_heard:  # a member was restarted: the group will never be whole again
@@ -230,7 +233,7 @@ class WorkerGroup:
         """
         on_node: dict[str, list[bytes]] = {}
         for identity in fresh:
-            on_node.setdefault(self._hellos[identity].node, []).append(identity)
+            on_node.setdefault(self._states[identity].node, []).append(identity)
         nodes = sorted(
             on_node,
             key=lambda node: (
@@ -245,12 +248,12 @@ class WorkerGroup:
         """Let spare workers prepare to continue with the memory of a group that is ready."""
         if self.standby or not self.ready or not self.memory:
             return []
-        rest = [identity for identity in self._hellos if identity not in self.members]
-        groups = {self._hellos[identity].group for identity in rest} - {""}
-        fresh = [identity for identity in rest if not self._hellos[identity].group]
+        rest = [identity for identity in self._states if identity not in self.members]
+        groups = {self._states[identity].group for identity in rest} - {""}
+        fresh = [identity for identity in rest if not self._states[identity].group]
         if groups:  # of an earlier scheduler; all ranks will be heard
-            fresh = [identity for identity in rest if self._hellos[identity].group]
-            fresh.sort(key=lambda identity: self._hellos[identity].rank)
+            fresh = [identity for identity in rest if self._states[identity].group]
+            fresh.sort(key=lambda identity: self._states[identity].rank)
         if len(fresh) < self.tp_size:
             return []
         self.standby = fresh if groups else self._neighbours(fresh)
@@ -258,8 +261,8 @@ class WorkerGroup:
         group = max(groups, default=str(epoch))
         self._standby_assignments = self._places(self.standby, epoch, group, standby=True)
         for rank, identity in enumerate(self.standby):
-            hello = self._hellos[identity]
-            hello.group, hello.rank, hello.standby = group, rank, True
+            state = self._states[identity]
+            state.group, state.rank, state.standby = group, rank, True
         return self._standby_assignments
 
     def _assign(self, members: list[bytes], group: str) -> list[WorkerMessage]:
@@ -274,8 +277,8 @@ class WorkerGroup:
     def _places(
         self, members: list[bytes], epoch: int, group: str, *, standby: bool = False
     ) -> list[WorkerMessage]:
-        rendezvous = self._hellos[members[0]].rendezvous
-        nodes = [self._hellos[member].node for member in members]
+        rendezvous = self._states[members[0]].rendezvous
+        nodes = [self._states[member].node for member in members]
         return [
             (
                 member,

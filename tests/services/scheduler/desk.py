@@ -78,7 +78,7 @@ class Desk:
         self.streams.put(StepOutput([], [], [sequence], []))
 
     def deliver(self) -> None:
-        for identity, delta in self.streams.take_deltas():
+        for identity, delta in self.streams.take_messages():
             assert delta.epoch == 7
             self.readers[identity].read(delta)
 

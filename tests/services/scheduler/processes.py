@@ -41,7 +41,7 @@ class Gateway:
 
 def deltas(process: SchedulerProcess) -> list[StepTokens]:
     """Return the messages to the detokenizer."""
-    return [delta for _, delta in process.streams.take_deltas()]
+    return [delta for _, delta in process.streams.take_messages()]
 
 
 def opened(process: SchedulerProcess) -> list[StreamOpened]:

@@ -14,7 +14,7 @@ class Site:
     def __init__(self, tp_size: int = 2, num_spares: int = 0, node: str = "") -> None:
         """node: the scheduler's."""
         self.group = WorkerGroup(tp_size, num_spares, node=node)
-        self.hellos: dict[bytes, WorkerState] = {}
+        self.states: dict[bytes, WorkerState] = {}
         self.assignments: dict[bytes, WorkerAssignment] = {}
         self.exits: list[bytes] = []
         self.num_restarts = 0
@@ -25,13 +25,13 @@ class Site:
     def start(
         self, *names: str, num_blocks: int = 0, node: str = "", incarnation: int = 0
     ) -> list[bytes]:
-        """Fresh workers say hello; those with `num_blocks` load as soon as they have a place.
+        """Register fresh workers; those with `num_blocks` load as soon as they have a place.
 
         Their pids are the numbers in their names.
         """
         identities = [f"{name}-{next(self._numbers)}".encode() for name in names]
         for name, identity in zip(names, identities, strict=True):
-            self.hellos[identity] = WorkerState(
+            self.states[identity] = WorkerState(
                 name,
                 pid=int(name[1:]),
                 node=node,
@@ -46,11 +46,11 @@ class Site:
 
     def say_hello(self, *identities: bytes) -> None:
         for identity in identities:
-            self.deliver(self.group.hello(identity, self.hellos[identity]))
+            self.deliver(self.group.on_state(identity, self.states[identity]))
 
     def load(self, identity: bytes, num_blocks: int, memory: int = 0) -> None:
-        self.hellos[identity].num_blocks = num_blocks
-        self.hellos[identity].memory = memory or self.hellos[identity].memory
+        self.states[identity].num_blocks = num_blocks
+        self.states[identity].memory = memory or self.states[identity].memory
         self.say_hello(identity)
 
     def pass_time(self, num_heartbeats: int, *speakers: bytes) -> list[bytes]:
@@ -65,19 +65,19 @@ class Site:
 
     def kill(self, identity: bytes) -> None:
         """Kill a worker, to which no message can be sent."""
-        del self.hellos[identity]
+        del self.states[identity]
         self.deliver(self.group.lost(identity))
 
     def deliver(self, letters: list[WorkerMessage]) -> None:
         for identity, letter in letters:
             if isinstance(letter, WorkerExit):
                 self.exits.append(identity)
-                self.hellos.pop(identity, None)
+                self.states.pop(identity, None)
             else:
                 self.assignments[identity] = letter
-                old = self.hellos[identity]
+                old = self.states[identity]
                 is_new = letter.epoch > old.epoch
-                self.hellos[identity] = replace(
+                self.states[identity] = replace(
                     old,
                     group=letter.group,
                     rank=letter.rank,
@@ -85,7 +85,7 @@ class Site:
                     standby=letter.standby,
                 )
                 if is_new and old.group:
-                    self.hellos[identity].num_plans_before = self.num_plans.get(identity, 0)
+                    self.states[identity].num_plans_before = self.num_plans.get(identity, 0)
                     self.say_hello(identity)
 
     def restart_scheduler(self) -> None:

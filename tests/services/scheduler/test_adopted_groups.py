@@ -30,7 +30,7 @@ def test_group_that_is_not_whole_is_dismissed_when_a_fresh_worker_is_there() -> 
     one, two = site.start("w1", "w2", num_blocks=8)
     site.restart_scheduler()
     site.say_hello(one)
-    del site.hellos[two]
+    del site.states[two]
     [fresh] = site.start("w2")
     assert site.exits == [one]
     [successor] = site.start("w1")
@@ -53,13 +53,13 @@ def test_ranks_that_ran_different_plans_are_dismissed() -> None:
 
 
 def test_an_adopted_group_is_ready_when_every_rank_has_run_all_earlier_plans() -> None:
-    """The first hello may come before plans that wait at the worker's socket."""
+    """The first state may come before plans that wait at the worker's socket."""
     site = Site()
     one, two = site.start("w1", "w2", num_blocks=8)
-    before = site.hellos[two]
+    before = site.states[two]
     site.restart_scheduler()
     site.say_hello(one)
-    site.group.hello(two, before)
+    site.group.on_state(two, before)
     assert site.group.members == [one, two]
     assert not site.group.ready
     site.deliver(site.group.heartbeat())
@@ -78,7 +78,7 @@ def test_ranks_whose_others_are_not_heard_are_dismissed() -> None:
     assert site.exits == []
     site.pass_time(1)
     assert site.exits == [one]
-    del site.hellos[two]
+    del site.states[two]
     successors = site.start("w1", "w2", num_blocks=8)
     assert site.group.members == successors
 

@@ -67,7 +67,7 @@ def test_requests_before_the_first_worker_are_accepted_within_their_lease(
     """The later attempt of one takes the earlier over."""
     say(fresh, request(7, "left"), request(7, "wanted"), GatewayStarted(1_000))
     say(fresh, request(1_000, "wanted"), ReleaseRequest("nobody", 1_000))
-    fresh.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    fresh.group.on_state(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
     fresh.start_group()
     assert {one.request_id: one.attempt for one in fresh.requests.values()} == {
         "left": 7,
@@ -81,10 +81,10 @@ def test_a_request_that_had_ended_gets_its_end_from_the_first_worker_on(
     fresh: SchedulerProcess,
 ) -> None:
     say(fresh, request(7, output=(5,), sampling=SamplingParams(max_tokens=1)))
-    assert list(fresh.streams.take_deltas()) == []
-    fresh.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    assert list(fresh.streams.take_messages()) == []
+    fresh.group.on_state(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
     fresh.start_group()
-    [(_, message)] = fresh.streams.take_deltas()
+    [(_, message)] = fresh.streams.take_messages()
     assert [one.finish_reason for one in message.opened] == ["length"]
 
 
@@ -92,7 +92,7 @@ def test_a_request_before_the_first_worker_that_can_not_fit_fails_then(
     fresh: SchedulerProcess, gateway: Gateway
 ) -> None:
     say(fresh, request(7, prompt=(1,) * (4 * NUM_BLOCKS)))
-    fresh.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    fresh.group.on_state(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
     fresh.start_group()
     assert gateway.results.socket.poll(60_000)
     [(_, failed)] = gateway.results.receive()

@@ -132,7 +132,7 @@ def test_a_request_that_kills_workers_is_answered_with_an_error(
         process.scheduler.schedule()
         process.accept(request(3, "late"))
         process.group.lost(b"w")
-        process.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+        process.group.on_state(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
         process.start_group()
     (failed,) = gateway.failures(process)
     assert (failed.request_id, failed.attempt, failed.error.code) == ("poison", 3, "failed")
@@ -145,7 +145,7 @@ def test_deaths_are_counted_over_replicas(process: SchedulerProcess, gateway: Ga
 
     The request may continue in another replica.
     """
-    process.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    process.group.on_state(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
     process.start_group()
     twice = request(3, "twice")
     twice.num_deaths = 2
@@ -168,9 +168,9 @@ def test_deaths_are_counted_over_replicas(process: SchedulerProcess, gateway: Ga
 
 def restart_workers(process: SchedulerProcess, pid: int) -> None:
     """After a step, for a worker's death with it in flight."""
-    hello = WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4, pid=pid)
+    state = WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4, pid=pid)
     process.group.lost(b"w")
-    process.group.hello(b"w", hello)
+    process.group.on_state(b"w", state)
     process.start_group()
 
 
@@ -247,7 +247,7 @@ def test_a_worker_that_can_t_be_reached_has_lost_its_place(
     process: SchedulerProcess,
 ) -> None:
     """Nobody starts another one in its place when it was not started by the supervisor."""
-    process.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    process.group.on_state(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
     assert process.ready
     process.on_heartbeat()
     assert (process.group.members, process.ready) == ([], False)

@@ -27,7 +27,7 @@ def run_step(process: SchedulerProcess) -> None:
 
 def restart_workers(process: SchedulerProcess) -> None:
     process.group.lost(b"w")
-    process.group.hello(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
+    process.group.on_state(b"w", WorkerState("worker.1", num_blocks=NUM_BLOCKS, block_size=4))
     process.start_group()
 
 

@@ -35,7 +35,7 @@ def test_spares_that_are_heard_first_do_not_end_a_group_that_survived_the_schedu
     for name in ("w3", "w4"):
         site.start(name)
     for rank, member in enumerate(members):
-        site.hellos[member] = WorkerState(member.decode(), "g", rank, 8, 16)
+        site.states[member] = WorkerState(member.decode(), "g", rank, 8, 16)
         site.say_hello(member)
     assert (site.group.members, site.exits) == (members, [])
 
@@ -92,10 +92,10 @@ def test_a_standby_group_continues_when_it_has_taken_over(tp_size: int) -> None:
 def test_a_standby_group_that_is_called_before_it_has_reported_its_group() -> None:
     site = Site(1, num_spares=1)
     [member, spare] = site.start("w1", "w2")
-    state = replace(site.hellos[spare])
+    state = replace(site.states[spare])
     site.load(member, 9, memory=1)
     group = site.assignments[spare].group
-    site.deliver(site.group.hello(spare, state))  # was on its way
+    site.deliver(site.group.on_state(spare, state))  # was on its way
     site.kill(member)
     assert (site.assignments[spare].group, site.assignments[spare].standby) == (group, False)
     assert not site.group.ready
@@ -151,7 +151,7 @@ def test_after_the_scheduler_both_groups_keep_their_parts(tp_size: int) -> None:
 def test_a_standby_group_that_alone_outlives_the_scheduler_takes_over() -> None:
     site, members, spares = with_standby(1)
     site.restart_scheduler()
-    del site.hellos[members[0]]
+    del site.states[members[0]]
     site.pass_time(LISTENING + 1, *spares)
     site.say_hello(*spares)
     assert (site.group.members, site.group.standby) == (spares, [])

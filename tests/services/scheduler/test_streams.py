@@ -30,7 +30,7 @@ def test_tokens_and_ends_reach_their_reader() -> None:
     assert desk.readers[b"a"].tokens == {one.stream_id: [5, 6]}
     assert desk.readers[b"b"].tokens == {two.stream_id: [5, 6]}
     assert desk.readers[b"b"].finished == {two.stream_id: "length"}
-    assert list(desk.streams.take_deltas()) == []
+    assert list(desk.streams.take_messages()) == []
 
 
 @pytest.mark.parametrize("delivered", [True, False])
@@ -102,7 +102,7 @@ def test_closed_stream_is_forgotten() -> None:
     desk.deliver()
     assert desk.loads == [0]
     desk.step([], 5)
-    assert list(desk.streams.take_deltas()) == []
+    assert list(desk.streams.take_messages()) == []
 
 
 def test_stream_that_comes_back_in_the_same_message_is_open() -> None:
@@ -165,7 +165,7 @@ def test_stream_closed_while_it_waits_is_never_heard_of() -> None:
     sequence = make_sequence()
     desk.streams.open(sequence)
     desk.streams.close(sequence)
-    assert list(desk.streams.take_deltas()) == []
+    assert list(desk.streams.take_messages()) == []
 
 
 def test_what_an_earlier_attempt_ended_is_told_at_once() -> None:

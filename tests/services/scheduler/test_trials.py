@@ -36,7 +36,7 @@ class Hall(Desk):
 
     def settle(self) -> None:
         """Until nobody has anything to say."""
-        while messages := list(self.streams.take_deltas()):
+        while messages := list(self.streams.take_messages()):
             for identity, delta in messages:
                 if identity not in self.readers:
                     continue
@@ -102,7 +102,7 @@ def test_who_dies_of_something_else_during_a_trial_blames_nobody() -> None:
     for _ in range(5 * MAX_DETOKENIZER_DEATHS):
         [identity] = hall.readers
         hall.die(identity)
-        list(hall.streams.take_deltas())
+        list(hall.streams.take_messages())
     hall.die(next(iter(hall.readers)))
     hall.settle()
     assert [hall.tokens_of(one) for one in sequences] == [[1], [1]]
@@ -112,7 +112,7 @@ def test_a_goodbye_ends_a_trial() -> None:
     hall = Hall()
     sequences = started(hall, 3)
     hall.die(b"d1")
-    [(identity, _)] = hall.streams.take_deltas()
+    [(identity, _)] = hall.streams.take_messages()
     hall.streams.confirmed(identity)
     hall.streams.lost(identity)
     del hall.readers[identity]
@@ -126,7 +126,7 @@ def test_what_is_closed_while_it_waits_or_is_tried_is_told_to_nobody() -> None:
     waiting, tried, other = started(hall, 3)
     hall.die(b"d1")
     hall.streams.close(waiting)
-    [(identity, delta)] = hall.streams.take_deltas()
+    [(identity, delta)] = hall.streams.take_messages()
     hall.readers[identity].read(delta)
     hall.streams.confirmed(identity)
     hall.streams.close(tried)

@@ -36,7 +36,7 @@ def test_group_is_ready_when_all_have_loaded() -> None:
 def test_heartbeats_change_nothing() -> None:
     site = Site()
     members = site.start("w1", "w2", num_blocks=8)
-    assert [site.group.hello(m, site.hellos[m]) for m in members] == [[], []]
+    assert [site.group.on_state(m, site.states[m]) for m in members] == [[], []]
     assert site.group.ready
 
 
@@ -103,9 +103,9 @@ def test_dismissed_worker_is_not_seated_again() -> None:
     """The worker's last heartbeat comes after the loss of the group."""
     site = Site()
     one, two = site.start("w1", "w2", num_blocks=8)
-    last_heartbeat = site.hellos[two]
+    last_heartbeat = site.states[two]
     site.kill(one)
-    site.deliver(site.group.hello(two, last_heartbeat))
+    site.deliver(site.group.on_state(two, last_heartbeat))
     [first] = site.start("w1")
     site.say_hello(first)
     assert site.group.members == []
@@ -124,8 +124,8 @@ def test_rank_0_tells_the_size_of_blocks_and_how_long_its_gpu_waits() -> None:
     site = Site()
     assert site.group.idle_us == (0.0, 0.0)
     first, second = [site.start("w1"), site.start("w2")]
-    site.hellos[first[0]].block_size = site.hellos[second[0]].block_size = 64
-    site.hellos[first[0]].idle_us = (1.5, 9.0)
+    site.states[first[0]].block_size = site.states[second[0]].block_size = 64
+    site.states[first[0]].idle_us = (1.5, 9.0)
     site.load(first[0], 5)
     site.load(second[0], 7)
     assert (site.group.block_size, site.group.num_blocks) == (64, 5)
@@ -140,9 +140,9 @@ def test_silent_worker_without_a_place_is_forgotten() -> None:
     site = Site()
     [gone] = site.start("w1")
     site.pass_time(MAX_MISSED_HEARTBEATS)
-    assert gone in site.group._hellos
+    assert gone in site.group._states
     site.pass_time(1)
-    assert not site.group._hellos
+    assert not site.group._states
     assert not len(site.group._peers)
     [first] = site.start("w2")
     assert site.group.members == []
@@ -176,9 +176,9 @@ def test_nobody_is_written_to_when_there_is_no_group_any_more() -> None:
     """Not even a dismissed worker whose last heartbeat comes after the loss of the group."""
     site = Site()
     one, two = site.start("w1", "w2", num_blocks=8)
-    last_heartbeat = site.hellos[two]
+    last_heartbeat = site.states[two]
     site.kill(one)
-    site.deliver(site.group.hello(two, last_heartbeat))
+    site.deliver(site.group.on_state(two, last_heartbeat))
     assert site.pass_time(MAX_MISSED_HEARTBEATS + 1) == []
 
 
@@ -201,12 +201,12 @@ def test_a_group_has_the_memory_of_the_last_one_if_every_rank_has() -> None:
         site = Site()
         first = site.start("w1", "w2")
         for identity, memory in zip(first, (7, 8), strict=True):
-            site.hellos[identity].memory = memory
+            site.states[identity].memory = memory
             site.load(identity, 5)
         assert not site.group.has_memory  # the first group
         site.kill(first[0])
         for identity, memory in zip(site.start("w3", "w4"), memory_after, strict=True):
-            site.hellos[identity].memory = memory
+            site.states[identity].memory = memory
             site.load(identity, 5)
         assert site.group.ready
         assert site.group.has_memory == is_kept

@@ -19,7 +19,7 @@ def seat(nodes: str, tp_size: int, own: str) -> tuple[str, list[WorkerAssignment
     for number, node in enumerate(nodes):
         site.start(f"w{number}", node=node)
     members = site.group.members
-    seated = "".join(site.hellos[member].node for member in members)
+    seated = "".join(site.states[member].node for member in members)
     return seated, [site.assignments[member] for member in members]
 
 
