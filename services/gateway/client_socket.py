@@ -194,7 +194,7 @@ class ClientSocket:
         return True
 
     def _on_sent(self, entry: Entry, reply: Reply, error: int) -> int:
-        """Take in the outcome of sending a reply; return `error`, an errno or 0."""
+        """Record the outcome of sending a reply; return `error`, an errno or 0."""
         if error == zmq.EAGAIN:
             entry.client.connection.unsent[entry.request_id] = None
         elif error:  # the client is unreachable, whatever the monitor says

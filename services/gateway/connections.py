@@ -67,7 +67,7 @@ class Connections:
         return self._num_cut_off.total()
 
     def handle_events(self) -> None:
-        """Take in every event up to now, and disconnect clients beyond a limit."""
+        """Handle every event up to now, and disconnect clients beyond a limit."""
         if self.monitor.has_message:
             self._take_events()
         while self.refused:

@@ -66,7 +66,7 @@ class Ledger:
         entry.totals.num_waiting += 1
         entry.totals.count(entry.share, 1, entry.num_waiting_tokens, entry.num_bytes)
 
-    def take_tokenized(self, entry: Entry, num_prompt_tokens: int, tokenizer: bytes) -> None:
+    def record_tokenized(self, entry: Entry, num_prompt_tokens: int, tokenizer: bytes) -> None:
         """Record that a tokenizer has passed a prompt on."""
         entry.num_prompt_tokens, entry.tokenizer = num_prompt_tokens, tokenizer
         if entry.num_waiting_tokens:
@@ -74,7 +74,7 @@ class Ledger:
             entry.totals.count(entry.share, num_tokens=num_new)
             entry.num_waiting_tokens = num_prompt_tokens
 
-    def take_growth(self, entry: Entry, num_bytes: int) -> None:
+    def record_growth(self, entry: Entry, num_bytes: int) -> None:
         """Count the output of a request that had `num_bytes` before."""
         num_new = entry.num_bytes - num_bytes
         entry.totals.num_bytes += num_new

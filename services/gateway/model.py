@@ -105,7 +105,7 @@ class Model:
 
     def on_scheduler(self, status: SchedulerStatus) -> None:
         """Resubmit the requests of a scheduler of a new epoch; the first epoch is new, too."""
-        has_restarted = self.router.take_status(status)
+        has_restarted = self.router.record_status(status)
         if has_restarted is None:
             return
         if has_restarted:
@@ -118,10 +118,10 @@ class Model:
         self.router.introduce(replica, self.ledger.new_first_attempt())
         self.requests.failures.resubmit_all(replica)
 
-    def take_running(self, names: list[str]) -> None:
-        """Take in which processes run; requests of a scheduler that does not run are migrated."""
+    def on_processes(self, names: list[str]) -> None:
+        """Record which processes run; migrate the requests of a scheduler that does not run."""
         schedulers = [one for one in names if one.startswith(f"{self.config.prefix}scheduler.")]
-        self.router.take_running({replica_of(name, self.config) for name in schedulers})
+        self.router.record_running({replica_of(name, self.config) for name in schedulers})
         self.requests.failures.migrate_stranded()
 
     def on_heartbeat(self) -> None:

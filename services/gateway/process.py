@@ -123,14 +123,14 @@ class Gateway:
                 self.status.submit(client, request)
 
     def on_report(self, report: SupervisorReport) -> None:
-        """Take in which processes run."""
+        """Record which processes run."""
         is_first = not self.status.processes  # this gateway may have restarted
         self.status.processes = report.processes
         for model in self.models:
             model.requests.is_draining |= report.draining
             if is_first:
                 model.requests.poison.learn(report.poison)
-            model.take_running([one.name for one in report.processes])
+            model.on_processes([one.name for one in report.processes])
 
     def on_status(self, model: Model, status: SchedulerStatus) -> None:
         self.status.on_report(model, status.replica)

@@ -142,7 +142,7 @@ class Requests:
         except GapError as error:
             self.failures.on_gap(entry, error)
             return
-        self._ledger.take_growth(entry, num_bytes)
+        self._ledger.record_growth(entry, num_bytes)
         num_new = len(entry.token_ids) - num_tokens
         if num_new or delta.pooled:
             entry.record_tokens(self.metrics, num_new, now)
@@ -155,7 +155,7 @@ class Requests:
         """Record that a tokenizer has passed a prompt of `num_tokens` on."""
         if entry := self._ledger.get(request_id):
             self._router.release_left(entry, attempt)
-            self._ledger.take_tokenized(entry, num_tokens, by)
+            self._ledger.record_tokenized(entry, num_tokens, by)
         else:  # ended meanwhile
             self._router.release_everywhere(request_id, attempt)
 

@@ -123,7 +123,7 @@ class Router:
         self._all[replica].first_attempt = first_attempt
         self._to_schedulers[replica].send(GatewayStarted(first_attempt))
 
-    def take_status(self, status: SchedulerStatus) -> bool | None:
+    def record_status(self, status: SchedulerStatus) -> bool | None:
         """Record a status. True: its scheduler has restarted; None: the status is outdated."""
         if status.replica >= len(self._all):
             return None
@@ -137,7 +137,7 @@ class Router:
         replica.status, replica.num_missed = status, 0
         return is_new
 
-    def take_running(self, running: Collection[int]) -> None:
+    def record_running(self, running: Collection[int]) -> None:
         """Record which replicas have a scheduler that runs, as the supervisor reports."""
         for one in self._all:
             one.num_absent = 0 if one.index in running else one.num_absent + 1

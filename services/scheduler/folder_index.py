@@ -46,7 +46,7 @@ class FolderIndex:
             reading.is_right = False
         return self._ranks.pop(hash_, 0) != 0
 
-    def take(self, report: FolderReport) -> Iterator[tuple[bytes, int, bool]]:
+    def on_report(self, report: FolderReport) -> Iterator[tuple[bytes, int, bool]]:
         """Note a report; yield hash, slot and success of each file that all ranks have read."""
         bit = 1 << report.rank
         for hash_ in report.added:

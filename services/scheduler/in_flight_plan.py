@@ -60,7 +60,7 @@ class InFlightPlan(NamedTuple):
         rows = zip(self.sampled, token_ids, strict=True)
         return _without_failed(rows, dict(failed), fail) if failed else rows
 
-    def take_outputs(self, tokens: SampledTokens) -> list[Sequence]:
+    def add_outputs(self, tokens: SampledTokens) -> list[Sequence]:
         """Give each sequence its logprobs or pooled numbers; those of a failed row are void.
 
         Return the sequences that end with pooled numbers; their tokens are void.
@@ -68,13 +68,13 @@ class InFlightPlan(NamedTuple):
         failed = dict(tokens.failed)
         for index, packed in tokens.logprobs:
             if index not in failed:
-                self.sampled[index].take_logprobs(packed)
+                self.sampled[index].add_logprobs(packed)
         for slot, chunk in tokens.prompt_logprobs:
-            self.chunks[slot].take_prompt_logprobs(chunk)
+            self.chunks[slot].add_prompt_logprobs(chunk)
         return [
             self.sampled[index]
             for index, numbers in tokens.pooled
-            if self.sampled[index].take_pooled(numbers)
+            if self.sampled[index].set_pooled(numbers)
         ]
 
 

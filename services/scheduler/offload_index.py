@@ -226,11 +226,11 @@ class OffloadIndex:
         request.epoch = epoch
         return request
 
-    def take_report(self, report: FolderReport) -> None:
+    def on_report(self, report: FolderReport) -> None:
         """Note files that ranks have read or failed to read."""
         if self.folder is None or report.epoch != self.folder.epoch:
             return
-        for hash_, slot, is_right in self.folder.take(report):
+        for hash_, slot, is_right in self.folder.on_report(report):
             if not is_right or hash_ in self._entries:
                 self._free.append(slot)
                 continue

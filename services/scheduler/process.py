@@ -151,7 +151,7 @@ class SchedulerProcess:
                 self.on_worker_state(identity, message)
             elif isinstance(message, FolderReport):
                 if self.scheduler and self.scheduler.offload:
-                    self.scheduler.offload.take_report(message)
+                    self.scheduler.offload.on_report(message)
             elif identity in self.group.members[:1]:  # rank 0
                 self.on_tokens(message)
         self.send_step_tokens()  # before the next plan: the workers usually have others meanwhile

@@ -239,7 +239,7 @@ class Scheduler(RunningBatch):
         output = StepOutput([], [], [], [])
         for sequence, end in zip(plan.chunks.values(), plan.chunk_ends, strict=True):
             sequence.num_computed_tokens = end
-        for sequence in plan.take_outputs(tokens):
+        for sequence in plan.add_outputs(tokens):
             self.finish(sequence, "stop")
             output.finished.append(sequence)
         for sequence, token_id in plan.rows(token_ids, tokens.failed, partial(self._fail, output)):

@@ -253,17 +253,17 @@ class Sequence:
         self.first_token_at = self.first_token_at or monotonic()
         return self.scheduled_at - self.arrived_at, self.first_token_at - self.scheduled_at
 
-    def take_logprobs(self, packed: PackedLogprobs) -> None:
+    def add_logprobs(self, packed: PackedLogprobs) -> None:
         """Append logprobs of its next token, unless it has ended."""
         if self.logprobs is not None and self.finish_reason is None:
             self.logprobs.append(packed)
 
-    def take_prompt_logprobs(self, chunk: list[PackedLogprobs]) -> None:
+    def add_prompt_logprobs(self, chunk: list[PackedLogprobs]) -> None:
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += chunk
 
-    def take_pooled(self, numbers: bytes) -> bool:
-        """Take the result of `pooling`. Return False if the sequence has ended."""
+    def set_pooled(self, numbers: bytes) -> bool:
+        """Set the result of `pooling`. Return False if the sequence has ended."""
         if self.finish_reason is None:
             self.pooled, self.num_deaths = numbers, 0
         return self.finish_reason is None

@@ -60,7 +60,7 @@ class TierEngine(Engine):
             report.epoch, report.rank = self.scheduler.epoch, 0
             self.num_files += len(report.added)
             if self.scheduler.offload:
-                self.scheduler.offload.take_report(report)
+                self.scheduler.offload.on_report(report)
 
     def finish(self, sequences: list[Sequence]) -> None:
         """Step until all have ended."""

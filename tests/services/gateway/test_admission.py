@@ -36,7 +36,7 @@ def start(ledger: Ledger, entries: list[Entry]) -> None:
                 attempt=entry.attempt,
             ),
         )
-        ledger.take_growth(entry, num_bytes)
+        ledger.record_growth(entry, num_bytes)
 
 
 def refusal(admission: Admission, num_bytes: int = 0, num_tokens: int = 1) -> RefusedError:
@@ -69,7 +69,7 @@ def test_prompt_tokens_that_wait() -> None:
     assert str(refusal(admission, num_tokens=21)) == (
         "overloaded: 101 prompt tokens would wait, 21 of this request; the limit is 100"
     )
-    ledger.take_tokenized(entries[0], 60, b"")
+    ledger.record_tokenized(entries[0], 60, b"")
     refusal(admission, num_tokens=1)
     start(ledger, entries[:1])
     admission.check(0, 60, Share(""))

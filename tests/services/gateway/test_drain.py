@@ -27,7 +27,7 @@ def restarted(start_gateway: Start) -> GatewayHarness:
     """Return a gateway that has heard of the drain and nothing else yet."""
     harness = start_gateway()
     harness.detokenizer.send(SupervisorReport([], draining=True))
-    harness.gateway.default.router.take_running = lambda _: None  # type: ignore[method-assign]  # none is lost
+    harness.gateway.default.router.record_running = lambda _: None  # type: ignore[method-assign]  # none is lost
     harness.run_until(lambda: harness.gateway.default.requests.is_draining)
     return harness
 
@@ -91,7 +91,7 @@ def test_a_scheduler_that_is_not_there_has_nothing_to_wait_for(
     harness = restarted(start_gateway)
     if is_gone:
         for _ in range(2):
-            type(harness.gateway.default.router).take_running(harness.gateway.default.router, ())
+            type(harness.gateway.default.router).record_running(harness.gateway.default.router, ())
     else:
         for _ in range(MAX_MISSED_HEARTBEATS + 1):
             harness.gateway.on_heartbeat()

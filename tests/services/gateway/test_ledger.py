@@ -52,7 +52,7 @@ def append(ledger: Ledger, open_: Entry, delta: TextDelta) -> bool:
     """As `Requests` does."""
     num_bytes = open_.num_bytes
     is_new = open_.append(delta)
-    ledger.take_growth(open_, num_bytes)
+    ledger.record_growth(open_, num_bytes)
     return is_new
 
 
@@ -218,7 +218,7 @@ def test_what_waits() -> None:
         ledger.totals.num_waiting_tokens,
         ledger.totals.num_started,
     ) == (2, 12, 0)
-    ledger.take_tokenized(first, 30, b"")
+    ledger.record_tokenized(first, 30, b"")
     assert ledger.totals.num_waiting_tokens == 32
     assert append(ledger, first, delta(0, 1))
     assert (
@@ -227,7 +227,7 @@ def test_what_waits() -> None:
         ledger.totals.num_started,
     ) == (1, 2, 1)
     ledger.begin_attempt(first)
-    ledger.take_tokenized(first, 30, b"")
+    ledger.record_tokenized(first, 30, b"")
     assert (ledger.totals.num_waiting, ledger.totals.num_waiting_tokens) == (1, 2)
     ledger.remove(second)
     assert (

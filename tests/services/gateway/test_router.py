@@ -45,7 +45,7 @@ def status(replica: int, epoch: int = 1, runs: bool = True, **fields: Any) -> Sc
 def running(number: int, routing: Any = "prefix") -> Router:
     router = Router([Sink()] * number, routing)
     for index in range(number):
-        assert router.take_status(status(index))
+        assert router.record_status(status(index))
     return router
 
 
@@ -134,7 +134,7 @@ def test_what_is_known_is_bounded_and_the_first_pieces_stay_longest(
 @pytest.mark.parametrize("routing", ["prefix", "load", "random"])
 def test_only_what_runs_gets_requests(routing: str) -> None:
     router = running(3, routing)
-    router.take_status(status(1, runs=False))
+    router.record_status(status(1, runs=False))
     places = {placed(router, f"{n}", TEXT * (n % 2)) for n in range(60)}
     assert places == {0, 2}
     if routing == "load":
@@ -145,9 +145,9 @@ def test_requests_come_before_anything_runs() -> None:
     router = Router([Sink()] * 2, "prefix")
     assert {placed(router, f"{n}") for n in range(4)} == {0, 1}
     assert moved(router) == {}
-    router.take_status(status(0))
+    router.record_status(status(0))
     assert moved(router) == {}, "nothing is heard of the other one yet"
-    router.take_status(status(1, runs=False))
+    router.record_status(status(1, runs=False))
     assert len(moved(router)) == 2
     assert sizes(router) == [4, 0]
 
@@ -158,14 +158,14 @@ def test_requests_come_before_anything_runs() -> None:
 def test_what_a_replica_without_workers_has_goes_on_elsewhere() -> None:
     router = running(2)
     router.assign(first := entry("a", TEXT))
-    router.take_status(status(first.replica, runs=False, num_deaths={"a": 2}))
+    router.record_status(status(first.replica, runs=False, num_deaths={"a": 2}))
     assert moved(router) == {"a": 0}
     assert (first.replica, first.submission().request.num_deaths, sizes(router)) == (1, 2, [0, 1])
-    router.take_status(status(1, runs=False))
+    router.record_status(status(1, runs=False))
     assert moved(router) == {}, "nobody runs"
-    router.take_status(status(0))
+    router.record_status(status(0))
     assert moved(router) == {"a": 1}
-    router.take_status(status(1))
+    router.record_status(status(1))
     assert placed(router, "b", TEXT) == 0, "the cache of the other one was lost"
 
 
@@ -173,12 +173,12 @@ def test_who_is_about_to_be_back_is_not_left() -> None:
     """The scheduler has restarted, and its workers have the KV cache of its requests."""
     router = running(2)
     router.assign(first := entry("a", TEXT))
-    router.take_running({1 - first.replica})
+    router.record_running({1 - first.replica})
     assert moved(router) == {}
-    assert router.take_status(status(0, epoch=2, runs=False, awaits_workers=True))
+    assert router.record_status(status(0, epoch=2, runs=False, awaits_workers=True))
     assert (moved(router), migrated(router, first)) == ({}, None)
     assert placed(router, "b") == 1, "a new request does not wait"
-    router.take_status(status(0, epoch=2))
+    router.record_status(status(0, epoch=2))
     assert (moved(router), placed(router, "c", TEXT)) == ({}, 0)
 
 
@@ -186,19 +186,19 @@ def test_who_does_not_come_back_is_left() -> None:
     for report in ({1}, status(0, epoch=2, runs=False)):
         router = running(2)
         router.assign(entry("a", TEXT))
-        router.take_running({1})
-        router.take_status(status(0, epoch=2, runs=False, awaits_workers=True))
+        router.record_running({1})
+        router.record_status(status(0, epoch=2, runs=False, awaits_workers=True))
         if isinstance(report, SchedulerStatus):
-            router.take_status(report)
+            router.record_status(report)
         else:
-            router.take_running({1})
+            router.record_running({1})
         assert moved(router) == {"a": 0}
 
 
 def test_a_detokenizer_that_is_gone_is_no_reason_to_leave() -> None:
     router = running(2)
     router.assign(entry("a"))
-    router.take_status(SchedulerStatus(epoch=1, ready=False, workers_ready=True))
+    router.record_status(SchedulerStatus(epoch=1, ready=False, workers_ready=True))
     assert (router.is_ready, moved(router)) == (False, {})
 
 
@@ -208,21 +208,21 @@ def test_who_is_silent_is_left_and_heard_again() -> None:
     for _ in range(MAX_MISSED_HEARTBEATS):
         router.on_heartbeat()
         assert moved(router) == {}
-        router.take_status(status(1 - first.replica))
+        router.record_status(status(1 - first.replica))
     router.on_heartbeat()
     assert not router.covers_all({first.replica})
     assert router.covers_all({1 - first.replica})
     assert list(moved(router)) == ["a"]
-    router.take_status(status(0))
+    router.record_status(status(0))
     assert placed(router, "b") == 0
 
 
 def test_reports_that_count_for_nothing() -> None:
     router = running(2)
-    assert router.take_status(status(2)) is None
-    assert router.take_status(status(1, epoch=0, runs=False)) is None
-    assert router.take_status(status(1)) is False
-    assert router.take_status(status(1, epoch=2)) is True
+    assert router.record_status(status(2)) is None
+    assert router.record_status(status(1, epoch=0, runs=False)) is None
+    assert router.record_status(status(1)) is False
+    assert router.record_status(status(1, epoch=2)) is True
     assert router.is_ready
 
 
@@ -230,7 +230,7 @@ def test_one_replica_is_never_left() -> None:
     router = running(1)
     router.assign(one := entry("a"))
     for report in (status(0, runs=False), status(0, epoch=2, runs=False), status(0, epoch=2)):
-        router.take_status(report)
+        router.record_status(report)
         assert moved(router) == {}
         assert migrated(router, one) is None
     for _ in range(2 * MAX_MISSED_HEARTBEATS):
@@ -246,7 +246,7 @@ def test_every_open_request_has_one_replica(seed: int) -> None:
     acts: list[Callable[[int], Any]] = [
         lambda n: open_.setdefault(f"{n}", entry(f"{n}", TEXT[: n * 99])),
         lambda _: open_ and router.unassign(open_.pop(draw.choice(list(open_)))),
-        lambda n: router.take_status(status(n % 3, epochs[n % 3], draw.random() < 0.7)),
+        lambda n: router.record_status(status(n % 3, epochs[n % 3], draw.random() < 0.7)),
         lambda _: router.on_heartbeat(),
     ]
     for number in range(300):
@@ -271,7 +271,7 @@ def test_a_scheduler_of_a_later_gateway_serves_nobody_here(
 ) -> None:
     router = running(1)
     router.introduce(0, 7)
-    router.take_status(status(0, first_attempt=first_attempt))
+    router.record_status(status(0, first_attempt=first_attempt))
     assert router.is_ready == is_ready
     assert [one.ready for one in router.statuses] == [is_ready]
 
@@ -280,5 +280,5 @@ def test_an_old_report_is_not_ready() -> None:
     router = running(2)
     for _ in range(MAX_MISSED_HEARTBEATS + 1):
         router.on_heartbeat()
-        router.take_status(status(1))
+        router.record_status(status(1))
     assert [one.ready for one in router.statuses] == [False, True]

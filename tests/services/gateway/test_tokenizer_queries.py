@@ -145,7 +145,7 @@ def test_a_drain_waits_for_them(start_gateway: Start, monkeypatch: pytest.Monkey
     harness.send(client, TEXT)
     harness.run_until(lambda: len(harness.gateway.default.requests.queries))
     harness.gateway.default.requests.is_draining = True
-    harness.gateway.default.router.take_status(SchedulerStatus(epoch=1, ready=True))
+    harness.gateway.default.router.record_status(SchedulerStatus(epoch=1, ready=True))
     harness.send(client, TEXT)
     assert harness.receive_reply(client).code == "overloaded"
     assert not ended

@@ -68,7 +68,7 @@ class Desk:
     def step(self, sequences: list[Sequence], token_id: int) -> None:
         """Each of them gets a token."""
         for sequence in sequences:
-            sequence.take_logprobs(packed(token_id))
+            sequence.add_logprobs(packed(token_id))
             sequence.token_ids.append(token_id)
         ended = [sequence for sequence in sequences if sequence.finish_reason]
         self.streams.put(StepOutput(sequences, [token_id] * len(sequences), ended, []))

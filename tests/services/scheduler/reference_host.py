@@ -105,7 +105,7 @@ class ReferenceHost:
                 self.slots[slot] = self._garbage
                 report.failed.append(hash_)
         if scheduler.offload:
-            scheduler.offload.take_report(report)
+            scheduler.offload.on_report(report)
         return True
 
     @property

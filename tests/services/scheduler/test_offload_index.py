@@ -115,10 +115,10 @@ def test_content_that_may_be_wrong_is_forgotten() -> None:
 def test_a_file_that_is_discarded_while_it_is_read_is_not_used() -> None:
     index = make_index(2)
     index.use_folder(FolderIndex(1, num_ranks=1))
-    index.take_report(FolderReport(1, 0, added=[A, B]))
+    index.on_report(FolderReport(1, 0, added=[A, B]))
     assert index.fetch([A, B])
     index.discard([A])
-    index.take_report(FolderReport(1, 0, fetched=[A, B]))
+    index.on_report(FolderReport(1, 0, fetched=[A, B]))
     assert index.find([B]) == [B]
     assert index.find([A]) == []
     assert index._free

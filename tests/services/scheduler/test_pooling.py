@@ -72,7 +72,7 @@ def test_a_stream_is_opened_with_the_result_by_every_detokenizer_that_gets_it() 
     desk.streams.reopen(sequence)
     desk.deliver()
     assert not desk.readers[b"a"].opened
-    assert sequence.take_pooled(b"1234")
+    assert sequence.set_pooled(b"1234")
     sequence.finish_reason = "stop"
     desk.end(sequence)
     desk.deliver()

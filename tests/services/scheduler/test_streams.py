@@ -200,7 +200,7 @@ def test_logprobs_reach_their_reader_with_the_tokens() -> None:
 def test_reopened_stream_is_told_all_logprobs() -> None:
     desk = Desk("a")
     sequence = make_sequence((1, 2), (3, 4), logprobs=1, prompt_logprobs=0)
-    sequence.take_prompt_logprobs([packed(2)])
+    sequence.add_prompt_logprobs([packed(2)])
     desk.streams.open(sequence)
     desk.step([sequence], 5)
     desk.deliver()
@@ -215,11 +215,11 @@ def test_stream_waits_for_the_logprobs_of_its_prompt() -> None:
     """Also when it moves while the prompt is being computed: they are sent when it is opened."""
     desk = Desk("a", "b")
     [sequence] = desk.open(prompt_logprobs=0)
-    sequence.take_prompt_logprobs([packed(2)])
+    sequence.add_prompt_logprobs([packed(2)])
     desk.streams.lost(b"a")
     desk.deliver()
     assert not desk.readers[b"b"].opened
-    sequence.take_prompt_logprobs([packed(3)])
+    sequence.add_prompt_logprobs([packed(3)])
     desk.step([sequence], 5)
     desk.deliver()
     [opened] = desk.readers[b"b"].opened
