@@ -54,7 +54,7 @@ class Entry:
 
     - `Ledger`: totals, attempt, num_attempts, tokenizer, num_prompt_tokens, num_waiting_tokens,
       answer, is_open
-    - `Router`: replica, num_deaths, left
+    - `Router`: replica, num_deaths, migrated_from
     - `ClientSocket`: client
     - `Requests`: timer
     """
@@ -74,7 +74,7 @@ class Entry:
             self.sampling = msgspec.convert(request, SamplingParams, from_attributes=True)
         self.attempt = self.num_attempts = 0
         self.replica = 0
-        self.left: dict[int, int] = {}
+        self.migrated_from: dict[int, int] = {}
         """attempt → replica, of attempts that were migrated to another replica"""
         self.num_deaths = 0  # as in `TokenizedRequest`
         self.timer: Timer | None = None

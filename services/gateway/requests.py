@@ -134,8 +134,8 @@ class Requests:
                 self.failures.on_defect(entry)
 
     def _on_delta(self, entry: Entry, delta: TextDelta, now: float) -> None:
-        if entry.left:
-            self._router.release_left(entry, delta.attempt)
+        if entry.migrated_from:
+            self._router.release_migrated(entry, delta.attempt)
         num_tokens, num_bytes = len(entry.token_ids), entry.num_bytes
         try:
             is_new = entry.append(delta)
@@ -154,7 +154,7 @@ class Requests:
     def on_tokenized(self, request_id: str, attempt: int, num_tokens: int, by: bytes) -> None:
         """Record that a tokenizer has passed a prompt of `num_tokens` on."""
         if entry := self._ledger.get(request_id):
-            self._router.release_left(entry, attempt)
+            self._router.release_migrated(entry, attempt)
             self._ledger.record_tokenized(entry, num_tokens, by)
         else:  # ended meanwhile
             self._router.release_everywhere(request_id, attempt)

@@ -185,8 +185,8 @@ class Router:
             return
         deaths = before.status.num_deaths if before.status else {}
         entry.num_deaths = deaths.get(entry.request_id, 0)
-        entry.left[entry.attempt] = before.index
-        self.release_left(entry, entry.attempt)
+        entry.migrated_from[entry.attempt] = before.index
+        self.release_migrated(entry, entry.attempt)
         self.unassign(entry)
         self.assign(entry)
 
@@ -196,9 +196,9 @@ class Router:
     def release(self, replica: int, request_id: str, attempt: int) -> None:
         self._to_schedulers[replica].send(ReleaseRequest(request_id, attempt))
 
-    def release_left(self, entry: Entry, attempt: int) -> None:
+    def release_migrated(self, entry: Entry, attempt: int) -> None:
         """Release an attempt at a replica that the request has left."""
-        if (replica := entry.left.get(attempt)) is not None:
+        if (replica := entry.migrated_from.get(attempt)) is not None:
             self.release(replica, entry.request_id, attempt)
 
     def release_everywhere(self, request_id: str, attempt: int) -> None:

@@ -40,7 +40,7 @@ class BlockManager:
         loads = offload.match(sequence, [hash_ for hash_, _ in rest]) if offload and rest else []
         if loads is None:
             return False
-        last, num_kept = (-1, 0) if loads else self._match_left(sequence, matched)
+        last, num_kept = (-1, 0) if loads else self._match_recovered(sequence, matched)
         tail = [last] if num_kept else []
         num_new = -(-num_tokens // self.block_size) - len(matched) - len(tail)
         num_left = self.pool.num_free_without(matched + tail) - num_new
@@ -63,20 +63,20 @@ class BlockManager:
         sequence.record_place = 0
         return True
 
-    def _match_left(self, sequence: Sequence, matched: list[int]) -> tuple[int, int]:
-        """Return as `LeftBlocks.find`, for the block after those that matched.
+    def _match_recovered(self, sequence: Sequence, matched: list[int]) -> tuple[int, int]:
+        """Return as `RecoveredBlocks.find`, for the block after those that matched.
 
         Full blocks are taken, which others lose, for a sequence that had output.
         """
-        left = self.pool.left
-        if not left or not self._caching or sequence.needs_prompt_logprobs:
+        recovered = self.pool.recovered
+        if not recovered or not self._caching or sequence.needs_prompt_logprobs:
             return -1, 0
         begin = len(matched) * self.block_size
         end = min(begin + self.block_size, len(sequence.token_ids) - 1)
         before = self._hash_before(sequence, len(matched))
         tail, had_output = self.pool.hash_block(before, b""), sequence.num_lost_tokens > 0
         keys = [tail, before] if had_output else [tail]
-        return left.find(self.pool.last_number(matched), keys, sequence.token_ids[begin:end])
+        return recovered.find(self.pool.last_number(matched), keys, sequence.token_ids[begin:end])
 
     def confirm(self, sequence: Sequence) -> None:
         """Publish or record the newest token that is computed: workers have sampled the next one.

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from penstock.services.scheduler.block_records import ROOT, BlockRecords, Content, hash_block
-from penstock.services.scheduler.left_blocks import LeftBlocks, recover
 from penstock.services.scheduler.offload_index import OffloadIndex
+from penstock.services.scheduler.recovered_blocks import RecoveredBlocks, recover
 
 
 class BlockPool:
@@ -35,7 +35,7 @@ class BlockPool:
         self._num_contents = ROOT
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         found = recover(records) if records else []
-        self.left = LeftBlocks(found, self._free) if found else None
+        self.recovered = RecoveredBlocks(found, self._free) if found else None
         """what an earlier scheduler has recorded, without blocks that were taken or hidden since"""
         for block, one in found:
             self._free.move_to_end(block)
@@ -146,8 +146,8 @@ class BlockPool:
     def hide(self, blocks: Iterable[int]) -> None:
         """Hide blocks, some of which may not be published; sequences that have them keep them."""
         for block in blocks:
-            if self.left:
-                self.left.remove(block)
+            if self.recovered:
+                self.recovered.remove(block)
             if content := self._contents[block]:
                 del self._cached[content.hash]
                 self._contents[block] = None

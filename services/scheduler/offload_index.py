@@ -13,7 +13,7 @@ from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
 from penstock.services.scheduler.block_records import ROOT, BlockRecords, Content
 from penstock.services.scheduler.folder_index import FolderIndex
-from penstock.services.scheduler.left_blocks import recover
+from penstock.services.scheduler.recovered_blocks import recover
 from penstock.services.scheduler.sequence import Sequence
 
 

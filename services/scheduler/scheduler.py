@@ -21,13 +21,13 @@ from penstock.services.scheduler.block_manager import BlockManager
 from penstock.services.scheduler.in_flight_plan import InFlightPlan, PlanBuilder, StepOutput, row_of
 from penstock.services.scheduler.ngram_proposer import NgramProposer
 from penstock.services.scheduler.offload_index import OffloadIndex
-from penstock.services.scheduler.running_batch import RunningBatch
+from penstock.services.scheduler.scheduler_base import SchedulerBase
 from penstock.services.scheduler.sequence import Sequence, Status
 
 _, RUNNING, DRAINING, _ = Status
 
 
-class Scheduler(RunningBatch):
+class Scheduler(SchedulerBase):
     """Continuous batching over a pool of KV blocks: decode first, then chunks of prefill."""
 
     def __init__(

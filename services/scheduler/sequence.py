@@ -52,7 +52,7 @@ class Sequence:
 
     Besides its own methods, these classes write its fields (a test compares):
 
-    - `RunningBatch`: status, finish_reason, slot, num_lost_tokens, num_preemptions
+    - `SchedulerBase`: status, finish_reason, slot, num_lost_tokens, num_preemptions
     - `RecoverableScheduler`: status, slot, last_step, num_prefill_tokens, num_planned_tokens,
       num_computed_tokens, num_published_blocks, published_content
     - `Scheduler`: status, token_ids, last_step, num_deaths, num_planned_tokens,

@@ -62,7 +62,7 @@ def sizes(router: Router) -> list[int]:
 def migrated(router: Router, one: Entry) -> int | None:
     """Migrate a request. Return its former replica."""
     router.migrate(one)
-    return one.left.pop(one.attempt, None)
+    return one.migrated_from.pop(one.attempt, None)
 
 
 def moved(router: Router) -> dict[str, int | None]:

@@ -130,8 +130,8 @@ def test_a_block_with_a_tail_is_given_to_others_after_empty_ones() -> None:
     sim.add([1, 2, 3], max_tokens=1)
     sim.run()
     sim.restart_scheduler()
-    assert sim.pool.left
-    [tail] = sim.pool.left.blocks
+    assert sim.pool.recovered
+    [tail] = sim.pool.recovered.blocks
     assert list(sim.pool._free)[-1] == tail
     sim.add(long_prompt(15, 50), max_tokens=1)
     sim.run()

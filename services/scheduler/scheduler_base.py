@@ -1,4 +1,4 @@
-"""The sequences that wait and run."""
+"""The state of the scheduler: sequences that wait, run and drain, and plans in flight."""
 
 from collections import deque
 from heapq import heappush
@@ -13,8 +13,11 @@ from penstock.services.scheduler.waiting_queue import WaitingQueue
 WAITING, RUNNING, DRAINING, FINISHED = Status
 
 
-class RunningBatch:
-    """Places of sequences: in the queue or in a slot, with blocks."""
+class SchedulerBase:
+    """Moves of sequences between the queue, the slots and their end. No plan is made here.
+
+    `Scheduler` makes the plans, `RecoverableScheduler` survives the death of workers.
+    """
 
     def __init__(self, config: Config, block_manager: BlockManager, epoch: int) -> None:
         self.epoch = epoch

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.protocol.messages.packed import pack
 from penstock.services.scheduler.block_records import Tail
-from penstock.services.scheduler.left_blocks import LeftBlocks, num_equal
+from penstock.services.scheduler.recovered_blocks import RecoveredBlocks, num_equal
 
 parents, keys = st.integers(0, 1), st.sampled_from([b"a", b"b"])
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)
@@ -28,15 +28,15 @@ def test_the_longest_prefix_is_found(
     wanted: list[int],
 ) -> None:
     tails = [Tail(parent, key, pack(ids)) for parent, key, ids in blocks]
-    left = LeftBlocks(list(enumerate(tails)), set(range(12)) - in_use)
+    recovered = RecoveredBlocks(list(enumerate(tails)), set(range(12)) - in_use)
     for block in removed:
-        left.remove(block)
-        left.remove(block)
+        recovered.remove(block)
+        recovered.remove(block)
     expected = {
         block: num_equal(array("i", ids), array("i", wanted))
         for block, (parent, key, ids) in enumerate(blocks)
         if (parent, key) == (1, b"a") and block not in removed | in_use
     }
-    block, number = left.find(1, [b"a"], wanted)
+    block, number = recovered.find(1, [b"a"], wanted)
     assert number == max(expected.values(), default=0)
     assert expected.get(block, 0) == number

@@ -48,7 +48,7 @@ def _last_full(one: Content | Tail) -> int:
     return one.number if isinstance(one, Content) else one.parent
 
 
-class LeftBlocks:
+class RecoveredBlocks:
     """Recorded blocks that no full block follows, by the hash before them and by their tokens.
 
     Neighbours in the order of tokens have the longest prefix in common, so a search takes
