@@ -7,7 +7,7 @@ packed in one way for GPUs and another for CPUs, or where that is not possible, 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -48,7 +48,8 @@ def load_weights(
     tensors = CheckpointTensors(folder)
     if not getattr(model, "has_head", True) and BARE in tensors:
         tensors = CheckpointTensors(folder, "model.")
-    slices = list(_slices(model))
+    layers = ((name, one) for name, one in model.named_modules() if isinstance(one, Layer))
+    slices = [part for name, layer in layers for part in layer.slices(name)]
     check_names(folder, {part.name for part in slices}, tensors.weights())
     dequantized = []
     for part in sorted(slices, key=lambda part: tensors.file(tensors.matrix(part.name))):
@@ -61,12 +62,6 @@ def load_weights(
         first, rest = dequantized[0], (len(dequantized), len(slices))
         reason = why_dequantized(first.name, first.target.shape[1], weight_format)
         log.warning("%d of %d weights are dequantized, such as %s: %s", *rest, first.name, reason)
-
-
-def _slices(model: nn.Module) -> Iterator[Slice]:
-    for name, module in model.named_modules():
-        if isinstance(module, Layer):
-            yield from module.slices(name)
 
 
 def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat | None) -> bool:

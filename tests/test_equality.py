@@ -80,7 +80,7 @@ def outputs_of(prompts: list[list[int]], preempt: bool = False, **options: objec
 
     engine.run(disturb if preempt else lambda: None)
     blocks = engine.scheduler.block_manager
-    assert blocks.num_free_blocks == blocks.pool.num_blocks
+    assert blocks.pool.num_free_blocks == blocks.pool.num_blocks
     return [Output(s.output_token_ids, s.finish_reason, s.num_preemptions) for s in sequences]
 
 

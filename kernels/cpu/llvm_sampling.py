@@ -74,7 +74,6 @@ class _Best:
     """The largest score of each lane, and its token id."""
 
     def __init__(self, k: Kernel, lanes: int) -> None:
-        self._lanes = lanes
         self._score: Variable = k.variable(k.zeros(lanes).constant(-math.inf))
         self._token: Variable = k.variable(k.iota(lanes))
 

@@ -48,8 +48,9 @@ def add_options(
 
     actions: by field, in place of storing its value.
     """
+    hints = get_type_hints(struct, include_extras=True)
     for field in fields or struct.__struct_fields__:
-        hint = _hints(struct)[field]
+        hint = hints[field]
         own = {"action": actions[field]} if field in actions else {}
         parser.add_argument(
             flag(field),
@@ -88,11 +89,6 @@ def as_flags(options: dict[str, Any]) -> Iterator[str]:
             yield flag(field) if value else f"--no-{flag(field)[2:]}"
         else:
             yield from (flag(field), str(value))
-
-
-@functools.cache
-def _hints(struct: type[Struct]) -> dict[str, Any]:
-    return get_type_hints(struct, include_extras=True)
 
 
 def _bool_or_value(struct: type[Struct], field: str, hint: Any) -> dict[str, Any]:

@@ -94,10 +94,8 @@ def _check_encoding(request: Request) -> None:
             if value := getattr(request, field, None):
                 msgspec.msgpack.encode(comparable(value))
     except (*DECODE_ERRORS, TypeError) as error:
-        text = "expected strings as keys, and integers of up to 64 bits"
-        raise RefusedError(
-            f"{field}: MessagePack can't encode it ({error}); {text}", field
-        ) from error
+        text = f"MessagePack can't encode it ({error}); expected strings as keys, and integers of"
+        raise refusal(field, f"{text} up to 64 bits") from error
 
 
 class Validation:

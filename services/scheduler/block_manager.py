@@ -20,13 +20,9 @@ class BlockManager:
         self._caching = caching
         self.records = pool.records if caching else None
 
-    @property
-    def num_free_blocks(self) -> int:
-        return self.pool.num_free_blocks
-
     def has_room(self, keep_watermark: bool) -> bool:
         """Return whether `allocate` may succeed: every sequence needs a block of its own."""
-        return self.num_free_blocks > (self.watermark if keep_watermark else 0)
+        return self.pool.num_free_blocks > (self.watermark if keep_watermark else 0)
 
     def allocate(self, sequence: Sequence, keep_watermark: bool) -> bool:
         """Allocate blocks for every known token, cached ones first. Return False if that fails."""

@@ -82,6 +82,6 @@ class NgramProposer:
         """Take free blocks, if any, for more tokens. Return the number of tokens that fit."""
         blocks, size, table = self._blocks, self._blocks.block_size, sequence.block_table
         end = sequence.num_planned_tokens + num_tokens
-        while end > len(table) * size and blocks.num_free_blocks:
+        while end > len(table) * size and blocks.pool.num_free_blocks:
             builder.append_block(sequence.slot, blocks.append(sequence))
         return num_tokens - max(0, end - len(table) * size)

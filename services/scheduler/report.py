@@ -32,7 +32,7 @@ def fill_status(
     status.num_waiting = len(scheduler.waiting)
     status.num_running = len(scheduler.running)
     status.num_blocks = scheduler.block_manager.pool.num_blocks
-    status.num_free_blocks = scheduler.block_manager.num_free_blocks
+    status.num_free_blocks = scheduler.block_manager.pool.num_free_blocks
     status.num_steps = scheduler.num_steps
     status.num_preemptions = scheduler.num_preemptions
     status.num_recomputed_tokens = scheduler.num_recomputed_tokens

@@ -78,7 +78,7 @@ class SchedulerBase:
 
     def _take_block(self, sequence: Sequence) -> int | None:
         """Append a block to a table, preempting newer sequences; None if it was the newest."""
-        while not self.block_manager.num_free_blocks:
+        while not self.block_manager.pool.num_free_blocks:
             victim = self.running[-1]
             self.preempt(victim)
             if victim is sequence:

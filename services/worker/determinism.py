@@ -1,9 +1,9 @@
-"""The kernels of `--deterministic`, and the check that this GPU's products suit them."""
+"""Check of `--deterministic`: that this GPU's products suit its kernels."""
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.determinism import is_deterministic, use_deterministic_kernels
+from penstock.kernels.determinism import is_deterministic
 from penstock.kernels.linear.linear import linear, norm_linear, norm_swiglu
 from penstock.kernels.moe.moe import norm_moe
 from penstock.kernels.quantize.types import Rows, parts
@@ -11,15 +11,9 @@ from penstock.models.moe import MoE
 from penstock.models.parallel import ColumnParallelLinear, ParallelLMHead, RowParallelLinear
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.config import Config
 
 ROWS = 1, 17, 64, 65, 256
 EPS = 1e-6
-
-
-def use_kernels(config: Config, device: torch.device) -> None:
-    """Use the kernels of `--deterministic` in this process, or the fastest; on a GPU."""
-    use_deterministic_kernels(config.deterministic and device.type == "cuda")
 
 
 @torch.inference_mode()

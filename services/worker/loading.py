@@ -10,6 +10,7 @@ import torch
 
 from penstock.kernels.attention.backends import choose_attention
 from penstock.kernels.attention.reference import AttentionBackend
+from penstock.kernels.determinism import use_deterministic_kernels
 from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.quantize.types import FP8
 from penstock.models.allocation import with_integers
@@ -39,7 +40,7 @@ from penstock.services.worker.compiling import (
     takes_integers,
 )
 from penstock.services.worker.cuda_graphs import decode_shapes, prefill_shapes
-from penstock.services.worker.determinism import checked, use_kernels
+from penstock.services.worker.determinism import checked
 from penstock.services.worker.device import check_capability, choose_device, compute_dtype
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.kept_memory import KeptMemory, Region, load_model
@@ -162,7 +163,7 @@ def _check_integers(config: Config, device: torch.device) -> None:
 def _attention(
     config: Config, model: ModelConfig, tp_size: int, device: torch.device
 ) -> AttentionBackend:
-    use_kernels(config, device)
+    use_deterministic_kernels(config.deterministic and device.type == "cuda")
     try:
         return choose_attention(
             config.attention,

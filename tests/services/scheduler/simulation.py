@@ -295,6 +295,6 @@ class Simulation:
         assert not self.scheduler.waiting
         assert not self.scheduler.running
         assert not any(s.sampled or s.chunks for s in self.scheduler.in_flight), "no flush came"
-        assert self.scheduler.block_manager.num_free_blocks == self.num_blocks
+        assert self.scheduler.block_manager.pool.num_free_blocks == self.num_blocks
         for sequence in self.sequences:
             check_output(self, sequence)

@@ -208,7 +208,7 @@ def test_block_tables_are_those_of_the_plain_cache(
             sequence = running.pop(move % len(running))
             plain.release(sequence.block_table, [other.block_table for other in running])
             manager.free(sequence)
-        assert manager.num_free_blocks == len(plain.free)
+        assert manager.pool.num_free_blocks == len(plain.free)
 
 
 def test_only_requests_of_one_salt_share_blocks() -> None:
