@@ -1,4 +1,4 @@
-"""Clients: the open work of each, its connection, and the place to which an answer goes."""
+"""Clients: the open work of each, its connection, and the sender of a request."""
 
 from collections import deque
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Share:
         self.num_open = 0
         """requests and tokenizer queries that are not answered"""
         self.num_waiting_tokens = 0
-        """of prompts without output"""
+        """prompt tokens of requests that have no output yet"""
         self.num_bytes = 0
 
 
@@ -61,7 +61,7 @@ class Connection(ConnectionTraffic):
         """by the client or the gateway: nothing is sent on it any more"""
         self.is_cut_off = False
         self.is_refused = False
-        """it is beyond a limit, and not counted any more"""
+        """True if the connection is beyond a limit, and no longer counted"""
         self.unsent: dict[str, None] = {}
         """ids of requests with output that waits until the queue has room, oldest first"""
         self.replies: deque[list[bytes]] = deque()
@@ -77,14 +77,14 @@ class Connection(ConnectionTraffic):
 
 
 class Client(NamedTuple):
-    """The destination of an answer, and its encoding."""
+    """The sender of a request: the way back to it, its encoding, and its share."""
 
     envelope: tuple[bytes, ...]
     """the frames before the message: identity, and an empty frame for a REQ socket"""
     codec: Codec
     connection: Connection
     named: Share | None = None
-    """of the client that one of our HTTP servers names"""
+    """the share of the client that an HTTP server names; None: the connection's"""
 
     @property
     def share(self) -> Share:

@@ -94,7 +94,7 @@ class ClientSocket:
         self.deliver(entry)
 
     def deliver(self, entry: Entry) -> None:
-        """Send new output of a request soon. With the whole answer it leaves the ledger."""
+        """Let `deliver_pending` send a request's new output; a sent answer leaves the ledger."""
         self._pending[entry.request_id] = entry
 
     def deliver_pending(self) -> None:

@@ -25,9 +25,9 @@ from penstock.protocol.transport.event_loop import Timer
 from penstock.services.gateway.client import Client, Totals
 
 TOKEN_BYTES = 8
-"""that a token id counts for, in memory and on its way"""
+"""bytes that a token id counts for, in memory and in messages"""
 TEXT_BYTES = 4
-"""of text for each token, until a tokenizer has counted them"""
+"""bytes of text that count as a token, until a tokenizer has counted the tokens"""
 POOLED = SamplingParams(
     max_tokens=1,
     temperature=0.0,
@@ -37,9 +37,9 @@ POOLED = SamplingParams(
     repetition_penalty=1.0,
     speculative=False,
 )
-"""of a request with `pooling`, whose logits nothing may change"""
+"""parameters of a request with `pooling`, whose logits nothing may change"""
 _LOGPROB_BYTES = 256
-"""that one `Logprob` counts for: four objects and their struct"""
+"""bytes that one `Logprob` counts for: four objects and their struct"""
 Output = TextDelta | GenerateReply | ErrorReply
 
 
@@ -79,15 +79,15 @@ class Entry:
         self.num_deaths = 0  # as in `TokenizedRequest`
         self.timer: Timer | None = None
         self.num_bytes = num_bytes
-        """of the request's frame, the text and the tokens"""
+        """bytes of the request's frame, the text and the tokens"""
         self.num_waiting_tokens = estimated_tokens(request)
-        """of the prompt, until there is output; then 0"""
+        """prompt tokens until there is output, then 0"""
         has_grammar = request.structured_outputs is not None
         self.size = TEXT_BYTES * self.num_waiting_tokens if has_grammar else num_bytes
-        """about the number of bytes to be tokenized: a grammar is compiled elsewhere"""
+        """estimated bytes to be tokenized, without a grammar, which is compiled elsewhere"""
         self.is_open = True
         self.tokenizer = b""
-        """that passed this attempt on; empty when there is output of it"""
+        """identity of the tokenizer that sent this attempt on; empty once there is output"""
         self.accepted_at = monotonic()
         self.first_token_at = self.last_token_at = 0.0
         """moments of the same clock, seconds; 0: not yet"""
@@ -110,7 +110,7 @@ class Entry:
 
     @property
     def key(self) -> object:
-        """The name of this attempt among the work of tokenizers."""
+        """The key of this attempt among the work of tokenizers."""
         return self.request_id, self.attempt
 
     def rewind(self) -> None:

@@ -22,7 +22,7 @@ RESERVED = 8
 class Ledger:
     """All requests by id, open or answered, until the client has the answer.
 
-    No two attempts have the same number, of whichever request and gateway.
+    The number of an attempt is unique across requests and gateways.
     """
 
     def __init__(self, totals: Totals, first_attempt: int = 0) -> None:
@@ -33,7 +33,7 @@ class Ledger:
         self._lost: dict[Entry, Connection] = {}  # closed at the last heartbeat
 
     def of_model(self, name: str) -> Self:
-        """Return the same ledger with totals of one model's requests, which it opens."""
+        """Return a ledger of the same entries, which counts the requests that it opens apart."""
         ledger = copy(self)
         ledger.totals = Totals(name)
         return ledger
@@ -104,7 +104,7 @@ class Ledger:
         return next(self._attempts)
 
     def passed_on_by(self, tokenizer: bytes) -> list[Entry]:
-        """Return open requests that a tokenizer has passed on and that have no output since."""
+        """Return open requests that a tokenizer has sent to a scheduler and that have no output."""
         entries = self._entries.values()
         return [one for one in entries if one.is_open and one.tokenizer == tokenizer]
 
@@ -113,7 +113,7 @@ class Ledger:
         return [one for one in self._entries.values() if one.client.connection is connection]
 
     def take_lost(self) -> list[Entry]:
-        """Return requests that lost their connection before the last call and got no other one."""
+        """Return requests without an open connection at the last call, and still without one."""
         before = self._lost
         connections = ((entry, entry.client.connection) for entry in self._entries.values())
         self._lost = {entry: one for entry, one in connections if one.is_closed}

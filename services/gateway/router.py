@@ -19,15 +19,15 @@ class Replica:
     def __init__(self, index: int) -> None:
         self.index = index
         self.first_attempt = 0
-        """that this gateway has sent its scheduler last"""
+        """the newest one that this gateway has sent to its scheduler"""
         self.status: SchedulerStatus | None = None
         self.entries: dict[str, Entry] = {}
         self.num_given = 0
-        """requests that were ever assigned to it"""
+        """requests assigned to it since the gateway's start"""
         self.num_missed = 0
         """heartbeats since its last status"""
         self.num_absent = 0
-        """reports of the supervisor, the newest, in which its scheduler does not run"""
+        """newest reports of the supervisor, in a row, without its scheduler"""
 
     def load(self) -> tuple[int, int]:
         """Return a key by which equally loaded replicas take turns."""
@@ -45,7 +45,7 @@ class Replica:
 
     @property
     def runs(self) -> bool:
-        """A request that is assigned to it gets a token soon."""
+        """True if its workers are ready: a request that is assigned to it gets a token soon."""
         return bool(self.status and self.status.workers_ready and not self.is_silent)
 
     @property
@@ -71,7 +71,7 @@ class Replica:
         return not self.is_silent and (unclaimed is None or request_id in unclaimed)
 
     def _unclaimed(self) -> list[str] | None:
-        """As in its status; None until its scheduler knows this gateway, or none."""
+        """Return its unclaimed requests; None until its scheduler knows this gateway."""
         if self.status is None or 0 < self.status.first_attempt < self.first_attempt:
             return None
         return self.status.unclaimed

@@ -17,7 +17,7 @@ MAX_BYTES = 1 << 17
 MAX_SILENT = 16
 """tokenizers, the newest, whose work is remembered: one that was scaled down has no successor"""
 _LOST = 1 << 32
-"""more than any difference of priorities"""
+"""subtracted from priorities: more than any two of them differ"""
 
 
 class Tokenizers:
@@ -28,12 +28,12 @@ class Tokenizers:
         self.unassigned: FairQueue[Work] = FairQueue()
         self._num_losses = 0
         self._num_bytes: dict[bytes, int] = {}
-        """by tokenizer, of the work it has"""
+        """bytes of each tokenizer's work"""
         self._channel = channel
         self._poison = poison
         self._failures = failures
         self._silent: dict[bytes, list[Work]] = {}
-        """by tokenizer, what it had when it fell silent: busy, or dead if a successor registers"""
+        """work of tokenizers that fell silent: busy, or dead if a successor registers"""
 
     def submit(self, work: Work) -> None:
         """Send work to a tokenizer, now or when one has room."""

@@ -37,12 +37,12 @@ class Scheduler(SchedulerBase):
         self.max_plans = config.num_plans_in_flight
         """limit of plans in flight; may change at any time"""
         self.num_recomputed_tokens = 0
-        """after preemptions and deaths"""
+        """tokens that were computed again after preemptions and deaths"""
         self.step_tokens = Histogram.of(ITERATION_TOKENS)
         self.copies: CopyBlocks | None = None
-        """those of the newest plan, which workers must get before it"""
+        """copies for the newest plan, which workers must receive before the plan"""
         self.offload: OffloadIndex | None = None
-        """index of the host tier, which the workers at hand may not have yet"""
+        """index of the host tier, which the current workers may not have yet"""
         self._block_size = block_manager.block_size
         self._max_tokens_per_step = config.max_num_batched_tokens
         self._max_length = min(max_model_len, block_manager.pool.num_blocks * self._block_size)

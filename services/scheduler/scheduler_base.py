@@ -21,11 +21,11 @@ class SchedulerBase:
 
     def __init__(self, config: Config, block_manager: BlockManager, epoch: int) -> None:
         self.epoch = epoch
-        """of the plans; each group of workers has its own"""
+        """epoch of the plans; each group of workers has its own"""
         self.block_manager = block_manager
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
-        """by `Sequence.rank`: the last one is the first to be preempted"""
+        """running sequences by `Sequence.rank`: the last one is the first to be preempted"""
         self.in_flight: deque[InFlightPlan] = deque()
         self.num_steps = self.num_preemptions = 0
         self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -35,7 +35,7 @@ class SchedulerBase:
         self._returning: set[Sequence] = set()
         """running sequences that the workers do not have, since the death of earlier ones"""
         self._suspect: Sequence | None = None
-        """the one admitted last, if any"""
+        """the suspect that was admitted last, if any"""
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence in any state. Its tokens in flight are discarded."""
@@ -92,7 +92,7 @@ class SchedulerBase:
         return one is not None and one.is_suspect and one.status in (RUNNING, DRAINING)
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """Return whether a sequence is in flight still, or must wait for a trial or for its own."""
+        """Return whether a sequence is still in flight, or waits for a trial, perhaps its own."""
         if self.in_flight and sequence.last_step >= self.in_flight[0].number:
             return True
         if sequence.is_suspect and not self._is_trial:

@@ -17,12 +17,12 @@ from penstock.protocol.messages.structured import Reasoning
 from penstock.services.scheduler.speculative import Speculation
 
 MAX_WORKER_DEATHS = 3
-"""of workers in a row at which a request may be in flight without a token in between"""
+"""deaths of workers in a row, without a token in between, after which a request is given up"""
 MAX_PREEMPTIONS = 4
-"""of a sequence by others with a better priority; afterwards it keeps its blocks"""
+"""preemptions of a sequence by those with a better priority; then it keeps its blocks"""
 MAX_PROMPT_LOGPROBS = 1 << 19
-"""of one prompt. They are sent at once: for this number a detokenizer takes a second, in which it
-handles nothing else; after five seconds it would be given up, and the next one too"""
+"""logprobs of one prompt. A detokenizer handles this number in a second, and nothing else in this
+time. After five seconds it would be given up, and the next detokenizer, too."""
 
 
 class CannotFitError(ValueError):
@@ -89,9 +89,9 @@ class Sequence:
     cache_root: bytes = b""
     """prefix of the first block's tokens in its hash: other salts have other blocks"""
     logprobs: list[PackedLogprobs | None] | None = None
-    """of each output token, None for those of an earlier attempt; None if not requested"""
+    """logprobs of each output token, None for tokens of an earlier attempt; None: not requested"""
     prompt_logprobs: list[PackedLogprobs] | None = None
-    """of the prompt tokens after the first, as far as they are known; None if not requested"""
+    """known logprobs of the prompt tokens after the first; None: not requested"""
     pooled: bytes | None = None
     """result of `pooling`"""
     arrived_at: float = field(default_factory=monotonic)
@@ -124,7 +124,7 @@ class Sequence:
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)
     loads: deque[bytes] = field(default_factory=deque)
-    """hashes of the last ones of its planned blocks, whose copies from the host are not planned"""
+    """hashes of its last planned blocks, whose copies from the host are still to be planned"""
     has_fetched: bool = False
     """its files have been requested"""
     full_blocks: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -136,7 +136,7 @@ class Sequence:
     published_content: int = 0
     """number of its last published block's content; see `BlockPool.publish`"""
     record_place: int = 0
-    """as `BlockRecords.token_place`, of the last confirmed token's successor; 0: not recorded"""
+    """place of its next token in `BlockRecords.tokens`; 0: its last block is not recorded"""
 
     def __post_init__(self, request: TokenizedRequest, eos_token_ids: frozenset[int]) -> None:
         self.request_id, self.attempt = request.request_id, request.attempt
