@@ -57,11 +57,13 @@ def limits_for(max_request_bytes: int, max_answers: int) -> Limits:
 class RequestParser(httptools.HttpRequestParser):
     """Parser that ignores the header `Upgrade`, with which httptools skips the request's body.
 
-    Java's HttpClient and `curl --http2` send it with each request.
+    Java's HttpClient and `curl --http2` send it with each request. As in uvicorn, what follows a
+    request with `Connection: close` is not an error: that request is answered.
     """
 
     def __init__(self, protocol: "LimitedProtocol") -> None:
         super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
         self._protocol = protocol
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""Requests with a header `Upgrade`, without `Host`, to a proxy, or of HTTP/1.0."""
+"""Requests with `Upgrade`, with `Connection: close`, without `Host`, to a proxy, or of HTTP/1.0."""
 
 import json
 
@@ -28,6 +28,18 @@ def test_a_request_that_would_upgrade_is_answered_as_any_other(
     assert answers.count(b"HTTP/1.1 200 OK\r\n") == 3
     assert answers.count(b'"text":"one"') == 2
     assert b'{"version":' in answers
+
+
+@pytest.mark.parametrize("header", [b"", b"Upgrade: h2c\r\n"])
+def test_the_last_request_is_answered_whatever_follows_it(
+    serve: Serve, connect: Connect, header: bytes
+) -> None:
+    connection = connect(serve())
+    last = GET + header + b"Connection: close\r\n\r\n"
+    connection.sendall(last + GET + b"\r\n" + b"zz\r\n\r\n")
+    answer = rest(connection)
+    assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert answer.count(b"HTTP/1.1 ") == 1
 
 
 def test_a_request_to_a_proxy_is_refused(serve: Serve, connect: Connect) -> None:
