@@ -26,6 +26,8 @@ MIN_READ_RATE = 1000
 _CHUNK_FRAMING = 8
 """bytes that frame each byte of a body, in the smallest chunks"""
 _HEADER_FRAMING = len(b": \r\n")
+LAST_REQUEST = 0.5
+"""seconds in which a request may still arrive on a connection of a server that stops"""
 _RESERVE = 128
 """descriptors for other things than connections"""
 
@@ -92,6 +94,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
         """of the arriving request: its URL and its complete headers"""
+        self._is_stopping = False
         self._begin_arrival()
         self.without_request[self] = None
         if len(self.connections) > self.limits.max_connections:
@@ -148,6 +151,7 @@ class LimitedProtocol(HttpToolsProtocol):
             raise ValueError  # as in `on_header`
         self.without_request.pop(self, None)
         super().on_headers_complete()
+        self.cycle.keep_alive = self.cycle.keep_alive and not self._is_stopping
         self.scope[WRITER] = ChunkWriter(self.cycle, self.burst)  # type: ignore[literal-required]
         if self.scope["http_version"] != "1.1":
             self.cycle.send = partial(send_without_chunks, self.cycle)  # type: ignore[method-assign]
@@ -168,6 +172,15 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if not (self.transport.is_closing() or self.pipeline or not self.cycle.response_complete):
             self.without_request[self] = None
+
+    def shutdown(self) -> None:
+        """Close the connection after its requests, one that may be arriving included."""
+        self._is_stopping = True
+        has_request = self.cycle is not None and not self.cycle.response_complete
+        if self._read_timer and not has_request:
+            self.loop.call_later(LAST_REQUEST, super().shutdown)
+        else:
+            super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()

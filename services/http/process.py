@@ -5,6 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
+from collections.abc import Iterator
 
 import uvicorn
 import uvloop
@@ -39,10 +40,31 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for the errors of requests that uvicorn cancels; their client must still be open."""
+        """Serve the connections that wait, too, which the kernel resets with their listener.
+
+        Wait for the errors of requests that uvicorn cancels; their client must still be open.
+        """
+        waiting = [one for listener in sockets or [] for one in accept_all(listener)]
+        for server in self.servers:
+            server.close()
+        connect = asyncio.get_running_loop().connect_accepted_socket
+        for one in waiting:
+            await connect(self._protocol, one)
         await super().shutdown(sockets)
         if tasks := set(self.server_state.tasks):
             await asyncio.wait(tasks, timeout=LAST_ANSWERS)
+
+    def _protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[operator, no-any-return]
+            self.config, self.server_state, self.lifespan.state
+        )
+
+
+def accept_all(listener: socket.socket) -> Iterator[socket.socket]:
+    """Yield the connections that wait at a listener which does not block."""
+    with contextlib.suppress(OSError):  # none is left, or it is closed
+        while True:
+            yield listener.accept()[0]
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -48,26 +48,26 @@ class Served:
         self, config: Config, endpoint: str, asked: Gateway, limits: Limits | None
     ) -> None:
         self.asked = asked
-        self._listener = listen("127.0.0.1", 0)
-        self.address: tuple[str, int] = self._listener.getsockname()
+        self.listener = listen("127.0.0.1", 0)
+        self.address: tuple[str, int] = self.listener.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
         self._config = config
         self._limits = limits
         self._endpoint = endpoint
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
-        self._listener.listen()
+        self.listener.listen()
         self._began = threading.Event()
         self._thread.start()
         self._began.wait()
 
     async def _run(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         most = self._config.max_unread_bytes
         async with AsyncClient(self._endpoint, max_unread_bytes=most) as client:
             state = Models(self._config, client)
-            self._server = Server(uvicorn_config(self._config, state, self._limits))
+            self.server = Server(uvicorn_config(self._config, state, self._limits))
             self._began.set()
-            await run(self._server, state, self._listener)
+            await run(self.server, state, self.listener)
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
@@ -78,7 +78,7 @@ class Served:
             stands.set()
             resume.wait()
 
-        self._loop.call_soon_threadsafe(stand)
+        self.loop.call_soon_threadsafe(stand)
         stands.wait()
         try:
             yield
@@ -88,12 +88,12 @@ class Served:
     def stop(self) -> None:
         """As SIGTERM does; twice does no harm."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._server.stop)
+            self.loop.call_soon_threadsafe(self.server.stop)
 
     def join(self) -> None:
         """Wait until it has stopped."""
         self._thread.join()
-        self._listener.close()
+        self.listener.close()
 
     def client(self, **fields: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, **fields)

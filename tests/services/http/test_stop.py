@@ -1,0 +1,72 @@
+"""The end of a server: connections whose request has not arrived."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+
+from penstock.services.http import connections
+from tests.services.http.conftest import Served
+from tests.services.http.test_connections import GET, Connect, connect, get_version, rest
+
+__all__ = ["connect"]
+REQUEST = GET + b"\r\n"
+ANSWER = b"HTTP/1.1 200 OK\r\n"
+
+
+def test_a_connection_that_waits_is_served(serve: Callable[..., Served]) -> None:
+    """The server stops while its listener has a connection that the event loop has not seen."""
+    served = serve()
+
+    async def connect_and_stop() -> socket.socket:
+        client = socket.create_connection(served.address, timeout=60)
+        client.sendall(REQUEST)
+        await served.server.shutdown([served.listener])
+        return client
+
+    stopping = asyncio.run_coroutine_threadsafe(connect_and_stop(), served.loop)
+    with closing(stopping.result()) as client:
+        answer = rest(client)
+    assert answer.startswith(ANSWER)
+    assert b"connection: close" in answer
+
+
+@pytest.mark.parametrize("beginning", [0, 1, len(GET)])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_request_that_is_arriving_is_answered(
+    serve: Callable[..., Served],
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    beginning: int,
+    is_first: bool,
+) -> None:
+    monkeypatch.setattr(connections, "LAST_REQUEST", 60.0)
+    served = serve(drain_timeout=60)
+    client, idle = connect(served), connect(served)
+    get_version(idle)
+    if not is_first:
+        get_version(client)
+    client.sendall(REQUEST[:beginning])
+    get_version(idle)  # so the server has read the bytes above
+    served.stop()
+    assert rest(idle) == b""
+    client.sendall(REQUEST[beginning:])
+    answer = rest(client)
+    if is_first or beginning:
+        assert answer.startswith(ANSWER)
+        assert b"connection: close" in answer
+    else:
+        assert answer == b""
+
+
+def test_a_connection_without_a_request_is_closed(
+    serve: Callable[..., Served], connect: Connect
+) -> None:
+    served = serve()
+    idle = connect(served)
+    get_version(connect(served))
+    served.stop()
+    assert rest(idle) == b""
+    served.join()
