@@ -186,6 +186,7 @@ def _as_delta(reply: GenerateReply) -> TextDelta:
         finish_reason=reply.finish_reason,
         logprobs=reply.logprobs,
         prompt_logprobs=reply.prompt_logprobs,
+        prompt_tokens=reply.usage.prompt_tokens,
         cached_tokens=reply.usage.cached_tokens,
         starts_reasoning=reply.starts_reasoning,
     )

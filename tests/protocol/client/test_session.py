@@ -152,6 +152,14 @@ def test_a_token_without_text_and_text_without_a_token_are_heard() -> None:
     assert pieces == [([1], ""), ([], "é")]
 
 
+def test_a_stream_of_its_reply_alone_has_the_counts_of_its_prompt() -> None:
+    session, answer = ask()
+    say(session, answer, reply())
+    first = answer.take_delta()
+    assert first is not None
+    assert (first.prompt_tokens, first.cached_tokens) == (1, 0)
+
+
 def test_a_reply_without_stream_makes_no_deltas() -> None:
     session, answer = ask(stream=False)
     say(session, answer, reply())
