@@ -171,7 +171,12 @@ async def _status(models: Models) -> StatusReply:
 
 
 def _model(state: AppState) -> Model:
-    return Model(id=state.model, created=state.created, max_model_len=state.max_model_len)
+    return Model(
+        id=state.model,
+        created=state.created,
+        root=str(state.config.model_folder),
+        max_model_len=state.max_model_len,
+    )
 
 
 _RESPONSES = "/v1/responses"

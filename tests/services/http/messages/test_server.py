@@ -1,6 +1,7 @@
 """Messages over real connections."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import anthropic
 import pytest
@@ -46,4 +47,5 @@ def test_models(serve: Callable[..., Served]) -> None:
     with served.client() as other:
         (same,) = other.get("/v1/models").json()["data"]
         assert (same["object"], same["created"]) == ("model", int(one.created_at.timestamp()))
+        assert (Path(same["root"]) / "tokenizer.json").is_file()  # for `vllm bench serve`
         assert other.get("/v1/models/claude").json()["error"]["code"] == "model_not_found"
