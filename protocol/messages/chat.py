@@ -16,11 +16,17 @@ class MessageError(ValueError):
         self.field = field
 
 
+_TEXTS = ("text", "refusal", "input_text", "output_text")
+"""types of parts, as in OpenAI's API and in vLLM"""
+
+
 class ContentPart(Struct, kw_only=True):
     """A part of a message; only text is supported."""
 
     type: str
     text: str = ""
+    refusal: str = ""
+    """of an assistant: its text"""
 
 
 class FunctionCall(Struct, kw_only=True):
@@ -83,10 +89,10 @@ def _text(message: Message, path: str) -> str:
     if not isinstance(content, list):
         return content or ""
     for number, part in enumerate(content):
-        if part.type != "text":
+        if part.type not in _TEXTS:
             sentence = f"got {part.type!r}, expected 'text': the model reads text only"
             raise MessageError(f"{path}[{number}].type", sentence)
-    return "\n".join(part.text for part in content)
+    return "\n".join(part.refusal if part.type == "refusal" else part.text for part in content)
 
 
 def _template_call(call: ToolCall) -> dict[str, Any]:

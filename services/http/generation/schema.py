@@ -22,8 +22,8 @@ from penstock.protocol.messages.sampling import (
 class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Token counts in a stream: in the last chunk, or so far in every chunk."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
     """changes nothing"""
 

@@ -79,12 +79,22 @@ def decode_body(body: bytes, kind: type[T]) -> T:
     given = {name: value for name, value in raw.items() if value is not None}
     given = _without_neutral(given, kind.__struct_fields__)
     try:
-        return msgspec.convert(given, kind, str_keys=True)
+        return _converted(given, kind)
     except msgspec.ValidationError as error:
         path, message = explain(str(error), given, kind)
         if path and _TOOL_TYPE.fullmatch(path):
             message += "; only functions that the client runs are supported: leave other tools out"
         raise ApiError(400, message, path) from error
+
+
+def _converted(given: dict[str, Any], kind: type[T]) -> T:
+    """Convert fields. JSON has one type of numbers: `8.0` is an integer. Raises ValidationError."""
+    try:
+        return msgspec.convert(given, kind, str_keys=True)
+    except msgspec.ValidationError:
+        floats = {name: value for name, value in given.items() if isinstance(value, float)}
+        whole = {name: int(value) for name, value in floats.items() if value.is_integer()}
+        return msgspec.convert(given | whole, kind, str_keys=True)
 
 
 def _decode_object(body: bytes) -> dict[str, Any]:

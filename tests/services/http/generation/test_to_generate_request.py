@@ -134,6 +134,16 @@ def test_messages() -> None:
     ]
 
 
+def test_parts_of_text() -> None:
+    parts = [
+        {"type": "refusal", "refusal": "no"},
+        {"type": "output_text", "text": "b"},
+        {"type": "input_text", "text": "c"},
+    ]
+    (message,) = chat_messages(chat(messages=[{"role": "assistant", "content": parts}]).messages)
+    assert message.content == "no\nb\nc"
+
+
 @pytest.mark.parametrize("arguments", ["{", "[1]", "9" * 40, '{"a": ' + "9" * 40 + "}"])
 def test_arguments_that_are_no_map_stay_text(arguments: str) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}

@@ -189,6 +189,13 @@ def test_a_request_without_an_id_gets_one(serve: Serve) -> None:
             assert stream.headers["x-request-id"] != answer.headers["x-request-id"]
 
 
+def test_a_request_without_a_model_goes_to_the_first_one(serve: Serve) -> None:
+    with serve(served_model_name="org/name").client() as client:
+        for model in ({}, {"model": None}, {"model": ""}):
+            answer = client.post("/v1/completions", json={"prompt": "one", **model})
+            assert answer.json()["model"] == "org/name"
+
+
 def test_paths_with_a_slash_at_their_end(serve: Serve) -> None:
     with serve(served_model_name="org/name").client() as client:
         assert client.get("/v1/models/").json() == client.get("/v1/models").json()

@@ -183,9 +183,20 @@ def test_the_reason_of_a_refusal(body: bytes, message: str) -> None:
     assert refusal(body).body.error.message.startswith(message)
 
 
-def test_openais_stream_options() -> None:
-    options = b'{"include_usage": true, "include_obfuscation": false}'
+@pytest.mark.parametrize("include_usage", [b"true", b"null"])
+def test_openais_stream_options(include_usage: bytes) -> None:
+    options = b'{"include_usage": %b, "include_obfuscation": false}' % include_usage
     decode_body(b'{"prompt": "x", "stream_options": %s}' % options, CompletionRequest)
+
+
+def test_an_integer_may_have_a_point() -> None:
+    """Clients without integers, and those that read JSON into floats, write `8.0`."""
+    body = b'{"prompt": "x", "n": 2.0, "max_tokens": 1e2, "temperature": 1.0, "seed": -0.0}'
+    request = decode_body(body, CompletionRequest)
+    assert (request.n, request.max_tokens, request.temperature, request.seed) == (2, 100, 1.0, 0)
+    for number in ("8.5", "1e300", "true", '"8"'):
+        error = refusal(b'{"prompt": "x", "max_tokens": %b}' % number.encode()).body.error
+        assert error.param == "max_tokens"
 
 
 def test_a_byte_order_mark_is_ignored() -> None:
