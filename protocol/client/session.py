@@ -140,7 +140,7 @@ class Answer:
 
     def finish(self, reply: Final) -> None:
         """Set the reply, and add what the stream has missed."""
-        if isinstance(reply, GenerateReply) and self._is_stream:
+        if isinstance(reply, GenerateReply) and getattr(self.question, "stream", False):
             if reply.logprobs:
                 pairs = zip(reply.logprobs, self._logprobs, strict=False)
                 reply.logprobs[: len(self._logprobs)] = [said or heard for said, heard in pairs]
@@ -152,10 +152,6 @@ class Answer:
     def request_id(self) -> str:
         """Id of the request that this answers; empty for a question of another kind."""
         return getattr(self.question, "request_id", None) or ""
-
-    @property
-    def _is_stream(self) -> bool:
-        return isinstance(self.question, GenerateRequest) and self.question.stream
 
     def _is_behind(self, reply: GenerateReply) -> bool:
         return len(self._token_ids) < len(reply.token_ids) or self._num_chars < len(reply.text)

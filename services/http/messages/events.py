@@ -53,6 +53,8 @@ class MessageEvents(Events):
             self._is_started = True
             if isinstance(new, TextDelta):
                 self._message.usage = _usage(new.prompt_tokens, new.cached_tokens)
+            elif reply:  # with `max_tokens: 0`, no output comes before it
+                self._message.usage = _usage(reply.usage.prompt_tokens, reply.usage.cached_tokens)
             yield {"type": "message_start", "message": self._message}
         for piece in self._choice.deltas(new, reply):
             yield from self._pieces(piece)

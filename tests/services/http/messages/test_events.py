@@ -149,8 +149,10 @@ def test_blocks_of_all_kinds() -> None:
     }
 
 
-def test_the_first_event_has_the_length_of_the_prompt() -> None:
-    started, *_ = streamed(converter(), ["a"], reply("a"))
+@pytest.mark.parametrize("pieces", [["a"], []])
+def test_the_first_event_has_the_length_of_the_prompt(pieces: list[str]) -> None:
+    """Without output before the reply (`max_tokens: 0`), too."""
+    started, *_ = streamed(converter(), pieces, reply("".join(pieces)))
     usage = started["message"]["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (4, 16)
 
