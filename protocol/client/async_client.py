@@ -199,6 +199,10 @@ class AsyncClient:
         request = StatusRequest(wait=wait, fresh=fresh, metrics=metrics)
         return await self._wait_for(request, StatusReply)
 
+    @property
+    def is_connected(self) -> bool:
+        return self._connection.is_connected
+
     async def change(self, answer: Answer, take: Take | None = None) -> None:
         """Wait until something has arrived for `answer` that `take`, if given, refuses."""
         changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()

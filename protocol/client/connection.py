@@ -90,7 +90,7 @@ class Connection:
         self._session = Session(max_unread_bytes)
         self.on_rest: Callable[[], None] | None = None
         """called where messages wait after the TURN of one `take`; None: it takes all"""
-        self._is_connected = False
+        self.is_connected = False
         self._num_hang_ups: Counter[bytes] = Counter()
         """by the number of the question, of those longer than OVERSIZE_SLACK"""
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
@@ -121,7 +121,7 @@ class Connection:
         self.check_open()
         self.take()  # a lost connection, before the question is sent on it
         answer = self._session.ask(question)
-        if self._is_connected:
+        if self.is_connected:
             self._send(answer)
         elif self._addresses.is_refused:
             self._fail(answer, REFUSED)
@@ -205,9 +205,9 @@ class Connection:
             self._connect()
 
     def _on_event(self, event: int) -> bool:
-        was_connected = self._is_connected
-        self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        if self._is_connected:
+        was_connected = self.is_connected
+        self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if self.is_connected:
             self._is_failing = False
             self._addresses.on_connected()
             self.socket.poll(0)  # a send alone misses messages of the last millisecond
@@ -217,13 +217,13 @@ class Connection:
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self._is_failing = True
         for answer in self._session.unanswered():
-            if self._is_connected:
+            if self.is_connected:
                 self._send(answer)
             elif self._addresses.is_refused:
                 self._fail(answer, REFUSED)  # libzmq does not try a refused key again
             elif was_connected and len(answer.frames[1]) > OVERSIZE_SLACK:
                 self._count_hang_up(answer)
-        return was_connected or self._is_connected or self._addresses.is_refused
+        return was_connected or self.is_connected or self._addresses.is_refused
 
     def _count_hang_up(self, answer: Answer) -> None:
         number, frame = answer.frames

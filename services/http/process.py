@@ -24,6 +24,9 @@ from penstock.services.http.shared.app_state import Models
 
 MAX_GRACE = 4
 """seconds that running requests have after SIGTERM, up to --drain-timeout: SIGKILL comes after 5"""
+RETURN = 1
+"""seconds of them if the gateway does not run. One that died is back by then; one that has drained
+answers nothing any more"""
 LAST_ANSWERS = 0.5
 """seconds to send errors for unfinished requests"""
 KEEP_ALIVE = 75
@@ -32,6 +35,11 @@ KEEP_ALIVE = 75
 
 class Server(uvicorn.Server):
     """uvicorn's server without signal handlers: uvicorn's would end the process by the signal."""
+
+    def __init__(self, config: uvicorn.Config, client: AsyncClient) -> None:
+        """client: of the pipeline."""
+        super().__init__(config)
+        self._client = client
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
@@ -50,6 +58,9 @@ class Server(uvicorn.Server):
         connect = asyncio.get_running_loop().connect_accepted_socket
         for one in waiting:
             await connect(self._protocol, one)
+        if not self._client.is_connected:
+            grace = self.config.timeout_graceful_shutdown or 0
+            self.config.timeout_graceful_shutdown = min(grace, RETURN)
         await super().shutdown(sockets)
         if tasks := set(self.server_state.tasks):
             await asyncio.wait(tasks, timeout=LAST_ANSWERS)
@@ -90,7 +101,7 @@ async def serve(process: Process) -> None:
     where, most = process.endpoints.inner_clients, config.max_unread_bytes
     async with AsyncClient(where, context=process.context, max_unread_bytes=most) as client:
         models = Models(config, client)
-        server = Server(uvicorn_config(config, models))
+        server = Server(uvicorn_config(config, models), client)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
         heartbeat()

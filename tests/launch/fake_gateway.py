@@ -85,6 +85,9 @@ class Gateway:
         self._thread.start()
 
     def close(self) -> None:
+        """End; twice does no harm."""
+        if self._context.closed:
+            return
         with self._context.socket(zmq.PUSH) as end:
             end.connect("inproc://end")
             end.send(b"")

@@ -65,7 +65,7 @@ class Served:
         most = self._config.max_unread_bytes
         async with AsyncClient(self._endpoint, max_unread_bytes=most) as client:
             state = Models(self._config, client)
-            self.server = Server(uvicorn_config(self._config, state, self._limits))
+            self.server = Server(uvicorn_config(self._config, state, self._limits), client)
             self._began.set()
             await run(self.server, state, self.listener)
 

@@ -1,15 +1,17 @@
-"""The end of a server: connections whose request has not arrived."""
+"""The end of a server: connections whose request has not arrived, and a gateway that ends first."""
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import closing
 
+import httpx
 import pytest
 
-from penstock.services.http import connections
-from tests.services.http.conftest import Served
-from tests.services.http.test_connections import GET, Connect, connect, get_version, rest
+from penstock.services.http import connections, process
+from tests.services.http.conftest import NUM_AT_START, Served
+from tests.services.http.test_connections import GET, Connect, connect, get_version, rest, silent
 
 __all__ = ["connect"]
 REQUEST = GET + b"\r\n"
@@ -59,6 +61,26 @@ def test_a_request_that_is_arriving_is_answered(
         assert b"connection: close" in answer
     else:
         assert answer == b""
+
+
+def test_a_request_does_not_wait_for_a_gateway_that_has_drained(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "MAX_GRACE", 3600)
+    served = serve(silent, drain_timeout=3600)
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        with served.client() as client:
+            answers.append(client.post("/v1/completions", json={"prompt": "one"}))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    served.asked.wait_for(NUM_AT_START + 1)
+    served.asked.close()
+    served.stop()
+    thread.join()
+    assert [one.status_code for one in answers] == [503]
 
 
 def test_a_connection_without_a_request_is_closed(
