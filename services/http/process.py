@@ -6,6 +6,7 @@ import logging
 import signal
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -66,9 +67,9 @@ class Server(uvicorn.Server):
             await asyncio.wait(tasks, timeout=LAST_ANSWERS)
 
     def _protocol(self) -> asyncio.Protocol:
-        return self.config.http_protocol_class(  # type: ignore[operator, no-any-return]
-            self.config, self.server_state, self.lifespan.state
-        )
+        make: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = make(self.config, self.server_state, self.lifespan.state)
+        return protocol
 
 
 def accept_all(listener: socket.socket) -> Iterator[socket.socket]:
