@@ -3,6 +3,7 @@
 import contextlib
 import logging
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.cpu.compiled_step import compiled_step
@@ -19,6 +20,19 @@ INTEGER_BITS = {"int8": 8, "int4": 4}
 def may_compile(config: Config) -> bool:
     """Return whether layers on a CPU are compiled, where that is possible."""
     return config.attention == "auto" and config.kv_cache_dtype != "fp8"
+
+
+def check_integers(config: Config, device: torch.device) -> None:
+    """Raise ModelError for weights of integers where layers are not compiled."""
+    if config.quantization not in INTEGER_BITS:
+        return
+    if device.type != "cpu":
+        raise ModelError(f"--quantization: got {config.quantization} on a GPU, expected fp8")
+    if not may_compile(config):
+        raise ModelError(
+            f"--quantization: got {config.quantization} with --attention {config.attention} "
+            f"and --kv-cache-dtype {config.kv_cache_dtype}, expected auto for both"
+        )
 
 
 def takes_integers(config: Config, model_config: ModelConfig, tp_size: int) -> bool:

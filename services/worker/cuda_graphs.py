@@ -11,6 +11,9 @@ from torch import Tensor
 
 from penstock.kernels.layouts.forward_batch import LARGE_TILE, LONG_CHUNK, SMALL_TILE, BatchShape
 from penstock.kernels.layouts.step import APPENDED, HEADER, PARAMETERS, ROW
+from penstock.models.moe import MoE
+from penstock.models.qwen3 import Qwen3
+from penstock.protocol.config import Config
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,17 @@ class Computed(NamedTuple):
 
 Compute = Callable[[Tensor, BatchShape], Computed]
 """(record, shape) → results"""
+
+
+def graph_shapes(config: Config, model: Qwen3, max_model_len: int) -> list[BatchShape]:
+    """Return the shapes of all graphs of a model."""
+    shapes = decode_shapes(config.max_num_seqs, max_model_len)
+    if model.attention.can_capture_prefill:
+        num_weights = sum(parameter.numel() for parameter in model.parameters())
+        num_weights -= sum(moe.num_idle_weights for moe in model.modules() if isinstance(moe, MoE))
+        sizes = config.max_num_seqs, config.max_num_batched_tokens
+        shapes += prefill_shapes(*sizes, num_weights, max_model_len)
+    return shapes
 
 
 def decode_shapes(max_num_seqs: int, max_seqlen_k: int) -> list[BatchShape]:

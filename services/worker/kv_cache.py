@@ -40,64 +40,61 @@ class KVMemory(NamedTuple):
         return [one for one in self if one is not None]
 
 
-def kv_block_shape(model: ModelConfig, tp_size: int, block_size: int) -> tuple[int, int, int]:
-    """Return the shape of a block's keys in a layer: (block_size, a rank's KV heads, head_dim)."""
-    return block_size, max(1, model.num_key_value_heads // tp_size), model.head_dim
+class KVLayout(NamedTuple):
+    """The form of a rank's KV blocks."""
 
+    model: ModelConfig
+    tp_size: int
+    block_size: int
+    dtype: torch.dtype
 
-def kv_block_bytes(model: ModelConfig, tp_size: int, block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a block in all layers of a rank."""
-    shape = kv_block_shape(model, tp_size, block_size)
-    return 2 * model.num_hidden_layers * _num_bytes(shape, dtype)
+    @property
+    def block_shape(self) -> tuple[int, int, int]:
+        """Shape of a block's keys in a layer: (block_size, a rank's KV heads, head_dim)."""
+        num_kv_heads = max(1, self.model.num_key_value_heads // self.tp_size)
+        return self.block_size, num_kv_heads, self.model.head_dim
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all layers, including scales."""
+        block_size, num_kv_heads, head_dim = self.block_shape
+        scale_bytes = torch.float32.itemsize if self.dtype == FP8 else 0
+        head_bytes = head_dim * self.dtype.itemsize + scale_bytes
+        return 2 * self.model.num_hidden_layers * block_size * num_kv_heads * head_bytes
 
-def num_fitting_blocks(
-    num_bytes: float, model: ModelConfig, tp_size: int, block_size: int, dtype: torch.dtype
-) -> int:
-    """Return the number of blocks that fit into `num_bytes`. Raises ModelError if none fits."""
-    block_bytes = kv_block_bytes(model, tp_size, block_size, dtype)
-    if num_bytes < block_bytes:
-        raise ModelError(
-            f"KV cache: got {num_bytes / 2**30:.2f} GiB, expected {block_bytes / 2**30:.2f} or "
-            "more for one block; raise --gpu-memory-utilization or --kv-cache-gib, or use more GPUs"
+    def num_fitting_blocks(self, num_bytes: float) -> int:
+        """Return the number of blocks that fit into `num_bytes`. Raises ModelError if none fits."""
+        block_bytes = self.block_bytes
+        if num_bytes < block_bytes:
+            raise ModelError(
+                f"KV cache: got {num_bytes / 2**30:.2f} GiB, expected {block_bytes / 2**30:.2f} or "
+                "more for one block; raise --gpu-memory-utilization or --kv-cache-gib, or use more "
+                "GPUs"
+            )
+        return min(int(num_bytes / block_bytes), MAX_BLOCKS)
+
+    def allocate(
+        self, num_blocks: int, device: torch.device, region: Region | None = None
+    ) -> KVMemory:
+        """Return one rank's KV cache, in `region` or filled with zeros."""
+        log.info(
+            "KV cache: %d blocks of %d tokens, %.2f GiB",
+            num_blocks,
+            self.block_size,
+            num_blocks * self.block_bytes / 2**30,
         )
-    return min(int(num_bytes / block_bytes), MAX_BLOCKS)
-
-
-def allocate_kv_cache(
-    model: ModelConfig,
-    tp_size: int,
-    block_size: int,
-    num_blocks: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    region: Region | None = None,
-) -> KVMemory:
-    """Return one rank's KV cache, in `region` or filled with zeros."""
-    shape = kv_block_shape(model, tp_size, block_size)
-    size = (model.num_hidden_layers, 2, num_blocks)
-    log.info(
-        "KV cache: %d blocks of %d tokens, %.2f GiB",
-        num_blocks,
-        block_size,
-        torch.Size(size).numel() * _num_bytes(shape, dtype) / 2**30,
-    )
-    values, scale_shape = (*size, *shape), (*size, shape[1], shape[0])
-    kv = region.view(0, values, dtype) if region else _zeros(values, dtype, device)
-    if dtype != FP8:
-        return KVMemory(kv, None)
-    if region:
-        scales = region.view(kv.nbytes, scale_shape, torch.float32)
-    else:
-        scales = _zeros(scale_shape, torch.float32, device)
-    return KVMemory(kv, scales)
-
-
-def _num_bytes(shape: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """Return the bytes of a block's keys (or values) in one layer, including scales."""
-    block_size, num_kv_heads, head_dim = shape
-    head_bytes = head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == FP8 else 0)
-    return block_size * num_kv_heads * head_bytes
+        block_size, num_kv_heads, head_dim = self.block_shape
+        size = (self.model.num_hidden_layers, 2, num_blocks)
+        values = (*size, block_size, num_kv_heads, head_dim)
+        kv = region.view(0, values, self.dtype) if region else _zeros(values, self.dtype, device)
+        if self.dtype != FP8:
+            return KVMemory(kv, None)
+        scale_shape = (*size, num_kv_heads, block_size)
+        if region:
+            scales = region.view(kv.nbytes, scale_shape, torch.float32)
+        else:
+            scales = _zeros(scale_shape, torch.float32, device)
+        return KVMemory(kv, scales)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

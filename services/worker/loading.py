@@ -5,16 +5,15 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from penstock.kernels.attention.backends import choose_attention
 from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.determinism import use_deterministic_kernels
-from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.quantize.types import FP8
 from penstock.models.allocation import with_integers
-from penstock.models.moe import MoE
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights
@@ -34,22 +33,18 @@ from penstock.protocol.run_folder import make_run_folder
 from penstock.protocol.transport.kept_memory import MemoryClient
 from penstock.services.worker.compiling import (
     INTEGER_BITS,
+    check_integers,
     compile_layers,
     may_compile,
     narrow_weights,
     takes_integers,
 )
-from penstock.services.worker.cuda_graphs import decode_shapes, prefill_shapes
+from penstock.services.worker.cuda_graphs import graph_shapes
 from penstock.services.worker.determinism import checked
 from penstock.services.worker.device import check_capability, choose_device, compute_dtype
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.kept_memory import KeptMemory, Region, load_model
-from penstock.services.worker.kv_cache import (
-    allocate_kv_cache,
-    free_gpu_bytes,
-    kv_block_bytes,
-    num_fitting_blocks,
-)
+from penstock.services.worker.kv_cache import KVLayout, free_gpu_bytes
 from penstock.services.worker.kv_offload import make_offload
 from penstock.services.worker.model_runner import ModelRunner
 from penstock.services.worker.persistent_batch import PersistentBatch
@@ -58,6 +53,30 @@ from penstock.services.worker.timings import StartTimes, step_profiler
 log = logging.getLogger(__name__)
 CPU_KV_BYTES = 1 << 30
 """size of the KV cache on a CPU by default"""
+
+
+class Rank(NamedTuple):
+    """One rank of the model, as far as it is known before its weights are loaded."""
+
+    config: Config
+    assignment: WorkerAssignment
+    model_config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    tp: TensorParallel
+    attention: AttentionBackend
+    memory: KeptMemory
+
+    @property
+    def max_blocks(self) -> int:
+        """KV blocks of the longest sequence."""
+        max_model_len = self.model_config.context(self.config.max_model_len)
+        return -(-max_model_len // self.attention.block_size)
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens of the longest sequence, in whole blocks."""
+        return self.max_blocks * self.attention.block_size
 
 
 def load(
@@ -72,6 +91,7 @@ def load(
     index = assignment.replica * config.tp + assignment.rank
     device = choose_device(config.device, index, config.tp, config.dp)
     check_capability(device)
+    use_deterministic_kernels(config.deterministic and device.type == "cuda")
     # One core is for the other processes: waiting for a thread without a core is slow.
     num_cores = ((os.cpu_count() or 1) - 1) // (config.tp * config.dp)
     torch.set_num_threads(config.num_threads or max(1, num_cores))
@@ -80,31 +100,29 @@ def load(
     dtype = compute_dtype(model_config, config.dtype, device)
     # Its thread loads while this thread waits for the group, the device and the disk.
     grammars = None if assignment.rank else Grammars(config.model_folder)
-    place = assignment.rendezvous, assignment.rank, assignment.tp_size
-    tp = TensorParallel.join(*place, device, assignment.spans_nodes)
-    _check_integers(config, device)
+    tp = TensorParallel.join(
+        assignment.rendezvous, assignment.rank, assignment.tp_size, device, assignment.spans_nodes
+    )
+    check_integers(config, device)
     attention = _attention(config, model_config, assignment.tp_size, device)
     log.info("%s, %s, attention: %s", device, dtype, attention.name)
     times.end("group")
-    max_model_len = model_config.context(config.max_model_len)
-    max_blocks = -(-max_model_len // attention.block_size)
     num_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
     tp.reserve(num_tokens * model_config.hidden_size, dtype)
     memory = KeptMemory(config, assignment, device, MemoryClient.from_environment())
-    sizes = dtype, max_blocks * attention.block_size
-    model = _load_model(config, model_config, memory, tp, attention, *sizes, on_progress)
+    rank = Rank(config, assignment, model_config, device, dtype, tp, attention, memory)
+    model = _load_model(rank, on_progress)
     times.end("weights")
     if device.type == "cpu":
         compile_layers(config, model_config, model)
         times.end("compilation")
-    blocks = dtype, max_blocks, assignment.num_blocks
-    runner = _make_runner(config, model_config, model, *blocks, grammars, memory)
+    runner = _make_runner(rank, model, grammars)
     if config.kv_offload_gib or config.kv_offload_folder:
         runner.offload = make_offload(config, memory, runner.kv.tensors)
     times.end("KV cache")
     on_progress()
     if device.type == "cuda" and config.enable_cuda_graphs and attention.can_be_captured:
-        runner.use_graphs(_graph_shapes(config, model, max_blocks * attention.block_size))
+        runner.use_graphs(graph_shapes(config, model, rank.num_positions))
         if not (assignment.standby or assignment.num_blocks):
             for _ in runner.capture_graphs():  # otherwise each is captured at its first use
                 on_progress()
@@ -119,51 +137,36 @@ def load(
     return runner
 
 
-def _load_model(
-    config: Config,
-    model_config: ModelConfig,
-    memory: KeptMemory,
-    tp: TensorParallel,
-    attention: AttentionBackend,
-    dtype: torch.dtype,
-    num_positions: int,
-    on_progress: Callable[[], None],
-) -> Qwen3:
-    on_cpu = memory.device.type == "cpu"
-    integers = on_cpu and takes_integers(config, model_config, tp.size)
+def _load_model(rank: Rank, on_progress: Callable[[], None]) -> Qwen3:
+    """Make the model, with the weights of the last worker or those of the checkpoint."""
+    config, model_config = rank.config, rank.model_config
+    on_cpu = rank.device.type == "cpu"
+    integers = on_cpu and takes_integers(config, model_config, rank.tp.size)
     makes_integers = config.quantization in INTEGER_BITS or (integers and model_config.is_packed)
-    choices = config.enable_expert_parallel, config.quantize_lm_head and not makes_integers
 
     def make() -> Qwen3:
         keep = with_integers() if integers else contextlib.nullcontext()
-        with torch.device(memory.device), default_dtype(dtype), keep:
-            return Qwen3(model_config, tp, attention, num_positions, *choices)
+        with torch.device(rank.device), default_dtype(rank.dtype), keep:
+            return Qwen3(
+                model_config,
+                rank.tp,
+                rank.attention,
+                rank.num_positions,
+                expert_parallel=config.enable_expert_parallel,
+                quantize_lm_head=config.quantize_lm_head and not makes_integers,
+            )
 
     def fill(model: Qwen3) -> None:
         load_weights(model, config.model_folder, on_progress, model_config.weight_format)
         if on_cpu and may_compile(config) and not model_config.fp8:
             narrow_weights(model)
 
-    return checked(load_model(memory, config, make, fill))
-
-
-def _check_integers(config: Config, device: torch.device) -> None:
-    """Raise ModelError for weights of integers where layers are not compiled."""
-    if config.quantization not in INTEGER_BITS:
-        return
-    if device.type != "cpu":
-        raise ModelError(f"--quantization: got {config.quantization} on a GPU, expected fp8")
-    if config.attention != "auto" or config.kv_cache_dtype == "fp8":
-        raise ModelError(
-            f"--quantization: got {config.quantization} with --attention {config.attention} "
-            f"and --kv-cache-dtype {config.kv_cache_dtype}, expected auto for both"
-        )
+    return checked(load_model(rank.memory, config, make, fill))
 
 
 def _attention(
     config: Config, model: ModelConfig, tp_size: int, device: torch.device
 ) -> AttentionBackend:
-    use_deterministic_kernels(config.deterministic and device.type == "cuda")
     try:
         return choose_attention(
             config.attention,
@@ -190,52 +193,39 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _make_runner(
-    config: Config,
-    model_config: ModelConfig,
-    model: Qwen3,
-    dtype: torch.dtype,
-    max_blocks: int,
-    num_blocks: int,
-    grammars: Grammars | None,
-    memory: KeptMemory,
-) -> ModelRunner:
-    """Make a runner with the last worker's KV cache, or with `num_blocks`; 0: as many as fit."""
-    weight, block_size = model.model.embed_tokens.weight, model.attention.block_size
-    vocab_size = model_config.vocab_size
-    shape = (model_config, model.tp.size, block_size)
-    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else dtype
-
-    facts = *shape[1:], str(kv_dtype), model.attention.name, model.compiled is not None
+def _make_runner(rank: Rank, model: Qwen3, grammars: Grammars | None) -> ModelRunner:
+    """Make a runner with the last worker's KV cache, or with as many blocks as are due."""
+    config, memory, attention = rank.config, rank.memory, rank.attention
+    kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else rank.dtype
+    layout = KVLayout(rank.model_config, rank.tp.size, attention.block_size, kv_dtype)
+    is_compiled = model.compiled is not None
+    facts = layout.tp_size, layout.block_size, str(kv_dtype), attention.name, is_compiled
     kept = memory.take("kv", *facts)
-    if kept and kept.manifest.num_blocks < num_blocks:
+    if kept and kept.manifest.num_blocks < rank.assignment.num_blocks:
         memory.drop("kv")
         kept = None
 
     def make(num_blocks: int, region: Region | None = None) -> ModelRunner:
-        sizes = config.max_num_seqs, max_blocks, block_size, num_blocks, vocab_size
-        kv = allocate_kv_cache(*shape, num_blocks, kv_dtype, weight.device, region)
-        keeps = region.manifest.number if region else 0, memory.take_over
-        max_tokens = config.max_num_batched_tokens
-        return ModelRunner(model, PersistentBatch(*sizes), kv, max_tokens, grammars, *keeps)
+        vocab_size = rank.model_config.vocab_size
+        batch = PersistentBatch(
+            config.max_num_seqs, rank.max_blocks, layout.block_size, num_blocks, vocab_size
+        )
+        return ModelRunner(
+            model,
+            batch,
+            layout.allocate(num_blocks, rank.device, region),
+            config.max_num_batched_tokens,
+            grammars,
+            memory=region.manifest.number if region else 0,
+            take_over=memory.take_over,
+        )
 
     if kept:
         return make(kept.manifest.num_blocks, kept)
-    if not (num_blocks := num_blocks or config.num_blocks):
-        num_bytes = config.kv_cache_gib * 2**30
-        if weight.is_cuda and not num_bytes:
-            trial = make(1)
-            sizes = config, max_blocks * block_size, block_size
-            plans = [worst_case_plan(*sizes)]
-            if model.has_head:
-                plans.append(worst_case_plan(*sizes, with_extras=True))
-            steps = [partial(_run_alone, trial, plan) for plan in plans]
-            limits = config.gpu_memory_utilization, weight.device
-            has_standby = memory.lasts and config.spare_workers >= config.tp
-            num_bytes = free_gpu_bytes(steps, *limits, has_standby=has_standby)
-            del trial, steps
-        num_blocks = num_fitting_blocks(num_bytes or CPU_KV_BYTES, *shape, kv_dtype)
-    new = memory.allocate("kv", num_blocks * kv_block_bytes(*shape, kv_dtype), *facts)
+    num_blocks = rank.assignment.num_blocks or config.num_blocks
+    if not num_blocks:
+        num_blocks = layout.num_fitting_blocks(_kv_bytes(rank, model, make))
+    new = memory.allocate("kv", num_blocks * layout.block_bytes, *facts)
     if new is None:
         return make(num_blocks)
     new.region.manifest.num_blocks = num_blocks
@@ -243,14 +233,25 @@ def _make_runner(
     return make(num_blocks, new.region)
 
 
-def _graph_shapes(config: Config, model: Qwen3, max_model_len: int) -> list[BatchShape]:
-    shapes = decode_shapes(config.max_num_seqs, max_model_len)
-    if model.attention.can_capture_prefill:
-        num_weights = sum(parameter.numel() for parameter in model.parameters())
-        num_weights -= sum(moe.num_idle_weights for moe in model.modules() if isinstance(moe, MoE))
-        sizes = config.max_num_seqs, config.max_num_batched_tokens
-        shapes += prefill_shapes(*sizes, num_weights, max_model_len)
-    return shapes
+def _kv_bytes(rank: Rank, model: Qwen3, make: Callable[[int], ModelRunner]) -> float:
+    """Return the size of the KV cache: as configured, or what a GPU has left.
+
+    make: makes a runner with a number of blocks, to measure its largest steps.
+    """
+    config = rank.config
+    if config.kv_cache_gib or rank.device.type == "cpu":
+        return config.kv_cache_gib * 2**30 or CPU_KV_BYTES
+    trial = make(1)
+    sizes = config, rank.num_positions, rank.attention.block_size
+    plans = [worst_case_plan(*sizes)]
+    if model.has_head:
+        plans.append(worst_case_plan(*sizes, with_extras=True))
+    return free_gpu_bytes(
+        [partial(_run_alone, trial, plan) for plan in plans],
+        config.gpu_memory_utilization,
+        rank.device,
+        has_standby=rank.memory.lasts and config.spare_workers >= config.tp,
+    )
 
 
 def _run_alone(runner: ModelRunner, plan: BatchPlan) -> None:

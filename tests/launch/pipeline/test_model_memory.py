@@ -16,7 +16,7 @@ from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights
 from penstock.protocol.checkpoint import ModelConfig, ModelError, quantized, read_model_config
 from penstock.protocol.config import Config
-from penstock.services.worker.kv_cache import num_fitting_blocks
+from penstock.services.worker.kv_cache import KVLayout
 from tests.models.published import PUBLISHED
 
 DEMO = Config().model_folder
@@ -83,10 +83,10 @@ def test_weights_are_the_parameters(
 def test_the_kv_cache_is_the_workers(name: str, tp: int, is_fp8: bool) -> None:
     config = published(name)
     need = needs(config, Layout(tp=tp, fp8_kv_cache=is_fp8))
-    dtype = FP8 if is_fp8 else torch.bfloat16
+    layout = KVLayout(config, tp, 16, FP8 if is_fp8 else torch.bfloat16)
     num_bytes = need.kv_per_token * 16 * 1000
-    assert num_fitting_blocks(num_bytes, config, tp, 16, dtype) == 1000
-    assert num_fitting_blocks(num_bytes - 1, config, tp, 16, dtype) == 999
+    assert layout.num_fitting_blocks(num_bytes) == 1000
+    assert layout.num_fitting_blocks(num_bytes - 1) == 999
 
 
 def test_what_fits() -> None:

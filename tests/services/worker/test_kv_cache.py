@@ -11,7 +11,7 @@ from penstock.kernels.quantize.types import FP8
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.services.worker.kv_cache import allocate_kv_cache, num_fitting_blocks
+from penstock.services.worker.kv_cache import KVLayout
 from tests.engine import Engine
 from tests.tools.demo.tasks import TASK_NAMES, Sizes, is_right, make_example
 
@@ -31,7 +31,8 @@ def test_is_as_large_as_asked_for(
     folder: Path, block_size: int, tp_size: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     model = read_model_config(folder)
-    memory = allocate_kv_cache(model, tp_size, block_size, 7, dtype, torch.device("cpu"))
+    layout = KVLayout(model, tp_size, block_size, dtype)
+    memory = layout.allocate(7, torch.device("cpu"))
     kv_caches = memory.layers
     assert len(kv_caches) == 2
     num_bytes = 0
@@ -42,8 +43,8 @@ def test_is_as_large_as_asked_for(
         for tensor in (k, v, *(scales or ())):
             assert not tensor.float().any()
             num_bytes += tensor.nbytes
-    assert num_fitting_blocks(num_bytes, model, tp_size, block_size, dtype) == 7
-    assert num_fitting_blocks(num_bytes - 1, model, tp_size, block_size, dtype) == 6
+    assert layout.num_fitting_blocks(num_bytes) == 7
+    assert layout.num_fitting_blocks(num_bytes - 1) == 6
 
 
 @pytest.mark.parametrize(
@@ -59,12 +60,14 @@ def test_takes_as_many_blocks_as_fit(
     folder: Path, tp_size: int, dtype: torch.dtype, num_bytes: int, num_blocks: int
 ) -> None:
     model = read_model_config(folder)
-    assert num_fitting_blocks(10.5 * num_bytes, model, tp_size, 16, dtype) == num_blocks
+    layout = KVLayout(model, tp_size, 16, dtype)
+    assert layout.num_fitting_blocks(10.5 * num_bytes) == num_blocks
 
 
 def test_refuses_what_holds_no_block(folder: Path) -> None:
+    layout = KVLayout(read_model_config(folder), 1, 16, torch.float32)
     with pytest.raises(ModelError, match=r"KV cache: got 0\.00 GiB, expected"):
-        num_fitting_blocks(BLOCK_BYTES - 1, read_model_config(folder), 1, 16, torch.float32)
+        layout.num_fitting_blocks(BLOCK_BYTES - 1)
 
 
 def answers(*, preempt: bool = False, **options: object) -> tuple[list[list[int]], int]:
