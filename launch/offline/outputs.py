@@ -62,7 +62,7 @@ class RequestOutput(Struct, kw_only=True):
     """None where token ids or a conversation were given"""
     prompt_token_ids: list[int]
     prompt_logprobs: list[ByToken | None] | None = None
-    """one for each prompt token, None for the first, if they were asked for"""
+    """one for each prompt token, None for the first, if requested"""
     num_cached_tokens: int = 0
     """of the prompt, from the prefix cache"""
     outputs: list[CompletionOutput] = []

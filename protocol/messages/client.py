@@ -38,7 +38,7 @@ class ChatMessage(Struct, kw_only=True, omit_defaults=True, forbid_unknown_field
     content: str
     name: str | None = None
     reasoning_content: str | None = None
-    """of an assistant: what it thought"""
+    """reasoning of an assistant's message"""
     tool_calls: list[dict[str, Any]] | None = None
     """of an assistant: as in OpenAI's API, but `arguments` is a map, as templates want it"""
     tool_call_id: str | None = None
@@ -98,7 +98,7 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
     cache_salt: CacheSalt | None = None
     """share KV blocks with requests of the same salt only"""
     client: RequestId | None = None
-    """who asks: set by the pipeline's HTTP servers only, otherwise a client is one connection"""
+    """name of the client, set by the pipeline's HTTP servers only; None: the connection is one"""
     priority: Priority = 0
     request_id: RequestId | None = None
     """the client's own name for the request; None: the gateway makes one"""
@@ -179,9 +179,9 @@ class GenerateReply(Struct, kw_only=True, tag="generated"):
     times: RequestTimes | None = None
     """None where no token has come"""
     logprobs: list[TokenLogprobs | None] | None = None
-    """one for each of `token_ids`, if they were asked for; None for what the client brought"""
+    """one for each of `token_ids`, if requested; None for tokens that the client has sent"""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """one for each prompt token, if they were asked for; None for the first"""
+    """one for each prompt token, if requested; None for the first token"""
     pooled: bytes | None = None
     """float32, little-endian (base64 in JSON): the result of `pooling`; None if it was aborted"""
 
@@ -208,16 +208,16 @@ class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     logprobs: list[TokenLogprobs | None] | None = None
-    """one for each of `token_ids`, if they were asked for"""
+    """one for each of `token_ids`, if requested"""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """in the first one only; the client gets them with the reply, too"""
+    """in the request's first delta only; the reply has them, too"""
     starts_reasoning: bool = False
     """as in `GenerateReply`"""
     prompt_tokens: int = 0
-    """as in `Usage`; the client gets it and the next field in a stream's first delta only"""
+    """as in `Usage`, like `cached_tokens`; clients get both in a stream's first delta only"""
     cached_tokens: int = 0
     attempt: int = 0
-    """which submission of the request this answers; the client does not see it, nor this:"""
+    """attempt of the request; like `phase_seconds`, it is not sent to clients"""
     phase_seconds: tuple[float, float] = (0.0, 0.0)
     """as in `StreamOpened`, in a stream's first delta only"""
     pooled: bytes | None = None
@@ -254,14 +254,14 @@ class AbortReply(Struct, kw_only=True, tag="aborted"):
 
 
 class ErrorReply(Struct, kw_only=True, tag="error"):
-    """A request that was refused or failed, and why: the field, its value and the limit."""
+    """A request that was refused or has failed: the field, its value and the limit."""
 
     code: Literal["invalid", "overloaded", "failed"]
     message: str
     request_id: str | None = None
     field: str | None = None
     retry_after: float | None = None
-    """of `overloaded`: seconds after which it may go better"""
+    """of `overloaded`: seconds after which the client should try again"""
     too_long: tuple[int, int] | None = None
     """of a prompt that doesn't fit into the context: its tokens, and how many fit"""
 

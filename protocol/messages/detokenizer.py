@@ -14,7 +14,7 @@ from penstock.protocol.messages.tokenizer import RequestFailed
 
 
 class StreamOpened(Struct, PackedLists, tag=True, omit_defaults=True):
-    """Scheduler → detokenizer: a request is yours, with all it has generated so far."""
+    """Scheduler → detokenizer: a request to detokenize, with its output so far."""
 
     item_bytes: ClassVar = {"prompt_tail": 4, "output_token_ids": 4}
 
@@ -32,7 +32,7 @@ class StreamOpened(Struct, PackedLists, tag=True, omit_defaults=True):
     skip_special_tokens: bool = True
     min_tokens: int = 0
     logprobs: list[PackedLogprobs | None] | None = None
-    """one for each of `output_token_ids`, None where they are not known; None: not asked for"""
+    """one for each of `output_token_ids`, None where unknown; None: not requested"""
     prompt_logprobs: list[PackedLogprobs] | None = None
     """one for each prompt token but the first"""
     prompt_tokens: int = 0
@@ -41,7 +41,7 @@ class StreamOpened(Struct, PackedLists, tag=True, omit_defaults=True):
     phase_seconds: tuple[float, float] = (0.0, 0.0)
     """in the scheduler's queue, and from then to the first token"""
     finish_reason: FinishReason | None = None
-    """set if it has ended already"""
+    """set if the request has ended already"""
     pooled: bytes | None = None
     """float32, the whole answer to a request with `pooling`"""
 
@@ -61,7 +61,7 @@ class StepTokens(Struct, PackedLists, tag=True, omit_defaults=True):
     finished: list[tuple[int, FinishReason]] = []
     """streams that end after these tokens"""
     closed: list[int] = []
-    """streams to forget without a word: released, or another detokenizer's now"""
+    """streams to forget without a delta: released, or moved to another detokenizer"""
     logprobs: list[tuple[int, PackedLogprobs]] = []
     """(index in `stream_ids`; its logprobs), of the streams that asked, in ascending order"""
     number: int = 0

@@ -10,20 +10,20 @@ PROTOCOL_VERSION = 13
 
 
 class Heartbeat(Struct, tag=True):
-    """A tokenizer or detokenizer lives. The first one registers it, so none is needed beside."""
+    """Tokenizer → gateway, detokenizer → scheduler: it is alive. The first one registers it."""
 
     name: str
     version: int = PROTOCOL_VERSION
 
 
 class Refused(Struct, tag=True):
-    """To a tokenizer or detokenizer that can't take part: it leaves, saying why."""
+    """To a tokenizer or detokenizer of another protocol version: it exits with the reason."""
 
     reason: str
 
 
 class Goodbye(Struct, tag=True):
-    """A tokenizer or detokenizer stops: what it holds goes to another one."""
+    """From a tokenizer or detokenizer that stops: its work moves to another one."""
 
 
 def refusal(name: str, version: int) -> str | None:

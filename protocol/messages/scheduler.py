@@ -26,11 +26,11 @@ class TokenizedRequest(Struct, PackedLists, tag=True):
     output_token_ids: bytes = b""
     """int32, generated and delivered by an earlier attempt"""
     num_deaths: int = 0
-    """of another replica's workers, at which it was in flight, since its last token"""
+    """deaths of another replica's workers at which it was in flight, since its last token"""
     cache_salt: str = ""
     """only requests with the same salt share KV blocks"""
     client: str = ""
-    """who has sent the request: clients take turns"""
+    """name of the client: clients take turns"""
     priority: int = 0
     reasoning: Reasoning = "none"
     bad_words: list[list[TokenId]] = []  # those of `sampling`, as token sequences

@@ -25,27 +25,27 @@ class ProcessStatus(Struct, kw_only=True, omit_defaults=True):
     """user and system, since its start"""
     rss_bytes: int = 0
     counters: dict[str, float] = {}
-    """what it counts about itself since its start, by the name of a metric without `penstock_`"""
+    """metrics of the process since its start, by name without `penstock_process_`"""
 
 
 class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
     """The scheduler's state, sent to the gateway when it starts, on change, and as heartbeat."""
 
     epoch: int
-    """of this scheduler; that of a later one is larger"""
+    """epoch of this scheduler; a later scheduler has a larger one"""
     ready: bool
-    """all workers are in place and so is a detokenizer"""
+    """True with all workers and at least one detokenizer"""
     first_attempt: int = 0
-    """of the gateway that it serves, the newest it has heard of"""
+    """first attempt of the newest gateway that it knows, which it serves"""
     unclaimed: list[str] = []
-    """requests of an earlier gateway that have a lease: no client has asked the newest for them"""
+    """requests of an earlier gateway with a lease, which no client has claimed yet"""
     replica: Annotated[int, Meta(ge=0)] = 0
     workers_ready: bool = False
     """plans can be run, whether or not there is a detokenizer"""
     awaits_workers: bool = False
-    """plans may be run soon: the scheduler has restarted, and may adopt the workers there were"""
+    """plans may be run soon: the scheduler has restarted, and may adopt earlier workers"""
     num_deaths: dict[str, int] = {}
-    """while they can't be: requests that were in flight when workers died, and how often"""
+    """while no plan can be run: deaths of workers by request that was in flight at them"""
     num_waiting: int = 0
     num_running: int = 0
     num_blocks: int = 0
@@ -110,7 +110,7 @@ class ModelStatus(Struct, kw_only=True):
     num_requests: int
     """requests in the ledger: accepted and not yet answered"""
     metrics: Metrics | None = None
-    """if they were asked for"""
+    """if requested"""
 
     @property
     def scheduler(self) -> SchedulerStatus | None:

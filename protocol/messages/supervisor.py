@@ -7,18 +7,18 @@ from penstock.protocol.messages.status import ProcessStatus
 
 
 class Pulse(Struct, tag=True):
-    """To the supervisor: a process lives, and how it gets on."""
+    """Process → supervisor: a heartbeat, with the use of resources and the running step."""
 
     name: str
     pid: Positive
     busy_seconds: float = 0.0
-    """how long it has been at one step; 0 between steps"""
+    """duration of the running step; 0 between steps"""
     group: str = ""
     """workers of one group die together: a collective can't lose a member"""
     group_size: int = 1
     """ranks of the group"""
     counters: dict[str, float] = {}
-    """what the process counts about itself, for metrics; see `ProcessStatus.counters`"""
+    """metrics of the process; see `ProcessStatus.counters`"""
     cpu_seconds: float = 0.0
     """user and system, since its start"""
     rss_bytes: int = 0

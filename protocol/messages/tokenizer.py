@@ -20,18 +20,18 @@ class TokenizeRequest(PromptFields, tag=True, omit_defaults=True):
     request: TokenizedRequest
     """without the fields that the tokenizer fills in"""
     replica: int = 0
-    """whose scheduler gets it"""
+    """the replica whose scheduler gets the request"""
 
 
 class TokenizerQuery(Struct, tag=True):
-    """Gateway → tokenizer: something to be answered by a tokenizer alone."""
+    """Gateway → tokenizer: a request that a tokenizer answers alone."""
 
     number: int
     question: TokenizePromptRequest | DetokenizeRequest
 
 
 class TokenizerReply(Struct, tag=True):
-    """Tokenizer → gateway."""
+    """Tokenizer → gateway: the answer to a `TokenizerQuery`."""
 
     number: int
     reply: TokenizeReply | DetokenizeReply | ErrorReply
@@ -52,7 +52,7 @@ class RequestFailed(Struct, tag=True):
     attempt: int
     error: ErrorReply
     is_poison: bool = False
-    """it has ended processes: asked again, it is to be refused"""
+    """the request has killed processes: equal requests are to be refused"""
 
 
 ToTokenizer = TokenizeRequest | TokenizerQuery | Refused

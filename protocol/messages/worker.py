@@ -10,7 +10,7 @@ from penstock.protocol.messages.registration import PROTOCOL_VERSION
 
 
 class WorkerState(Struct, array_like=True, tag=True):
-    """Worker → scheduler: who I am and what I hold; sent at start, on change, and as heartbeat."""
+    """Worker → scheduler: name, place and memory; sent at start, on change, and as heartbeat."""
 
     name: str
     group: str = ""
@@ -95,7 +95,7 @@ class FolderRequest(Struct, PackedLists, array_like=True, tag=True):
     fetched: list[bytes] = []
     """to be read into host slots"""
     slots: bytes = b""
-    """int32 [num_fetched], of which nobody else uses any until it is reported"""
+    """int32 [num_fetched], reserved until the files are reported"""
     removed: list[bytes] = []
     """content that may be wrong"""
     lists: bool = False
@@ -116,7 +116,7 @@ class FolderReport(Struct, array_like=True, tag=True):
 
 
 class WorkerExit(Struct, array_like=True, tag=True):
-    """Scheduler → worker: your group has lost a member; leave, to be started afresh."""
+    """Scheduler → worker: its group has lost a member; the worker exits and is restarted."""
 
     reason: str
 
