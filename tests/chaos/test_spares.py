@@ -12,7 +12,7 @@ pytestmark = pytest.mark.chaos
 PROMPT = count_prompt(1, 100)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_standby_group_continues_and_the_killed_one_comes_back_as_standby(
     pipeline: Callable[..., Pipeline],  # noqa: F811
     tp: int,

@@ -11,7 +11,7 @@ from tests.chaos.torn_scheduler import FILE_VARIABLE
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 from tests.tools.demo.tasks import answer_to, count_prompt
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.long]
 SCHEDULER = Path(__file__).with_name("torn_scheduler.py")
 PROMPT = count_prompt(1, 100)
 

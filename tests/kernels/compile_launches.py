@@ -2,9 +2,9 @@
 
 Run as a program, without Triton's interpreter: `compile_launches.py ARCHITECTURES [COMPILED]`
 writes one line of JSON for each launch. With COMPILED, only the largest launches are compiled, and
-only for this architecture; the others are listed. Each architecture has a process of its own,
-forked after the slow imports, because the kernels read the GPU's properties when they are imported.
-As many run at once as there are cores.
+only for this architecture, without the kernels of `SLOW`; the others are listed. Each architecture
+has a process of its own, forked after the slow imports, because the kernels read the GPU's
+properties when they are imported. As many run at once as there are cores.
 """
 
 import contextlib
@@ -44,6 +44,8 @@ LARGE = {
     "ranged_gemm_kernel",
 }
 """kernels whose tiles may be too large for a GPU"""
+SLOW = {"_prefill_attention_kernel", "prefill_kernel", "decode_kernel"}
+"""those of `LARGE` that take three to seven seconds to compile"""
 CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia/bin/cuobjdump"
 
 
@@ -123,7 +125,7 @@ def largest(launches: Launches) -> set[int]:
         for launch in launches.found.values()
         if launch.options["case"] != "float16"
     }
-    return {last[name] for name in LARGE & last.keys()}
+    return {last[name] for name in (LARGE - SLOW) & last.keys()}
 
 
 def main() -> None:

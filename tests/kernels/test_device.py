@@ -1,7 +1,7 @@
 """Launches by GPU: an H200's are those that were measured, and others fit the GPU's limits.
 
 The compiler needs no GPU. It runs in a process without Triton's interpreter: in `make test` for one
-launch of each large kernel, in `make test-long` for all launches on the six architectures since
+launch of most large kernels, in `make test-long` for all launches on the six architectures since
 Ampere.
 """
 
@@ -36,7 +36,7 @@ from penstock.kernels.moe.triton_moe import (
     choose_tuning,
     gemm_shared_bytes,
 )
-from tests.kernels.compile_launches import GPUS, LARGE
+from tests.kernels.compile_launches import GPUS, LARGE, SLOW
 
 H200 = Device((9, 0), 232448, 132)
 DEVICES = {arch: simulated(text) for arch, text in GPUS.items()}
@@ -250,7 +250,7 @@ def test_every_kernel_is_among_the_launches_and_the_largest_compile(folder: Path
         assert missing == set(), f"sm_{arch}: add a launch to tests/kernels/launch_cases.py"
     compiled = [report for report in reports if "shared" in report or "error" in report]
     assert [report for report in compiled if wrong(report)] == []
-    assert {report["kernel"] for report in compiled} == LARGE - ELSEWHERE[True]
+    assert {report["kernel"] for report in compiled} == LARGE - SLOW - ELSEWHERE[True]
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.kernels.attention.reference import attend
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.types import FP8
+from tests.search import diagonal
 
 HEADS = [(4, 4), (8, 4), (8, 2), (8, 1)]
 """(query heads, KV heads): groups of 1, 2, 4 and 8"""
@@ -93,14 +94,12 @@ def in_chunks(cache: Cache, sequence: int, bounds: list[int]) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
-@pytest.mark.parametrize("block_size", [1, 16, 48, 256])
-def test_equals_dense_attention(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
-) -> None:
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "block_size"), diagonal(HEADS, (16, 64, 128), (1, 16, 48, 256))
+)
+def test_equals_dense_attention(heads: tuple[int, int], head_dim: int, block_size: int) -> None:
     lengths = (1, 5, 127, 128, 129, 300)
-    sequences = [random_sequence(n, num_heads, num_kv_heads, head_dim) for n in lengths]
+    sequences = [random_sequence(n, *heads, head_dim) for n in lengths]
     results = Cache(block_size, sequences).attend([(i, 0, n) for i, n in enumerate(lengths)])
     for sequence, result in zip(sequences, results, strict=True):
         torch.testing.assert_close(result, dense_attention(sequence), atol=2e-5, rtol=1e-4)
@@ -117,10 +116,9 @@ def test_a_step_mixes_prefill_chunks_and_decode() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_chunks_change_no_bit(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    cache = Cache(16, [random_sequence(300, num_heads, num_kv_heads, head_dim)])
+@pytest.mark.parametrize(("heads", "head_dim"), diagonal(HEADS, (64, 128)))
+def test_chunks_change_no_bit(heads: tuple[int, int], head_dim: int) -> None:
+    cache = Cache(16, [random_sequence(300, *heads, head_dim)])
     whole = in_chunks(cache, 0, [0, 300])
     for bounds in ([0, 1, 8, 100, 101, 299, 300], [0, 63, 64, 127, 129, 256, 300]):
         assert torch.equal(in_chunks(cache, 0, bounds), whole)

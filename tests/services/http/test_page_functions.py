@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tests.docs.pages import ROOT
+from tests.search import diagonal
 
 OF_CLIENTS = ROOT / "build" / "clients" / "bin" / "node"
 NODE = shutil.which("node") or (OF_CLIENTS.exists() and str(OF_CLIENTS)) or ""
@@ -176,29 +177,29 @@ def test_any_text(call: Call, text: str, size: int) -> None:
     assert call("test.firstDifference", text, size) is None
 
 
-@pytest.mark.parametrize(
-    "piece",
-    [
-        *("`", "` `` ``` ", "*", "**a ", "*a **b ", "***a* b** ", "_a ", "~~a ", "[", "![", "**["),
-        *("[a](http://", '[a](http://x "', "](http://x", "http://x..", "http://x)", "http://("),
-        *(
-            ")",
-            "> ",
-            "- ",
-            "  - a\n",
-            "> - ",
-            "-\n",
-            "- \n\n",
-            "1. a\n",
-            "|",
-            "|-",
-            "a|b\n|-|\n",
-            "# #",
-        ),
-        *("```\n", "~~~", "\\", "h", " ", "\n", "a\n\n", "a ", "| "),
-    ],
+STARTS = ("", "# ", "http://x", "```\n", "- ", "|-")
+PIECES = (
+    *("`", "` `` ``` ", "*", "**a ", "*a **b ", "***a* b** ", "_a ", "~~a ", "[", "![", "**["),
+    *("[a](http://", '[a](http://x "', "](http://x", "http://x..", "http://x)", "http://("),
+    *(
+        ")",
+        "> ",
+        "- ",
+        "  - a\n",
+        "> - ",
+        "-\n",
+        "- \n\n",
+        "1. a\n",
+        "|",
+        "|-",
+        "a|b\n|-|\n",
+        "# #",
+    ),
+    *("```\n", "~~~", "\\", "h", " ", "\n", "a\n\n", "a ", "| "),
 )
-@pytest.mark.parametrize("start", ["", "# ", "http://x", "```\n", "- ", "|-"])
+
+
+@pytest.mark.parametrize(("piece", "start"), diagonal(PIECES, STARTS))
 def test_long_texts_take_linear_time(call: Call, piece: str, start: str) -> None:
     """A quadratic step for 100,000 characters would exceed the test's time limit."""
     text = (start + piece * 100_000)[:100_000]
