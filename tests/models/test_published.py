@@ -28,7 +28,7 @@ KEPT = (
     "rms_norm_eps",
 )
 """fields of a configuration that a shrunken model keeps, besides the ratio of heads"""
-NUM_TOKENS = 12
+NUM_TOKENS = 42
 MAX_PACKED_ERROR = 0.04
 """of logits whose activations are rounded to 8 bits, relative"""
 
@@ -52,6 +52,15 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
         blocks = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
         sizes |= {name: size for name, size in blocks.items() if name in sizes}
     return sizes
+
+
+def distinct() -> list[str]:
+    """Return the checkpoints that are served; of those that shrink to equal files, the first."""
+    first: dict[str, str] = {}
+    for name, one in PUBLISHED.items():
+        if not one.refusal:
+            first.setdefault(repr((one.config | shrunken(one.config), one.files)), name)
+    return list(first.values())
 
 
 def write(folder: Path, model: Published) -> PreTrainedModel:
@@ -111,23 +120,19 @@ def _set_expert(reference: PreTrainedModel, name: str, weight: torch.Tensor) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, one in PUBLISHED.items() if not one.refusal])
+@pytest.mark.parametrize("name", distinct())
 @torch.inference_mode()
 def test_served_and_equal_to_transformers(tmp_path: Path, name: str) -> None:
-    """Logits within 1e-4 (e4m3: 1e-3) of every token of a greedy continuation, and its tokens."""
+    """Logits within 1e-4 (e4m3: 1e-3) after each of some tokens, and the same likeliest token."""
     reference = write(tmp_path, PUBLISHED[name])
     check_tensors(tmp_path, read_model_config(tmp_path))
-    model = load_model(tmp_path)
-    (prompt,) = random_prompts(264, 30)
-    tokens = list(prompt)
-    for _ in range(NUM_TOKENS):
-        tokens.append(int(reference(torch.tensor([tokens])).logits[0, -1].argmax()))
+    (tokens,) = random_prompts(264, NUM_TOKENS)
     expected = reference(torch.tensor([tokens])).logits[0]
-    found = prefill_logits(model, [tokens])
+    found = prefill_logits(load_model(tmp_path), [tokens])
     assert found is not None
     config = read_model_config(tmp_path)
     torch.testing.assert_close(found, expected, atol=1e-3 if config.fp8 else 1e-4, rtol=0.0)
-    assert found[len(prompt) - 1 : -1].argmax(1).tolist() == tokens[len(prompt) :]
+    assert torch.equal(found.argmax(1), expected.argmax(1))
     if config.is_packed:
         _check_packed(tmp_path, tokens, expected)
 
