@@ -1,13 +1,17 @@
 """Random Qwen3 checkpoints, as transformers writes them."""
 
+import copy
+import functools
 import json
 import shutil
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     PreTrainedModel,
     Qwen3Config,
@@ -44,13 +48,30 @@ EXPERTS = {
 """a mixture of experts, in the layers 0 and 2"""
 
 
+class Saved(NamedTuple):
+    """A random checkpoint, and the state of torch's random numbers after it was made."""
+
+    folder: tempfile.TemporaryDirectory[str]
+    model: PreTrainedModel
+    random_state: Tensor
+
+
 def save_checkpoint(folder: Path, max_shard_size: str = "1GB", **shape: object) -> PreTrainedModel:
     """Write a random checkpoint of `SHAPE`, changed by `shape`, and return its model.
 
-    The tokenizer is the demo model's.
+    The tokenizer is the demo model's. A process makes each checkpoint once.
     """
+    saved = _made(json.dumps({**SHAPE, **shape}), max_shard_size)
+    shutil.copytree(saved.folder.name, folder, dirs_exist_ok=True)
+    torch.set_rng_state(saved.random_state)
+    return copy.deepcopy(saved.model)
+
+
+@functools.cache
+@torch.inference_mode(False)  # other tests may compute gradients
+def _made(shape_json: str, max_shard_size: str) -> Saved:
     torch.manual_seed(0)
-    shape = {**SHAPE, **shape}
+    shape = json.loads(shape_json)
     if "num_experts" in shape:
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).eval()
     else:
@@ -58,9 +79,10 @@ def save_checkpoint(folder: Path, max_shard_size: str = "1GB", **shape: object) 
     for name, parameter in model.named_parameters():
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
-    shutil.copy(Config().model_folder / "tokenizer.json", folder)
-    return model
+    folder = tempfile.TemporaryDirectory()
+    model.save_pretrained(folder.name, max_shard_size=max_shard_size)
+    shutil.copy(Config().model_folder / "tokenizer.json", folder.name)
+    return Saved(folder, model, torch.get_rng_state())
 
 
 MODULES = [
