@@ -262,7 +262,8 @@ def read_json(path: Path, type_: type[T]) -> T:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         problem = f"{error}{hint_of(content)}"
         if isinstance(error, msgspec.ValidationError) and issubclass(type_, Struct):
-            field, sentence = explain(str(error), msgspec.json.decode(content), type_)
+            raw = msgspec.json.Decoder(float_hook=float).decode(content)
+            field, sentence = explain(str(error), raw, type_)
             problem = sentence if field else problem
         raise ModelError(f"{path} can't be read: {problem}") from error
 

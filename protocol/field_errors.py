@@ -84,7 +84,7 @@ def _joined(path: str, name: str) -> str:
 
 def _entry(path: str, reason: str, raw: object, kind: type[Struct]) -> tuple[str, str]:
     """Return the path of the invalid entry of a map, which msgspec leaves out, and its reason."""
-    name = path.removesuffix("[...]")
+    name, _, rest = path.partition("[...]")
     entries = _value_at(raw, name)
     types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     if not isinstance(entries, dict) or name not in types:
@@ -99,7 +99,7 @@ def _entry(path: str, reason: str, raw: object, kind: type[Struct]) -> tuple[str
             if where.startswith("`key"):
                 inner = re.sub(", got `[a-z]+`$", "", inner[0].lower() + inner[1:])
                 return name, f"got the key {key!r}, {inner}"
-            return f"{name}.{key}", inner
+            return f"{name}.{key}{rest}", inner
     return path, reason
 
 
@@ -163,4 +163,5 @@ def _at(
     if not part:
         return [schema]
     inner = schema.get("properties", {}).get(part) or schema.get("items")
+    inner = inner or schema.get("additionalProperties")
     return [inner] if inner else []

@@ -5,7 +5,7 @@ Formats of FP8, AWQ, GPTQ, compressed-tensors and modelopt are read into a `Weig
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -22,6 +22,9 @@ MIN_GROUP = 32
 FIELD = "quantization_config"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GroupSize = Literal[-1, 32, 64, 128, 256, 512, 1024]
+Gemm = Literal["gemm", "GEMM"]
+Overrides = dict[str, dict[str, Any]]
+"""pattern of layers' names, with a sign before it → their own fields"""
 
 
 class WeightFormat(Struct, frozen=True, kw_only=True):
@@ -75,13 +78,19 @@ FP8_ROWS = WeightFormat(name="fp8")
 
 class _Fp8(Struct):
     weight_block_size: list[int] | None = None
+    modules_to_not_convert: list[str] = []
+    ignored_layers: list[str] = []
 
 
 class _Awq(Struct):
     bits: Literal[4]
     group_size: GroupSize
-    version: Literal["gemm", "GEMM"] = "gemm"
-    modules_to_not_convert: list[str] | None = None
+    version: Gemm = "gemm"
+    format: Gemm = "gemm"
+    checkpoint_format: Gemm = "gemm"
+    """`version`, as GPTQModel and transformers 5 call it"""
+    modules_to_not_convert: list[str] = []
+    dynamic: Overrides = {}
 
 
 class _Gptq(Struct):
@@ -91,7 +100,7 @@ class _Gptq(Struct):
     sym: bool = True
     checkpoint_format: Literal["gptq", "gptq_v2"] = "gptq"
     pack_dtype: Literal["int32"] = "int32"
-    dynamic: dict[str, dict[str, Any]] | None = None
+    dynamic: Overrides = {}
     modules_in_block_to_quantize: list[list[str]] | None = None
 
 
@@ -128,7 +137,19 @@ def read_format(fields: Any) -> WeightFormat:
     """Return the format that `quantization_config` describes. Raises ValueError."""
     if not isinstance(fields, dict):
         raise ValueError(f"{FIELD}: got {fields}, expected an object")
-    given = {name: value for name, value in fields.items() if value is not None}
+    found = _read({name: value for name, value in fields.items() if value is not None})
+    for pattern in found.ignored:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"{FIELD}: got {pattern!r} for the names of layers, expected a regular expression: "
+                f"{error}"
+            ) from error
+    return found
+
+
+def _read(given: dict[str, Any]) -> WeightFormat:
     match given.get("quant_method"):
         case "fp8":
             return _read_fp8(given)
@@ -157,11 +178,13 @@ def _converted(fields: dict[str, Any], kind: type[Any]) -> Any:
 
 def _read_fp8(fields: dict[str, Any]) -> WeightFormat:
     found = {name: fields.get(name) for name in FP8_BLOCKS}
-    if _converted(fields, _Fp8).weight_block_size is None:
-        return FP8_ROWS
+    read = _converted(fields, _Fp8)
+    ignored = _modules([*read.modules_to_not_convert, *read.ignored_layers])
+    if read.weight_block_size is None:
+        return msgspec.structs.replace(FP8_ROWS, ignored=ignored)
     if found != FP8_BLOCKS:
         raise ValueError(f"{FIELD}: got {found}, expected {FP8_BLOCKS}")
-    return WeightFormat(name="fp8", scales="blocks")
+    return WeightFormat(name="fp8", scales="blocks", ignored=ignored)
 
 
 def _read_awq(read: _Awq) -> WeightFormat:
@@ -171,21 +194,28 @@ def _read_awq(read: _Awq) -> WeightFormat:
         bits=read.bits,
         group_size=max(read.group_size, 0),
         awq_order=True,
-        ignored=tuple(
-            rf"(^|\.){re.escape(name)}(\.|$)" for name in read.modules_to_not_convert or ()
-        ),
+        ignored=(*_modules(read.modules_to_not_convert), *_excluded(read.dynamic)),
     )
 
 
-def _read_gptq(read: _Gptq) -> WeightFormat:
-    ignored = []
-    for pattern, overrides in (read.dynamic or {}).items():
+def _modules(names: Iterable[str]) -> tuple[str, ...]:
+    """Return regular expressions of modules by their names or the ends of these."""
+    return tuple(rf"(^|\.){re.escape(name)}(\.|$)" for name in names)
+
+
+def _excluded(dynamic: Overrides) -> Iterator[str]:
+    """Yield the regular expressions of layers in 16 bits. Raises ValueError for other overrides."""
+    for pattern, overrides in dynamic.items():
         if not pattern.startswith("-:"):
             raise ValueError(
                 f"{FIELD}.dynamic: got {overrides} for {pattern!r}, expected '-:' before the names "
                 "of layers that are not quantized, and one format for all others"
             )
-        ignored.append(f"^(?:{pattern[2:]})")
+        yield f"^(?:{pattern[2:]})"
+
+
+def _read_gptq(read: _Gptq) -> WeightFormat:
+    ignored = [*_excluded(read.dynamic)]
     if read.modules_in_block_to_quantize is not None:
         quantized = {name for names in read.modules_in_block_to_quantize for name in names}
         last = {name.rpartition(".")[2] for name in quantized}
@@ -202,9 +232,10 @@ def _read_gptq(read: _Gptq) -> WeightFormat:
 
 
 def _read_compressed(fields: dict[str, Any]) -> WeightFormat:
-    for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-        if fields.get(name) and fields[name].get("format") != "dense":
-            raise ValueError(f"{FIELD}.{name}: got {fields[name]}, expected null")
+    for name in ("sparsity_config", "transform_config"):
+        found = fields.get(name)
+        if found and not (isinstance(found, dict) and found.get("format") == "dense"):
+            raise ValueError(f"{FIELD}.{name}: got {found}, expected null")
     read = _converted(fields, _Compressed)
     if len(read.config_groups) != 1:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
@@ -49,10 +49,17 @@ class TokenizerConfig(Struct):
         return self.chat_template or ""
 
 
+class Decoder(Struct):
+    """A decoder of bytes, or several in a row."""
+
+    type: str = ""
+    decoders: list["Decoder"] = []
+
+
 class TokenizerFile(Struct):
     """The parts of a `tokenizer.json` from which the bytes of every token follow."""
 
-    decoder: dict[str, Any]
+    decoder: Decoder
     model: Bpe
     added_tokens: list[AddedToken] = []
 
@@ -61,7 +68,7 @@ def read_tokenizer_file(folder: Path) -> TokenizerFile:
     """Read `tokenizer.json`. Raises ModelError if the tokenizer is not a byte-level one."""
     path = folder / "tokenizer.json"
     file = read_json(path, TokenizerFile)
-    kinds = [part.get("type") for part in file.decoder.get("decoders", [file.decoder])]
+    kinds = [part.type for part in file.decoder.decoders or [file.decoder]]
     if "ByteLevel" not in kinds:
         raise ModelError(f"{path}: decoder: got {kinds}, expected ByteLevel")
     number = len(file.model.vocab)

@@ -36,7 +36,16 @@ def compressed(weights: dict[str, Any], **more: Any) -> dict[str, Any]:
             compressed({}, format="nvfp4-pack-quantized"),
             "format: got 'nvfp4-pack-q.* expected 'float",
         ),
-        (compressed({}, kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme: got .* expected null"),
+        (AWQ | {"checkpoint_format": "gemv_fast"}, "checkpoint_format: got 'gemv_fast', expected "),
+        (compressed({}, sparsity_config=[1]), r"sparsity_config: got \[1\], expected null"),
+        (
+            compressed({"group_size": 16}),
+            r"config_groups\.group_0\.weights\.group_size: got 16, expected -1 or 32 or ",
+        ),
+        (
+            compressed({"strategy": "channel"}, ignore=["re:["]),
+            r"got '\^\(\?:\[\)' for .* expected a regular expression",
+        ),
         (compressed({}, config_groups={}), "config_groups: got 0 groups, expected one"),
         (
             {"quant_method": "modelopt", "quant_algo": "NVFP4"},
@@ -49,6 +58,27 @@ def compressed(weights: dict[str, Any], **more: Any) -> dict[str, Any]:
 def test_refuses_by_field(fields: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         read_format(fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        AWQ | {"modules_to_not_convert": ["layers.0.mlp"]},
+        AWQ | {"dynamic": {r"-:.*\.layers\.0\.mlp\.": {}}},
+        FP8_BLOCKS | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.up_proj"]},
+        {"quant_method": "fp8", "ignored_layers": ["up_proj"]},
+        compressed(
+            {"strategy": "channel"},
+            ignore=["re:.*up_proj"],
+            kv_cache_scheme={"num_bits": 8, "type": "float"},
+        ),
+    ],
+)
+def test_excluded_layers_have_16_bits(fields: dict[str, Any]) -> None:
+    """A scheme of the KV cache changes nothing: its scales are not used."""
+    read = read_format(fields)
+    assert read.of(["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]) is None
+    assert read.of(["model.layers.0.self_attn.q_proj"]) == read
 
 
 def test_parts_of_a_weight() -> None:

@@ -236,6 +236,10 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "top_k -2": (fields(GENERATION, top_k=-2), "top_k: got -2, expected `int` >= -1"),
     "top_p 0": (fields(GENERATION, top_p=0), "top_p: got 0, expected `float` > 0.0"),
     "eos_token_id": (fields(GENERATION, eos_token_id=[[1]]), "eos_token_id[0]: got [1], expected"),
+    "temperature 1e999": (
+        content(GENERATION, b'{"temperature": 1e999}'),
+        "temperature: got NaN or a number beyond 64 bits, expected a finite number",
+    ),
     "generation with a BOM": (content(GENERATION, BOM + b"{}"), "it begins with a byte order mark"),
     "tokenizer missing": (absent(TOKENIZER), "has no tokenizer.json; a checkpoint needs it"),
     "tokenizer empty": (content(TOKENIZER, b""), "tokenizer.json can't be read: Input data was"),
@@ -243,6 +247,10 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "vocabulary empty": (
         fields(TOKENIZER, model={"vocab": {}}),
         "model.vocab: got {}, expected `object` of length >= 1",
+    ),
+    "decoders of text": (
+        fields(TOKENIZER, decoder={"type": "Sequence", "decoders": ["ByteLevel"]}),
+        "decoder.decoders[0]: got 'ByteLevel', expected `object`",
     ),
     "chat_template 5": (
         fields("tokenizer_config.json", chat_template=5),
