@@ -36,7 +36,7 @@ def served_instead(folder: Path) -> str:
 def without_config(name: str, files: Collection[str]) -> str:
     """Return why files without a `config.json` are not served; name: of the folder or file."""
     if name.lower().endswith(".gguf"):
-        return f"{name}: got GGUF, expected safetensors; {served_instead(Path(name))}"
+        return f"{name}: got a GGUF file, which `launch all --model` converts, expected a folder"
     if found := sorted(file for file in files if file.lower().endswith(".gguf")):
         return (
             f"{name}: got GGUF files, expected config.json and safetensors; give the path of one "

@@ -17,8 +17,14 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from penstock.protocol.checkpoint import ARCHITECTURE, MOE_ARCHITECTURE, ModelError
+from penstock.protocol.checkpoint import (
+    ARCHITECTURE,
+    MOE_ARCHITECTURE,
+    ModelError,
+    read_bytes,
+)
 
+MAGIC = b"GGUF"
 GROUP = 32
 """columns with one scale"""
 _PLAIN = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
@@ -57,11 +63,7 @@ Tensors = dict[str, tuple[str, NDArray[Any]]]
 
 def convert(path: Path, folder: Path) -> None:
     """Write the checkpoint of a GGUF file into an empty folder. Raises ModelError."""
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError, OverflowError, MemoryError) as error:
-        raise ModelError(f"{path} is not a complete GGUF file: {error}") from error
-    fields = {name: field.contents() for name, field in reader.fields.items()}
+    reader, fields = _read(path)
     shapes = {tensor.name: tensor.shape.tolist() for tensor in reader.tensors}
     config = _config(path, fields, shapes)
     write_tokenizer(path, fields, folder)
@@ -70,7 +72,13 @@ def convert(path: Path, folder: Path) -> None:
     for number, shard in enumerate(tqdm(_shards(reader), desc="GGUF", unit="shard", disable=None)):
         tensors: Tensors = {}
         for tensor in shard:
-            plain += _add(tensors, path, tensor)
+            try:
+                plain += _add(tensors, path, tensor)
+            except (NotImplementedError, ValueError, LookupError) as error:
+                found = f"{tensor.tensor_type.name} of shape {tensor.shape.tolist()}"
+                expected = f"a type that the gguf package dequantizes, in rows of whole {GROUP}"
+                text = f"{path}: {tensor.name}: got {found}, expected {expected}"
+                raise ModelError(text) from error
         name = f"model-{number:05}.safetensors"
         _save(folder / name, tensors)
         index |= dict.fromkeys(tensors, name)
@@ -78,12 +86,27 @@ def convert(path: Path, folder: Path) -> None:
     _write(folder / "config.json", config | {"quantization_config": _quantization(plain)})
 
 
+def _read(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
+    """Return a GGUF file, and its fields by name. Raises ModelError."""
+    if not read_bytes(path, 64).startswith(MAGIC):
+        raise ModelError(f"{path} is not a GGUF file; download it again")
+    try:
+        reader = GGUFReader(path)
+        return reader, {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, LookupError, OverflowError, MemoryError) as error:
+        text = f"{path} is not a complete GGUF file of version 2 or 3; download it again"
+        raise ModelError(text) from error
+
+
 def _config(path: Path, fields: dict[str, Any], shapes: dict[str, list[int]]) -> dict[str, Any]:
     kind = fields.get("general.architecture")
     if kind not in ("qwen3", "qwen3moe"):
         raise ModelError(f"{path}: general.architecture: got {kind!r}, expected qwen3 or qwen3moe")
     if fields.get("split.count", 1) > 1:
-        raise ModelError(f"{path}: split.count: got {fields['split.count']}, expected one file")
+        raise ModelError(
+            f"{path}: split.count: got {fields['split.count']}, expected one file; merge "
+            "the parts with `llama-gguf-split --merge`"
+        )
     if len(shapes.get("token_embd.weight", ())) != 2:
         raise ModelError(f"{path} has no token_embd.weight; a checkpoint needs it")
     scaling = fields.get(f"{kind}.rope.scaling.type", "none")
@@ -151,7 +174,7 @@ def _add(tensors: Tensors, path: Path, tensor: ReaderTensor) -> list[str]:
     stem, _, end = tensor.name.rpartition(".")
     part, number = stem, ""
     if stem.startswith("blk."):
-        _, number, part = stem.split(".", 2)
+        number, _, part = stem.removeprefix("blk.").partition(".")
     prefix = f"model.layers.{number}." if number else ""
     name = (MATRICES | OTHERS if number else TOP).get(part)
     if name is None or end != "weight":
@@ -255,9 +278,8 @@ def write_tokenizer(path: Path, fields: dict[str, Any], folder: Path) -> None:
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }
     _write(folder / "tokenizer.json", tokenizer)
-    ends = _ends(fields)
-    template = fields.get("tokenizer.chat_template")
-    config = {"eos_token": tokens[ends[0]] if ends else None, "chat_template": template}
+    end = next((tokens[one] for one in _ends(fields) if one < len(tokens)), None)
+    config = {"eos_token": end, "chat_template": fields.get("tokenizer.chat_template")}
     _write(folder / "tokenizer_config.json", config)
 
 

@@ -93,7 +93,7 @@ def resolve(options: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
     source = hub_model(options)
     if source is None:
         model = options.get("model")
-        if model and model.endswith(".gguf") and Path(model).is_file():
+        if model and model.lower().endswith(".gguf") and Path(model).is_file():
             folder = _folder_of_gguf(Path(model))
             return {"served_model_name": Path(model).stem} | options | {"model": str(folder)}
         return options | ({"model": str(Path(model).absolute())} if model else {})
@@ -114,7 +114,10 @@ def _folder_of_gguf(path: Path) -> Path:
     except ImportError as error:
         reason = "GGUF files need the package gguf; install penstock[gguf]"
         raise LaunchError(f"--model: {reason}") from error
-    folder = _cache() / _key(path)
+    try:
+        folder = _cache() / _key(path)
+    except RuntimeError as error:  # a user without a home folder
+        raise LaunchError(f"--model: {path} can't be converted: {error} Set HOME") from error
     if folder.exists():
         return folder
     try:

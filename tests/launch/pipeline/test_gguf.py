@@ -1,12 +1,13 @@
 """GGUF files as checkpoints: equal numbers, the same tokens, refusals by a sentence."""
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFReader, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from tokenizers import Tokenizer
 
 from penstock.launch.pipeline.errors import LaunchError
@@ -113,9 +114,11 @@ def test_the_tokenizer_of_qwen3(tmp_path: Path, qwen3_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (b"", "is not a complete GGUF file"),
-        (b"GGUF", "is not a complete GGUF file"),
-        (b"PK\3\4" + bytes(100), "is not a complete GGUF file"),
+        (b"", "is not a GGUF file; download it again"),
+        (b"GGUF", "is not a complete GGUF file of version 2 or 3; download it again"),
+        (b"GGUF\1\0\0\0" + bytes(100), "is not a complete GGUF file of version 2 or 3"),
+        (b"PK\3\4" + bytes(100), "is not a GGUF file; download it again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS to the file"),
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, change: bytes, sentence: str) -> None:
@@ -134,6 +137,48 @@ def test_files_that_are_cut_off_are_refused(tmp_path: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(LaunchError, match="is not a complete GGUF file"):
         resolve({"model": str(file)})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        (b"qwen3", b"qwen\xff", "is not a complete GGUF file of version 2 or 3; download it again"),
+        (b"blk.0.attn_q.weight", b"blk.attn_q.0.weight", "got a tensor blk.attn_q.0.weight, exp"),
+    ],
+)
+def test_fields_that_are_changed_are_refused(
+    tmp_path: Path, old: bytes, new: bytes, sentence: str
+) -> None:
+    save_checkpoint(tmp_path / "made", **SHAPE)
+    file = tmp_path / "model.GGUF"
+    write_gguf(tmp_path / "made", file, "Q8_0")
+    file.write_bytes(file.read_bytes().replace(old, new, 1))
+    with pytest.raises(LaunchError, match=sentence):
+        resolve({"model": str(file)})
+
+
+def test_a_type_without_numbers_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "made", **SHAPE)
+    file = tmp_path / "model.gguf"
+    write_gguf(tmp_path / "made", file, "F32")
+    data = file.read_bytes()
+    at = data.index(b"blk.0.attn_q.weight") + 19 + 4 + 2 * 8  # number of dimensions, dimensions
+    file.write_bytes(data[:at] + struct.pack("<I", GGMLQuantizationType.I32) + data[at + 4 :])
+    with pytest.raises(LaunchError, match=r"blk\.0\.attn_q\.weight: got I32 of shape \[256, 256\]"):
+        resolve({"model": str(file)})
+
+
+def test_a_user_without_a_home_folder_gets_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(LaunchError, match=r"home directory\. Set HOME"):
+        resolve({"model": str(tmp_path / "model.gguf")})
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
