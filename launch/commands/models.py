@@ -10,6 +10,7 @@ import psutil
 from msgspec import Struct
 
 from penstock.launch.commands.gpus import physical_gpus
+from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.model_memory import Layout, Needs, needs
 from penstock.launch.pipeline.options import add_options, given_options
 from penstock.protocol.checkpoint import (
@@ -19,7 +20,7 @@ from penstock.protocol.checkpoint import (
     quantized,
     read_model_config,
 )
-from penstock.protocol.checkpoint_files import weight_files
+from penstock.protocol.checkpoint_files import check_files, weight_files
 from penstock.protocol.config import Config
 
 CONTEXT = 32_768
@@ -76,7 +77,9 @@ def _run(arguments: Namespace) -> int:
     gpus = [one.num_bytes for one in physical_gpus() or () if one.num_bytes]
     machine = Machine(gpus, psutil.virtual_memory().total)
     found = [("", folder) for folder in arguments.folders] or list(cached())
-    models = [describe(name or str(folder), folder, config, machine) for name, folder in found]
+    models = [
+        checked(describe(name or str(folder), folder, config, machine)) for name, folder in found
+    ]
     if arguments.json:
         report = {"machine": machine, "models": models}
         print(msgspec.json.format(msgspec.json.encode(report)).decode())
@@ -89,7 +92,13 @@ def cached() -> Iterator[tuple[str, Path]]:
     """Yield the name and the folder of the newest snapshot of each model in the cache."""
     from huggingface_hub import constants
 
-    for repository in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
+    cache = Path(constants.HF_HUB_CACHE)
+    try:
+        repositories = sorted(cache.glob("models--*--*"))
+    except OSError as error:
+        text = f"{cache} can't be read: {error.strerror}; HF_HOME names another cache"
+        raise LaunchError(text) from error
+    for repository in repositories:
         snapshots = [path.parent for path in repository.glob("snapshots/*/config.json")]
         if snapshots:
             newest = max(snapshots, key=lambda path: path.stat().st_mtime)
@@ -103,11 +112,12 @@ def describe(name: str, folder: Path, config: Config, machine: Machine) -> Liste
         model = quantized(read_model_config(folder), config.quantization)
         _check_integers(model, config, machine)
         missing = [file for file in weight_files(folder) if not (folder / file).exists()]
-    except ModelError as error:
-        return msgspec.structs.replace(listed, refusal=str(error))
-    if missing:
-        text = f"{missing[0]} is not downloaded; `launch all --model {name}` continues"
-        return msgspec.structs.replace(listed, refusal=text)
+        if missing and name != str(folder):
+            raise ModelError(
+                f"{missing[0]} is not downloaded; `launch all --model {name}` continues"
+            )
+    except (ModelError, OSError) as error:
+        return _refused(listed, error)
     memory = min(machine.gpus, default=machine.ram) * config.gpu_memory_utilization
     sizes = [tp for tp in (1, 2, 4, MAX_TP) if tp <= len(machine.gpus)] or [1]
     for tp in sizes:
@@ -131,6 +141,24 @@ def describe(name: str, folder: Path, config: Config, machine: Machine) -> Liste
     if config.quantization in INTEGER_BITS:
         weights = config.quantization
     return msgspec.structs.replace(listed, dtype=weights)
+
+
+def checked(listed: Listed) -> Listed:
+    """Return `listed`, or its refusal if a file is missing or damaged."""
+    folder = Path(listed.folder)
+    try:
+        if not listed.refusal:
+            check_files(folder, read_model_config(folder), weights=True)
+    except (ModelError, OSError) as error:
+        return _refused(listed, error)
+    return listed
+
+
+def _refused(listed: Listed, error: ModelError | OSError) -> Listed:
+    text = str(error)
+    if isinstance(error, OSError):
+        text = f"{error.filename} can't be read: {error.strerror}"
+    return Listed(model=listed.model, folder=listed.folder, refusal=text)
 
 
 def _check_integers(model: ModelConfig, config: Config, machine: Machine) -> None:

@@ -1,6 +1,8 @@
 """`launch models`, with caches and machines of a test."""
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -17,12 +19,12 @@ DEMO = Config().model_folder
 GIB = 2**30
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+def run(monkeypatch: pytest.MonkeyPatch, *words: str, code: int = 0) -> None:
     """Run `launch models`."""
     monkeypatch.setattr("sys.argv", ["launch", "models", *words])
     with pytest.raises(SystemExit) as exit_:
         main()
-    assert exit_.value.code == 0
+    assert exit_.value.code == code
 
 
 def write(folder: Path, name: str) -> Path:
@@ -59,6 +61,31 @@ def test_the_cache_and_what_is_wrong_with_it(
     assert any(
         line.startswith("Qwen/Qwen3-8B-MLX-4bit: quantization_config: got 4") for line in lines
     )
+
+
+def test_damaged_files_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut, bare = shutil.copytree(DEMO, tmp_path / "cut"), shutil.copytree(DEMO, tmp_path / "bare")
+    os.truncate(cut / "model.safetensors", 1_000_000)
+    (bare / "model.safetensors").unlink()
+    run(monkeypatch, str(DEMO), str(cut), str(bare), "--json")
+    listed = json.loads(capsys.readouterr().out)["models"]
+    assert [one["fits"] for one in listed] == [True, False, False]
+    assert "incomplete metadata, file not fully covered; download it" in listed[1]["refusal"]
+    assert listed[2]["refusal"] == f"{bare} has no model.safetensors; a checkpoint needs it"
+
+
+def test_a_cache_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forbidden(path: Path, _: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(Path, "glob", forbidden)
+    run(monkeypatch, code=2)
+    assert f"{tmp_path} can't be read: Permission denied; HF_HOME" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
