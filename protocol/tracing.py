@@ -30,7 +30,7 @@ def check_tracing(config: Config) -> None:
     if not address:
         return
     if not address.startswith(("http://", "https://")):
-        raise TracingError(f"--otlp-endpoint is {address!r}; http://HOST:PORT is wanted")
+        raise TracingError(f"--otlp-endpoint: got {address!r}, expected http://HOST:PORT")
     try:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace.export  # noqa: F401

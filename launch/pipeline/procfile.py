@@ -36,6 +36,8 @@ def read_procfile(path: Path = PROCFILE) -> dict[str, str]:
         if match[1] in commands:
             raise LaunchError(f"{path}:{number} names {match[1]} a second time")
         commands[match[1]] = match[2]
+    if not commands:
+        raise LaunchError(f"--procfile: {path} has no line, expected some of `name: command`")
     return commands
 
 

@@ -24,6 +24,8 @@ from penstock.protocol.run_folder import (
 from penstock.protocol.transport.process_exit import ProcessExit
 
 LOCK_FILE = "lock"
+NEEDED_BYTES = 1 << 16
+"""of a run folder's file system: for the lock, `config.json` and its successor"""
 
 
 def control_endpoint(folder: Path) -> str:
@@ -74,6 +76,7 @@ def _lock(config: Config) -> int:
     try:
         path = make_run_folder(config) / LOCK_FILE
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        _check_space(path.parent)
     except OSError as error:
         raise LaunchError(f"the run folder can't be made: {error}") from error
     if not _try_lock(lock, fcntl.LOCK_EX):
@@ -84,6 +87,14 @@ def _lock(config: Config) -> int:
     os.truncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())
     return lock
+
+
+def _check_space(folder: Path) -> None:
+    """Raise OSError where the files of a run folder have no room."""
+    facts = os.statvfs(folder)
+    if facts.f_bavail * facts.f_frsize < NEEDED_BYTES:
+        text = f"{folder} has no space left; set XDG_RUNTIME_DIR to another folder"
+        raise OSError(text)
 
 
 def _try_lock(lock: int, kind: int) -> bool:

@@ -96,7 +96,7 @@ def test_without_a_collector_there_is_nothing() -> None:
 
 
 def test_an_address_that_is_none() -> None:
-    with pytest.raises(TracingError, match="'localhost:4318'; http://HOST:PORT is wanted"):
+    with pytest.raises(TracingError, match="got 'localhost:4318', expected http://HOST"):
         check_tracing(Config(otlp_endpoint="localhost:4318"))
 
 

@@ -29,6 +29,7 @@ def test_comments_and_empty_lines_are_skipped(tmp_path: Path) -> None:
         ("a: b\nnonsense\n", "procfile:2 is not `name: command`: 'nonsense'"),
         ("a:\n", "procfile:1 is not `name: command`: 'a:'"),
         ("a: b\na: c\n", "procfile:2 names a a second time"),
+        ("# a: b\n", "procfile has no line, expected some of `name: command`"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, text: str, sentence: str) -> None:

@@ -54,6 +54,13 @@ def test_what_a_killed_pipeline_left_is_swept_away() -> None:
         assert [left.name for left in folder.iterdir()] == [LOCK_FILE]
 
 
+def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.statvfs_result((4096, 4096, 100, 9, 9, 1, 1, 1, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    with pytest.raises(LaunchError, match="has no space left; set XDG_RUN"), claim(CONFIG):
+        pass
+
+
 def test_a_folder_that_someone_else_made_a_file_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / f"penstock-{os.getuid()}").touch()
     with pytest.raises(LaunchError, match="run folder"), claim(CONFIG):

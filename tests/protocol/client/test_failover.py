@@ -246,6 +246,7 @@ def test_where_one_refuses_and_one_is_dead_a_question_waits(
         ("tcp://a:1,b:1", "'b:1'"),
         ("tcp://a:1, tcp://b:1", "' tcp://b:1'"),
         ("tcp://a", "'tcp://a'"),
+        ("tcp://a:65535,tcp://a:65536", "'tcp://a:65536'"),
         ("inproc://a", "'inproc://a'"),
         ("cluster://a", "'cluster://a'"),
     ],
