@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from penstock.protocol import embedding_model
 from penstock.protocol.config import Config
-from penstock.protocol.field_errors import explain
+from penstock.protocol.field_errors import decode_any, explain
 from penstock.protocol.quantization import FIELD, WeightFormat, read_format
 from penstock.protocol.rope import Rope, read_rope
 from penstock.protocol.unserved import architecture_hint, served_instead, without_config
@@ -262,8 +262,7 @@ def read_json(path: Path, type_: type[T]) -> T:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         problem = f"{error}{hint_of(content)}"
         if isinstance(error, msgspec.ValidationError) and issubclass(type_, Struct):
-            raw = msgspec.json.Decoder(float_hook=float).decode(content)
-            field, sentence = explain(str(error), raw, type_)
+            field, sentence = explain(str(error), decode_any(content), type_)
             problem = sentence if field else problem
         raise ModelError(f"{path} can't be read: {problem}") from error
 

@@ -19,6 +19,11 @@ UNICODE = "got an invalid UTF-16 surrogate, expected Unicode text"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+def decode_any(content: bytes) -> Any:
+    """Decode JSON, with infinity for numbers beyond 64 bits."""
+    return msgspec.json.Decoder(float_hook=float).decode(content)
+
+
 def explain(error: str, raw: object, kind: type[Struct]) -> tuple[str | None, str]:
     """Return the path of an invalid field of `raw`, which is not a `kind`, and a message.
 
