@@ -46,8 +46,8 @@ class Gateway:
         self.connections = self.clients.connections
         callbacks = call_later, self.on_report, self.on_status
         self.models = [
-            Model(one, self.ledger.of_model(one.config.model_name), self.clients, *callbacks)
-            for one in process.by_model()
+            Model(part, self.ledger.of_model(part.config.model_name), self.clients, *callbacks)
+            for part in process.by_model()
         ]
         self.default = self.models[0]
         self.clients.on_defect = self.on_defect
@@ -69,8 +69,8 @@ class Gateway:
             self.status.answer_ready()
         if not self.default.requests.is_draining:
             return
-        is_idle = not (self.ledger or any(one.requests.queries for one in self.models))
-        must_wait = self.has_drained or any(one.router.awaits_claims for one in self.models)
+        is_idle = not (self.ledger or any(model.requests.queries for model in self.models))
+        must_wait = self.has_drained or any(model.router.awaits_claims for model in self.models)
         if is_idle and not must_wait:
             self.has_drained = True
             end = partial(signal.raise_signal, signal.SIGTERM)
@@ -130,7 +130,7 @@ class Gateway:
             model.requests.is_draining |= report.draining
             if is_first:
                 model.requests.poison.learn(report.poison)
-            model.on_processes([one.name for one in report.processes])
+            model.on_processes([process.name for process in report.processes])
 
     def on_status(self, model: Model, status: SchedulerStatus) -> None:
         self.status.on_report(model, status.replica)

@@ -92,7 +92,7 @@ class Router:
         first_attempt: int = 0,
     ) -> None:
         """to_schedulers: one a replica. first_attempt: of this gateway."""
-        self._all = [Replica(index) for index in range(len(to_schedulers))]
+        self._replicas = [Replica(index) for index in range(len(to_schedulers))]
         self._to_schedulers = to_schedulers
         self._first_attempt = first_attempt
         self._prefixes = Prefixes()
@@ -101,33 +101,33 @@ class Router:
     @property
     def statuses(self) -> list[SchedulerStatus]:
         """The newest ones; `ready` is False where the replica does not serve this gateway now."""
-        return [
-            replace(one.status, ready=one.is_ready, unclaimed=[])  # not for other clients' eyes
-            for one in self._all
-            if one.status
+        return [  # without ids of other clients' requests
+            replace(replica.status, ready=replica.is_ready, unclaimed=[])
+            for replica in self._replicas
+            if replica.status
         ]
 
     @property
     def is_ready(self) -> bool:
-        return all(one.is_ready for one in self._all)
+        return all(replica.is_ready for replica in self._replicas)
 
     @property
     def awaits_claims(self) -> bool:
-        return any(one.awaits_claims for one in self._all)
+        return any(replica.awaits_claims for replica in self._replicas)
 
     def may_have(self, request_id: str) -> bool:
-        return any(one.may_have(request_id) for one in self._all)
+        return any(replica.may_have(request_id) for replica in self._replicas)
 
     def introduce(self, replica: int, first_attempt: int) -> None:
         """Have a scheduler serve this gateway, from this attempt on."""
-        self._all[replica].first_attempt = first_attempt
+        self._replicas[replica].first_attempt = first_attempt
         self._to_schedulers[replica].send(GatewayStarted(first_attempt))
 
     def record_status(self, status: SchedulerStatus) -> bool | None:
         """Record a status. True: its scheduler has restarted; None: the status is outdated."""
-        if status.replica >= len(self._all):
+        if status.replica >= len(self._replicas):
             return None
-        replica = self._all[status.replica]
+        replica = self._replicas[status.replica]
         before = replica.status
         if before and status.epoch < before.epoch:
             return None
@@ -139,39 +139,40 @@ class Router:
 
     def record_running(self, running: Collection[int]) -> None:
         """Record which replicas have a scheduler that runs, as the supervisor reports."""
-        for one in self._all:
-            one.num_absent = 0 if one.index in running else one.num_absent + 1
-            if one.has_exited:
-                one.status = None
+        for replica in self._replicas:
+            replica.num_absent = 0 if replica.index in running else replica.num_absent + 1
+            if replica.has_exited:
+                replica.status = None
 
     def covers_all(self, replicas: set[int]) -> bool:
-        return all(one.index in replicas or one.is_silent for one in self._all)
+        return all(replica.index in replicas or replica.is_silent for replica in self._replicas)
 
     def on_heartbeat(self) -> None:
         """Count heartbeats, not seconds: a gateway that was stopped itself finds nobody silent."""
-        for one in self._all:
-            one.num_missed += 1
+        for replica in self._replicas:
+            replica.num_missed += 1
 
     @property
     def entries(self) -> list[Entry]:
-        return [entry for one in self._all for entry in one.entries.values()]
+        return [entry for replica in self._replicas for entry in replica.entries.values()]
 
     def entries_of(self, replica: int) -> list[Entry]:
-        return list(self._all[replica].entries.values())
+        return list(self._replicas[replica].entries.values())
 
     def stranded(self) -> list[Entry]:
         """Return requests of replicas that can't run them, while another one can."""
-        if not any(one.runs for one in self._all):
+        if not any(replica.runs for replica in self._replicas):
             return []
-        return [entry for one in self._all if one.is_down for entry in one.entries.values()]
+        down = [replica for replica in self._replicas if replica.is_down]
+        return [entry for replica in down for entry in replica.entries.values()]
 
     def assign(self, entry: Entry) -> None:
-        running = [one for one in self._all if one.runs] or self._all
+        running = [replica for replica in self._replicas if replica.runs] or self._replicas
         if self._routing == "random":
             replica = random.choice(running)  # noqa: S311  no secret
-        elif self._routing == "prefix" and len(self._all) > 1:
-            loads = {one.index: one.load() for one in running}
-            replica = self._all[self._prefixes.choose(entry.request, loads)]
+        elif self._routing == "prefix" and len(self._replicas) > 1:
+            loads = {replica.index: replica.load() for replica in running}
+            replica = self._replicas[self._prefixes.choose(entry.request, loads)]
         else:
             replica = min(running, key=Replica.load)
         entry.replica = replica.index
@@ -180,8 +181,8 @@ class Router:
 
     def migrate(self, entry: Entry) -> None:
         """Leave a replica that can't run the request for one that can, if there is one."""
-        before = self._all[entry.replica]
-        if not before.is_down or not any(one.runs for one in self._all):
+        before = self._replicas[entry.replica]
+        if not before.is_down or not any(replica.runs for replica in self._replicas):
             return
         deaths = before.status.num_deaths if before.status else {}
         entry.num_deaths = deaths.get(entry.request_id, 0)
@@ -191,7 +192,7 @@ class Router:
         self.assign(entry)
 
     def unassign(self, entry: Entry) -> None:
-        self._all[entry.replica].entries.pop(entry.request_id, None)
+        self._replicas[entry.replica].entries.pop(entry.request_id, None)
 
     def release(self, replica: int, request_id: str, attempt: int) -> None:
         self._to_schedulers[replica].send(ReleaseRequest(request_id, attempt))
@@ -204,5 +205,5 @@ class Router:
     def release_everywhere(self, request_id: str, attempt: int) -> None:
         """Release a request that has ended, unless it is of an earlier gateway."""
         if attempt >= self._first_attempt:
-            for replica in range(len(self._all)):
+            for replica in range(len(self._replicas)):
                 self.release(replica, request_id, attempt)

@@ -78,7 +78,7 @@ class PipelineStatus:
 
     def is_ready(self, name: str | None = None) -> bool:
         """Return whether a model is ready; None: all of them."""
-        return all(one.is_ready for one in self._models if name in (None, one.name))
+        return all(model.is_ready for model in self._models if name in (None, model.name))
 
     def reply(self, metrics: bool = False) -> StatusReply:
         models = [_model_status(model, metrics) for model in self._models]
@@ -86,8 +86,8 @@ class PipelineStatus:
             name=models[0].name,
             model=models[0].model,
             ready=self.is_ready(),
-            tokenizers={name: work for one in models for name, work in one.tokenizers.items()},
-            schedulers=[status for one in models for status in one.schedulers],
+            tokenizers={name: work for model in models for name, work in model.tokenizers.items()},
+            schedulers=[status for model in models for status in model.schedulers],
             models=models if len(models) > 1 else [],
             num_requests=len(self._ledger),
             num_bad_frames=sum(channel.num_bad_frames for channel, _ in self._handlers),
@@ -100,14 +100,14 @@ class PipelineStatus:
         connections = self._clients.connections
         return {
             "open_requests": self._ledger.num_open,
-            "open_questions": sum(len(one.requests.queries) for one in self._models),
+            "open_questions": sum(len(model.requests.queries) for model in self._models),
             "connections": len(connections),
             "disconnected_clients_total": connections.num_cut_off,
         }
 
     def _covers_all(self, reported: set[tuple[Model, int]]) -> bool:
         return all(
-            model.router.covers_all({replica for one, replica in reported if one is model})
+            model.router.covers_all({replica for other, replica in reported if other is model})
             for model in self._models
         )
 
@@ -143,4 +143,4 @@ def _model_status(model: Model, metrics: bool) -> ModelStatus:
 
 
 def _open(queries: list[StatusQuery]) -> list[StatusQuery]:
-    return [one for one in queries if not one.client.connection.is_closed]
+    return [query for query in queries if not query.client.connection.is_closed]

@@ -64,14 +64,13 @@ class KVLayout(NamedTuple):
 
     def num_fitting_blocks(self, num_bytes: float) -> int:
         """Return the number of blocks that fit into `num_bytes`. Raises ModelError if none fits."""
-        block_bytes = self.block_bytes
-        if num_bytes < block_bytes:
+        if num_bytes < self.block_bytes:
             raise ModelError(
-                f"KV cache: got {num_bytes / 2**30:.2f} GiB, expected {block_bytes / 2**30:.2f} or "
-                "more for one block; raise --gpu-memory-utilization or --kv-cache-gib, or use more "
-                "GPUs"
+                f"KV cache: got {num_bytes / 2**30:.2f} GiB, expected "
+                f"{self.block_bytes / 2**30:.2f} or more for one block; raise "
+                "--gpu-memory-utilization or --kv-cache-gib, or use more GPUs"
             )
-        return min(int(num_bytes / block_bytes), MAX_BLOCKS)
+        return min(int(num_bytes / self.block_bytes), MAX_BLOCKS)
 
     def allocate(
         self, num_blocks: int, device: torch.device, region: Region | None = None

@@ -223,8 +223,7 @@ def _make_runner(rank: Rank, model: Qwen3, grammars: Grammars | None) -> ModelRu
     if kept:
         return make(kept.manifest.num_blocks, kept)
     num_blocks = rank.assignment.num_blocks or config.num_blocks
-    if not num_blocks:
-        num_blocks = layout.num_fitting_blocks(_kv_bytes(rank, model, make))
+    num_blocks = num_blocks or layout.num_fitting_blocks(_kv_bytes(rank, model, make))
     new = memory.allocate("kv", num_blocks * layout.block_bytes, *facts)
     if new is None:
         return make(num_blocks)

@@ -38,7 +38,7 @@ def report(harness: GatewayHarness, first_attempt: int, *unclaimed: str) -> None
         epoch=1, ready=True, first_attempt=first_attempt, unclaimed=list(unclaimed)
     )
     harness.detokenizer.send(status)
-    harness.run_until(lambda: harness.gateway.default.router._all[0].status == status)
+    harness.run_until(lambda: harness.gateway.default.router._replicas[0].status == status)
 
 
 def code(harness: GatewayHarness, client: Any) -> str:

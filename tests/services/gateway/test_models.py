@@ -152,7 +152,7 @@ def test_a_scheduler_that_restarted_gets_its_model_s_requests(harness: TwoModels
     names = [ProcessStatus(name="a/scheduler.1", pid=1, uptime=1.0, restarts=0)]
     harness.its["a"].results.send(SupervisorReport(names))
     harness.run_until(lambda: harness.gateway.status.processes)
-    absent = [model.router._all[0].num_absent for model in harness.gateway.models]
+    absent = [model.router._replicas[0].num_absent for model in harness.gateway.models]
     assert absent == [0, 1]
 
 

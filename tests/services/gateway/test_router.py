@@ -56,7 +56,7 @@ def placed(router: Router, request_id: str, prompt: Any = "short", **fields: Any
 
 
 def sizes(router: Router) -> list[int]:
-    return [len(one.entries) for one in router._all]
+    return [len(one.entries) for one in router._replicas]
 
 
 def migrated(router: Router, one: Entry) -> int | None:
@@ -255,11 +255,11 @@ def test_every_open_request_has_one_replica(seed: int) -> None:
         for new in set(open_) - before:
             router.assign(open_[new])
         moved(router)
-        held = [(i, one.index) for one in router._all for i in one.entries]
+        held = [(i, one.index) for one in router._replicas for i in one.entries]
         assert dict(held) == {i: one.replica for i, one in open_.items()}
         assert len(held) == len(open_)
-        if any(one.runs for one in router._all):
-            assert not any(one.is_down and one.entries for one in router._all)
+        if any(one.runs for one in router._replicas):
+            assert not any(one.is_down and one.entries for one in router._replicas)
 
 
 # ---- readiness ---------------------------------------------------------------------------------
