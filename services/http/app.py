@@ -9,15 +9,16 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
-from starlette.routing import Route, Router
+from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.chat import MessageError
 from penstock.services.http.generation.schema import ApiRequest
 from penstock.services.http.openapi import describe
+from penstock.services.http.responses.session import ResponsesSocket
 from penstock.services.http.routes import OPERATIONS, Operation
 from penstock.services.http.shared.access import Gate, caller, check_key
 from penstock.services.http.shared.app_state import Models
@@ -48,8 +49,9 @@ def make_app(models: Models) -> ASGIApp:
     async def answer_openapi(_: Request) -> Response:
         return Response(openapi, media_type="application/json")
 
-    routes = [_route(operation, models) for operation in OPERATIONS]
+    routes: list[BaseRoute] = [_route(operation, models) for operation in OPERATIONS]
     routes += [
+        WebSocketRoute("/v1/responses", ResponsesSocket(models)),
         Route("/openapi.json", answer_openapi),
         Route("/", page),
         Route("/page/{name}", page),
@@ -83,7 +85,7 @@ class Errors:
             # raised again, it would let uvicorn close the connection
             if not isinstance(error, _HANDLED):
                 _log.exception("%r failed", scope["path"])
-            response = await answer_error(Request(scope), error)
+            response = await answer_error(HTTPConnection(scope), error)
             await response(scope, receive, send)
 
 

@@ -22,6 +22,7 @@ from penstock.services.http.app import make_app
 from penstock.services.http.connections import Limits, limited_protocol, limits_for
 from penstock.services.http.responses.store import ResponseStore
 from penstock.services.http.shared.app_state import Models
+from penstock.services.http.websocket import limited_websocket
 
 MAX_GRACE = 4
 """seconds that running requests have after SIGTERM, up to --drain-timeout: SIGKILL comes after 5"""
@@ -32,6 +33,7 @@ LAST_ANSWERS = 0.5
 """seconds to send errors for unfinished requests"""
 KEEP_ALIVE = 75
 """seconds that a connection may be idle: longer than clients keep idle connections"""
+_NO_ERRORS = ("Cancel %s running task", "Invalid UTF-8 sequence")
 
 
 class Server(uvicorn.Server):
@@ -124,10 +126,14 @@ def uvicorn_config(config: Config, models: Models, limits: Limits | None = None)
     """Return the configuration of a `Server`."""
     logging.getLogger("uvicorn.error").addFilter(_is_error)
     limits = limits or limits_for(models.max_batch_bytes, models.max_answers)
+    http = limited_protocol(limits)
     return uvicorn.Config(
         make_app(models),
-        http=limited_protocol(limits),
-        ws="none",
+        http=http,
+        ws=limited_websocket(http),
+        ws_max_size=models.max_request_bytes,
+        ws_ping_timeout=None,  # blocking clients answer pings only while they read
+        ws_per_message_deflate=False,
         lifespan="off",
         log_config=None,
         log_level="error",
@@ -139,8 +145,8 @@ def uvicorn_config(config: Config, models: Models, limits: Limits | None = None)
 
 
 def _is_error(record: logging.LogRecord) -> bool:
-    """Return False for uvicorn's message about cancelled tasks, which `Server.shutdown` expects."""
-    return not str(record.msg).startswith("Cancel %s running task")
+    """Return False for messages about clients, and tasks that `Server.shutdown` cancels."""
+    return not str(record.msg).startswith(_NO_ERRORS)
 
 
 def main() -> None:

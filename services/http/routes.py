@@ -49,7 +49,9 @@ from penstock.services.http.pooling.schema import (
     ScoreReply,
     ScoreRequest,
 )
+from penstock.services.http.responses.compaction import compact
 from penstock.services.http.responses.replies import (
+    CompactedResponse,
     DeletedResponse,
     InputItems,
     InputTokens,
@@ -63,7 +65,11 @@ from penstock.services.http.responses.routes import (
     respond,
     retrieve,
 )
-from penstock.services.http.responses.schema import InputTokensRequest, ResponsesRequest
+from penstock.services.http.responses.schema import (
+    CompactRequest,
+    InputTokensRequest,
+    ResponsesRequest,
+)
 from penstock.services.http.shared.access import caller
 from penstock.services.http.shared.app_state import AppState, Models
 from penstock.services.http.shared.errors import ApiError, fields_as_sent
@@ -193,6 +199,7 @@ OPERATIONS = [
         *("POST", f"{_RESPONSES}/input_tokens", count_input_tokens),
         *(InputTokens, InputTokensRequest),
     ),
+    Operation("POST", f"{_RESPONSES}/compact", compact, CompactedResponse, CompactRequest),
     Operation("DELETE", _RESPONSE, delete, DeletedResponse),
     Operation("POST", f"{_RESPONSE}/cancel", cancel, ResponseReply),
     Operation("POST", "/v1/embeddings", embed, EmbeddingReply, EmbeddingRequest, is_batch=True),

@@ -64,7 +64,7 @@ class ResponseEvents(Events):
         self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
     ) -> Iterator[Event]:
         """Yield the events of new tokens, and, with the reply, the last ones."""
-        if not self._num_events:
+        if not self.has_begun:
             yield from self.begin()
         if new and new.logprobs is not None:
             for text in self._logprobs.split(new):
@@ -77,6 +77,11 @@ class ResponseEvents(Events):
             for delta in self._choice.deltas(None, reply):
                 yield from self._piece(delta)
             yield from self._end(reply)
+
+    @property
+    def has_begun(self) -> bool:
+        """True after the first event."""
+        return self._num_events > 0
 
     def begin(self) -> Iterator[Event]:
         """Yield the first events, which need no token."""

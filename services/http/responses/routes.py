@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -50,23 +50,48 @@ _OWN = {"model", "reasoning", "service_tier", "store", "text", "top_logprobs"}
 Query = TypeVar("Query", bound=Struct)
 
 
+class Submitted(NamedTuple):
+    """A response whose generation was submitted."""
+
+    generation: Generation
+    events: ResponseEvents
+    items: list[Item]
+    """the conversation: that of the previous response, then the input"""
+
+
 async def respond(state: AppState, request: ResponsesRequest) -> Response:
     """Answer the items of a conversation."""
     if request.background and not request.store:
         raise invalid("background", "got true, expected store: true with it")
+    log = EventLog() if request.background and request.stream else None
+    generation, events, items = submit(state, request, log)
+    if request.background:
+        store = state.singletons.get(ResponseStore)
+        with generation.aborted_on_error():
+            store.put(events.response, items, log)
+        store.run(events.response.id, _run(generation, events, log))
+        return log.follow(0) if log else json_response(events.response)
+    if request.stream:
+        return generation.stream_events(events)
+    (reply,) = await generation.replies()
+    return json_response(events.whole(reply))
+
+
+def submit(state: AppState, request: ResponsesRequest, log: EventLog | None = None) -> Submitted:
+    """Submit a request. Raises ApiError, MessageError.
+
+    log: the events of a stream in the background.
+    """
     state.generation_config.fill(request)
     request.request_id = request.request_id or caller.get().request_id or None
-    new, store = input_items(request), state.singletons.get(ResponseStore)
-    previous = store.items(request.previous_response_id) if request.previous_response_id else []
-    items = [*previous, *store.resolved(new)]
+    store = state.singletons.get(ResponseStore)
+    items = conversation(store, request)
     chat = chat_request(request, items)
     generation = submit_chat(state, "resp", chat, name_in_responses)
     choice = ChatChoice(0, chat, state.tool_format)
 
-    log = EventLog() if request.background and request.stream else None
-
     def keep(response: ResponseReply) -> None:
-        if request.store is False:
+        if request.store is False and not caller.get().websocket:
             return
         try:
             store.put(response, items, log)
@@ -76,15 +101,13 @@ async def respond(state: AppState, request: ResponsesRequest) -> Response:
                 store.put(_failed(response, error), items)
 
     events = ResponseEvents(begun(request, state.model), choice, state.end_of_thought, keep)
-    if request.background:
-        with generation.aborted_on_error():
-            store.put(events.response, items, log)
-        store.run(events.response.id, _run(generation, events, log))
-        return log.follow(0) if log else json_response(events.response)
-    if request.stream:
-        return generation.stream_events(events)
-    (reply,) = await generation.replies()
-    return json_response(events.whole(reply))
+    return Submitted(generation, events, items)
+
+
+def conversation(store: ResponseStore, request: ResponsesRequest) -> list[Item]:
+    """Return the items of the previous response, then those of the input. Raises ApiError."""
+    name = request.previous_response_id
+    return [*(store.items(name) if name else []), *store.resolved(input_items(request))]
 
 
 async def retrieve(models: Models, given: dict[str, str]) -> Response:
@@ -121,7 +144,7 @@ async def list_input_items(models: Models, given: dict[str, str]) -> Response:
     query = _decode_query(given, InputItemsQuery)
     found = models.singletons.get(ResponseStore).input_items(query.response_id)
     suffix = query.response_id.partition("_")[2]
-    items = [_listed(one, f"item_{suffix}_{number}") for number, one in enumerate(found)]
+    items = [listed(one, f"item_{suffix}_{number}") for number, one in enumerate(found)]
     if query.order == "desc":
         items.reverse()
     if query.after is not None:
@@ -137,9 +160,7 @@ async def list_input_items(models: Models, given: dict[str, str]) -> Response:
 
 async def count_input_tokens(state: AppState, request: InputTokensRequest) -> Response:
     """Return the length of the prompt that a response would have."""
-    store, previous_id = state.singletons.get(ResponseStore), request.previous_response_id
-    items = store.items(previous_id) if previous_id else []
-    items += store.resolved(input_items(request))
+    items = conversation(state.singletons.get(ResponseStore), request)
     if not items and request.instructions is None:
         raise invalid("input", "got nothing, expected a text or items")
     chat = chat_request(request, items)
@@ -174,7 +195,7 @@ def _decode_query(given: dict[str, str], kind: type[Query]) -> Query:
         raise ApiError(400, message, path) from None
 
 
-def _listed(item: Item, name: str) -> dict[str, Any]:
+def listed(item: Item, name: str) -> dict[str, Any]:
     """Return an item as OpenAI lists it. name: its id, if the client gave it none."""
     listed = {"id": name, "type": item.type, "status": "completed", **msgspec.to_builtins(item)}
     if isinstance(item.content, str):

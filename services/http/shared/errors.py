@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from msgspec import Struct
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import Response
 
 from penstock.protocol.client.errors import RequestError
@@ -91,13 +91,13 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, "internal error; the server's log has the details")
 
 
-async def answer_error(request: Request, error: Exception) -> Response:
+async def answer_error(request: HTTPConnection, error: Exception) -> Response:
     """Return the response to an exception, as a handler of starlette."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # nobody reads it
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         expected = f"expected {error.headers['Allow']}" if error.headers else "which is not a route"
-        where = f"{request.method} {request.url.path}"
+        where = f"{request['method']} {request.url.path}"
         error.detail = f"got {where}, {expected}; /openapi.json lists the routes"
     form = is_for_anthropic(request.url.path, request.headers)
     return error_response(as_api_error(error), form)

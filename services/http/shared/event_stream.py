@@ -176,7 +176,7 @@ async def bounded(
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which is cancelled when the HTTP client disconnects.
+    """Return the result of `work`, which is cancelled when the client disconnects.
 
     Raises ClientDisconnect then; ApiError when the server stops.
     """
@@ -184,7 +184,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     async def watch() -> None:
         nonlocal is_lost
-        while (await receive())["type"] != "http.disconnect":
+        while not (await receive())["type"].endswith(".disconnect"):
             pass
         is_lost = bool(task and task.cancel())
 
