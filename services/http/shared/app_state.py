@@ -101,8 +101,8 @@ class Models:
         await asyncio.gather(*(state.start() for state in self.by_name.values()))
 
     def named(self, model: str | None) -> AppState:
-        """Return a model; without a name, the first one. Raises ApiError for an unknown name."""
-        if not model:
+        """Return a model; None is the first one. Raises ApiError for an unknown name."""
+        if model is None:
             return self.default
         if model not in self.by_name:
             names = " or ".join(map(repr, self.by_name))

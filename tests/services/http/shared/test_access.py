@@ -6,6 +6,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from penstock.protocol.messages.client import GenerateRequest
 from tests.services.http.conftest import Served
 
 Serve = Callable[..., Served]
@@ -190,10 +191,14 @@ def test_a_request_without_an_id_gets_one(serve: Serve) -> None:
 
 
 def test_a_request_without_a_model_goes_to_the_first_one(serve: Serve) -> None:
-    with serve(served_model_name="org/name").client() as client:
+    served = serve(served_model_name="org/name")
+    with served.client() as client:
         for model in ({}, {"model": None}, {"model": ""}):
             answer = client.post("/v1/completions", json={"prompt": "one", **model})
             assert answer.json()["model"] == "org/name"
+            (asked,) = (one for one in served.asked.heard if isinstance(one, GenerateRequest))
+            assert asked.model == "org/name"
+            served.asked.heard.clear()
 
 
 def test_paths_with_a_slash_at_their_end(serve: Serve) -> None:
