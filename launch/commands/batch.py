@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import sys
 from argparse import ArgumentParser, Namespace
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from penstock.launch.pipeline.run_folder import base_url
 from penstock.launch.pipeline.target import free_port, target
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
+from penstock.protocol.transport.channel import DECODE_ERRORS
 
 TRIES = 5
 """of a request whose connection is lost"""
@@ -136,10 +138,10 @@ class Batch:
 
     async def _line(self, client: httpx.AsyncClient, name: str, text: bytes) -> None:
         try:
-            line = msgspec.json.decode(text, type=Line)
+            line = msgspec.json.decode(text.removeprefix(BOM_UTF8), type=Line)
             if line.body.get("stream"):
                 raise msgspec.ValidationError("a batch has no streams")
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             if name not in self._done:
                 reason = {"code": "invalid_line", "message": str(error)}
                 self._write("bad", Outcome(name, _custom_id(text), None, reason))
@@ -202,7 +204,7 @@ def _json(body: bytes) -> Any:
 
 
 def _custom_id(text: bytes) -> str | None:
-    with contextlib.suppress(msgspec.DecodeError):
+    with contextlib.suppress(*DECODE_ERRORS):
         return msgspec.json.decode(text, type=_Named).custom_id
     return None
 
@@ -219,7 +221,7 @@ def _read_done(output: BinaryIO) -> set[str | None]:
             break
         try:
             outcome = msgspec.json.decode(text, type=Outcome)
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             raise LaunchError(
                 f"{output.name}:{number} is not a result of a batch: {error}"
             ) from None

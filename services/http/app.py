@@ -125,7 +125,7 @@ class Endpoint:
             check_key(caller.get().key, self._key)
         if not self._operation.body:
             return {**request.query_params, **request.path_params}
-        body = decode_body(await read_body(request, self._max_bytes), self._operation.body)
+        body: Any = decode_body(await read_body(request, self._max_bytes), self._operation.body)
         body.model = body.model or None  # as in vLLM
         if isinstance(body, ApiRequest) and body.request_id is None:
             body.request_id = caller.get().request_id or None

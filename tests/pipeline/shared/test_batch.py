@@ -83,6 +83,25 @@ def test_every_line_has_its_result(shared: Pipeline, tmp_path: Path) -> None:
     assert target.read_text() == before
 
 
+def test_bytes_that_are_no_text(shared: Pipeline, tmp_path: Path) -> None:
+    """A byte order mark is ignored; lines that can't be decoded are results, others are done."""
+    source, target = tmp_path / "in", tmp_path / "out"
+    good = [json.dumps(chat(number)).encode() for number in range(2)]
+    deep = (
+        b'{"custom_id": "deep", "url": "%b", "body": {"prompt": ' % TEXT.encode() + b"[" * 100_000
+    )
+    source.write_bytes(
+        b"\n".join([b"\xef\xbb\xbf" + good[0], b'{"custom_id": "\xff"}', deep, good[1]])
+    )
+    assert batch(shared, source, target) == (1, f"{target}: 2 bad, 2 done")
+    found = results(target)
+    assert "can't decode byte 0xff" in found["batch_req_2"]["error"]["message"]
+    assert "recursion" in found["batch_req_3"]["error"]["message"]
+    target.write_bytes(b"\xff\n")
+    code, said = batch(shared, source, target)
+    assert (code, f"{target}:1 is not a result of a batch" in said) == (2, True)
+
+
 def test_it_goes_on_where_it_was_stopped(shared: Pipeline, tmp_path: Path) -> None:
     lines = [text(1, "count from 1 to 200"), *(chat(number) for number in range(2))]
     source, target = write(tmp_path / "in", *lines), tmp_path / "out"
