@@ -122,6 +122,17 @@ def start(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         workers.end()
 
 
+@pytest.fixture(scope="module")
+def pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    """Start two ranks for several tests: each process imports torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("pair")))
+        workers = Workers(Config(model=str(folder), num_blocks=40, num_threads=1, tp=2))
+        workers.gather()
+        yield workers
+        workers.end()
+
+
 def greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
     """Return the continuation of a prompt by one rank."""
     model, token_ids = load_model(folder), list(prompt)
@@ -133,44 +144,12 @@ def greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_two_ranks_run_plans_and_end_together(start: Start, folder: Path) -> None:
-    workers = start(tp=2)
-    workers.gather()
-    expected = greedy(folder, PROMPTS[0], 6)
-    sampled = []
-    for epoch in (1, 2):
-        workers.seat(epoch, free_rendezvous())
-        added = [row(0, PROMPTS[0], range(10)), row(3, PROMPTS[1], range(10, 20), **SAMPLING)]
-        first = plan(0, epoch=epoch, added=added, chunks=[(0, 37), (3, 15)])
-        tokens = [workers.run(first), workers.run(plan(1, epoch=epoch, chunks=[(3, 5)]))]
-        tokens += [workers.run(plan(number, epoch=epoch)) for number in range(2, 6)]
-        assert [ids[0] for ids in tokens] == expected
-        sampled.append([ids[1] for ids in tokens[1:]])
-        assert workers.run(plan(6, epoch=epoch, removed=[0, 3])) == []
-    assert sampled[0] == sampled[1]
-    assert len(set(sampled[0])) > 1
-
-    rank_0, rank_1 = (workers.processes[name] for name in workers.members.values())
-    rank_1.kill()
-    rank_1.wait(TIMEOUT)
-    added = [row(0, PROMPTS[0], range(10))]
-    workers.channel.send(
-        plan(7, epoch=2, added=added, chunks=[(0, 37)]), next(iter(workers.members))
-    )
-    _, log = rank_0.communicate(timeout=TIMEOUT)
-    assert rank_0.returncode == 1
-    assert log.splitlines()[-1] == "E rank 0 of 2 lost its group: another rank has exited"
-    assert "Traceback" not in log
-
-
-@pytest.mark.slow
-def test_every_rank_decodes_the_tokens_of_rows_that_ask(start: Start, folder: Path) -> None:
+def test_every_rank_decodes_the_tokens_of_rows_that_ask(pair: Workers, folder: Path) -> None:
     """With two ranks bias makes the row say 7, which the next step must know on both.
 
     Penalties count on both what the row says, whether rank 0 samples it (logprobs) or not.
     """
-    workers = start(tp=2)
-    workers.gather()
+    workers = pair
     workers.seat(1, free_rendezvous())
     prompt = PROMPTS[1]
     extras = RowExtras(20, logit_bias={7: 100.0}, num_logprobs=0, num_prompt_logprobs=0)
@@ -196,6 +175,37 @@ def test_every_rank_decodes_the_tokens_of_rows_that_ask(start: Start, folder: Pa
     assert [token_id for token_id, _ in told] == said
     expected = logits.log_softmax(-1)[torch.arange(len(said)), said]
     torch.testing.assert_close(torch.tensor([x for _, x in told]), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_ranks_run_plans_and_end_together(pair: Workers, folder: Path) -> None:
+    """The last test of the pair, which it ends."""
+    workers = pair
+    expected = greedy(folder, PROMPTS[0], 6)
+    sampled = []
+    for epoch in (2, 3):
+        workers.seat(epoch, free_rendezvous())
+        added = [row(0, PROMPTS[0], range(10)), row(3, PROMPTS[1], range(10, 20), **SAMPLING)]
+        first = plan(0, epoch=epoch, added=added, chunks=[(0, 37), (3, 15)])
+        tokens = [workers.run(first), workers.run(plan(1, epoch=epoch, chunks=[(3, 5)]))]
+        tokens += [workers.run(plan(number, epoch=epoch)) for number in range(2, 6)]
+        assert [ids[0] for ids in tokens] == expected
+        sampled.append([ids[1] for ids in tokens[1:]])
+        assert workers.run(plan(6, epoch=epoch, removed=[0, 3])) == []
+    assert sampled[0] == sampled[1]
+    assert len(set(sampled[0])) > 1
+
+    rank_0, rank_1 = (workers.processes[name] for name in workers.members.values())
+    rank_1.kill()
+    rank_1.wait(TIMEOUT)
+    added = [row(0, PROMPTS[0], range(10))]
+    workers.channel.send(
+        plan(7, epoch=3, added=added, chunks=[(0, 37)]), next(iter(workers.members))
+    )
+    _, log = rank_0.communicate(timeout=TIMEOUT)
+    assert rank_0.returncode == 1
+    assert log.splitlines()[-1] == "E rank 0 of 2 lost its group: another rank has exited"
+    assert "Traceback" not in log
 
 
 @pytest.mark.long
