@@ -37,6 +37,10 @@ TRY_AGAIN = (429, 503)
 """the pipeline is overloaded, or a part of it is about to come back"""
 
 
+START = b'{"id":"batch_req_'
+"""of each line of the output"""
+
+
 class Line(Struct):
     """One line of the input."""
 
@@ -72,6 +76,13 @@ def add_arguments(command: ArgumentParser) -> None:
 
 def _run(arguments: Namespace) -> int:
     """Return 1 if a line was refused or failed. Raises LaunchError, ClientError."""
+    if arguments.concurrency < 1:
+        raise LaunchError(f"--concurrency: got {arguments.concurrency}, expected 1 or more")
+    output = arguments.output
+    if output.exists() and not output.is_file():
+        raise LaunchError(
+            f"OUT.jsonl: got {output}, expected a file, which is read and appended to"
+        )
     with _target(arguments) as config, _open(arguments) as (lines, output):
         counts = asyncio.run(Batch(config, output).run(lines, arguments.concurrency))
     parts = ", ".join(f"{number} {name}" for name, number in sorted(counts.items()))
@@ -105,7 +116,8 @@ def _open(arguments: Namespace) -> Iterator[tuple[Iterator[bytes], BinaryIO]]:
         with arguments.input.open("rb") as lines, arguments.output.open("a+b") as output:
             yield lines, output
     except OSError as error:
-        raise LaunchError(f"{error.filename}: {error.strerror}") from error
+        path = error.filename or arguments.output  # a write's error names none
+        raise LaunchError(f"{path}: {error.strerror}") from error
 
 
 class _Named(Struct):
@@ -217,7 +229,7 @@ def _read_done(output: BinaryIO) -> set[str | None]:
     end = 0
     output.seek(0)
     for number, text in enumerate(output, 1):
-        if not text.endswith(b"\n"):
+        if not text.endswith(b"\n") and START.startswith(text[: len(START)]):
             break
         try:
             outcome = msgspec.json.decode(text, type=Outcome)
