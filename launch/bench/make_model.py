@@ -34,6 +34,10 @@ def _make_model(arguments: Namespace) -> int:
         raise LaunchError(f"{folder} exists and is not an empty folder; give another name")
     if arguments.layers is not None and arguments.layers < 1:
         raise LaunchError(f"--layers: got {arguments.layers}, expected 1 or more")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"FOLDER: {folder} can't be made: {error.strerror}") from error
     quantization = "fp8" if arguments.fp8 else arguments.quantization
     flags = ["--quantization", quantization] if quantization else []
     if arguments.layers:

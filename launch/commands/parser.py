@@ -95,8 +95,8 @@ class Parser(argparse.ArgumentParser):
         if isinstance(action, argparse._SubParsersAction):
             hint = _hint(str(value), names)
             self.error(f"unknown command {value!r}{hint}; `{self.prog} --help` lists them all")
-        expected = ", ".join(names)
-        self.error(f"{'/'.join(action.option_strings)}: got {value!r}, expected one of {expected}")
+        name = "/".join(action.option_strings) or action.metavar or action.dest
+        self.error(f"{name}: got {value!r}, expected one of {', '.join(names)}")
 
 
 class PrintVersion(argparse.Action):

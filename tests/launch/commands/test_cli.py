@@ -87,6 +87,8 @@ def test_it_starts_without_what_it_does_not_need() -> None:
         (["bench", "offline", "--tp", "0"], "--tp: got '0', expected `int` >= 1"),
         (["bench", "offline", "--model", "/none"], "--model: got '/none', expected an existing"),
         (["bench", "offline", "--name", "none"], "no pipeline 'none' runs"),
+        (["bench", "make-model", "7B", "/none"], "SIZE: got '7B', expected one of 0.6B, 1.7B"),
+        (["bench", "make-model", "8B", "/proc/x"], "FOLDER: /proc/x can't be made: No such file"),
         (["bench", "latency", "--name", "x", "--tp", "2"], "--tp is for a pipeline that is yet"),
         (["bench", "latency", "--endpoint", "ipc:///x"], "--endpoint needs --model"),
     ],
