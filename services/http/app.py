@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route, Router, WebSocketRoute
+from starlette.routing import BaseRoute, Match, Route, Router, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.protocol.client.errors import RequestError
@@ -74,19 +74,27 @@ class Errors:
     It replaces starlette's, of which there are three, and with them a fifth of a request's cost.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, router: Router) -> None:
+        self._router = router
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # so that the router raises HTTPException
         try:
-            await self._app(scope, receive, send)
+            await self._router(scope, receive, send)
         except Exception as error:  # noqa: BLE001  answered and logged
             # raised again, it would let uvicorn close the connection
             if not isinstance(error, _HANDLED):
                 _log.exception("%r failed", scope["path"])
+            if isinstance(error, HTTPException) and error.status_code == 405:
+                error.headers = {"Allow": self._methods(scope)}
             response = await answer_error(HTTPConnection(scope), error)
             await response(scope, receive, send)
+
+    def _methods(self, scope: Scope) -> str:
+        """Return the methods of a path; each may have a route of its own."""
+        routes = (one for one in self._router.routes if isinstance(one, Route))
+        found = [one.methods or () for one in routes if one.matches(scope)[0] != Match.NONE]
+        return ", ".join(sorted({method for methods in found for method in methods}))
 
 
 def _page_endpoint(

@@ -180,10 +180,13 @@ def test_an_unknown_route_names_itself(serve: Serve) -> None:
         for answer, status, problem in (
             (client.get("/v2/models"), 404, "got GET /v2/models, which is not a route"),
             (client.get("/tokenize"), 405, "got GET /tokenize, expected POST"),
+            (client.put("/ping"), 405, "got PUT /ping, expected GET, HEAD, POST"),
         ):
             assert answer.status_code == status
             sentence = f"{problem}; /openapi.json lists the routes"
             assert answer.json()["error"]["message"] == sentence
+        refused = client.post("/v1/responses/x")
+    assert refused.headers["allow"] == "DELETE, GET, HEAD"
 
 
 def test_the_page_about_security_names_the_paths_without_a_key(serve: Serve) -> None:
