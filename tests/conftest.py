@@ -84,6 +84,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Let modules be freed at the end: nanobind reports what is not."""
+    gc.unfreeze()
+
+
 def group_of(path: str) -> str:
     """Return the folder below tests/pipeline, whose files share pipelines, otherwise the file."""
     parts = path.split("/")
