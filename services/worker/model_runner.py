@@ -114,7 +114,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _launch(self, rows: Rows) -> LaunchedStep:
         if self._idle_times:
-            self._idle_times.begin(follows=rows.shape.num_decode > 0)
+            self._idle_times.begin(follows=rows.follow)
         computed = self._graphs.replay(rows.record, rows.shape) if self._graphs else None
         if computed is None:
             computed = self._compute(to_device(rows.record, self._device), rows.shape)

@@ -61,8 +61,10 @@ class PersistentBatch:
             self._active[removed] = False
             self._decoding_rows = None
             self._changes.forget(removed)
-        for row in plan.added:
-            self._add(row)
+        if plan.added:
+            tables = [self._add(row) for row in plan.added]
+            slots = [row.slot for row in plan.added]
+            self._append(np.repeat(slots, list(map(len, tables))), np.concatenate(tables))
         if plan.appended:
             appended = integers(plan.appended)
             self._append(appended >> BLOCK_BITS, appended & (MAX_BLOCKS - 1))
@@ -79,6 +81,9 @@ class PersistentBatch:
         prefilling, lengths = integers(chunks).reshape(-1, 2).T
         self._check_chunks(prefilling, lengths)
         decoding = self._decoding(drafts)
+        if (is_single := lengths == 1).any():  # faster as decode rows
+            decoding = merged(decoding, [self._single(prefilling[is_single])])
+            prefilling, lengths = prefilling[~is_single], lengths[~is_single]
         order = np.argsort(prefilling)
         slots = np.concatenate([decoding.slots, prefilling[order]])
         if not slots.size:
@@ -121,7 +126,13 @@ class PersistentBatch:
         plain = Decoding(slots, self._num_computed[slots], np.full_like(slots, -1))
         return plain if drafted is None else merged(plain, drafted)
 
-    def _add(self, row: RowAdded) -> None:
+    def _single(self, slots: Integers) -> Decoding:
+        """Return the rows of chunks with one token, which is given."""
+        taken, _ = self._take_given(slots, np.ones_like(slots))
+        return Decoding(slots, self._num_computed[slots], np.concatenate(taken, dtype=np.int64))
+
+    def _add(self, row: RowAdded) -> Integers:
+        """Take a row; return its block table, which is to be appended."""
         slot, token_ids, block_ids = row.slot, integers(row.token_ids), integers(row.block_ids)
         if not 0 <= slot < len(self._active) or self._active[slot]:
             raise ValueError(f"slot: got {slot}, expected a free slot below {len(self._active)}")
@@ -137,8 +148,8 @@ class PersistentBatch:
         self._is_paused[slot] = False
         self._num_row_blocks[slot] = 0
         self._given[slot] = token_ids.astype(np.int32)
-        self._append(np.full(len(block_ids), slot), block_ids)
         self._changes.parameters.append(parameters_of(row))
+        return block_ids
 
     def _append(self, slots: Integers, block_ids: Integers) -> None:
         """Append blocks to their rows' tables, in the given order."""

@@ -23,6 +23,11 @@ class Rows(NamedTuple):
     sampled: Integers
     """indices of the rows that sample, in ascending order of slot, then position"""
 
+    @property
+    def follow(self) -> bool:
+        """True if a row continues with the token that the last step has sampled."""
+        return bool((self.table[:, 4] == -1).any())
+
 
 class Changes(NamedTuple):
     """Changes of slots, sent with the next record."""
