@@ -159,6 +159,13 @@ class BlockManager:
         sequence.record_place = 0
         return published
 
+    def is_published(self, sequence: Sequence, num_computed: int) -> bool:
+        """Return whether the sequence's published blocks are computed, and known to others."""
+        number = sequence.num_published_blocks
+        if not 0 < number <= min(len(sequence.full_blocks), num_computed // self.block_size):
+            return False
+        return self.pool.holds(sequence.full_blocks[number - 1][0], sequence.published_content)
+
     def confirm_plan(self, published: list[tuple[int, int]], number: int) -> None:
         """Note that a plan has run: `published` is computed, and its copies are made."""
         self.pool.confirm(published)

@@ -90,6 +90,12 @@ class BlockPool:
         content = self._contents[matched[-1]] if matched else None
         return content.number if content else ROOT
 
+    def holds(self, hash_: bytes, number: int) -> bool:
+        """Return whether the content of this hash has this number."""
+        block = self._cached.get(hash_)
+        content = None if block is None else self._contents[block]
+        return content is not None and content.number == number
+
     def take(self) -> int:
         """Return a block to write to; its content is evicted. Raises KeyError if none is free."""
         block, _ = self._free.popitem(last=False)

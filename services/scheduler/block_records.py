@@ -100,7 +100,9 @@ class BlockRecords:
                     yield block, Tail(-1 - number, hash_, pack(one - 1 for one in known))
 
     def write(self, block: int, content: Content) -> None:
-        """Record confirmed content of a full block."""
+        """Record confirmed content of a full block, unless it is recorded already."""
+        if self._numbers[block] == content.number:
+            return
         self._write(block, content.number, content.hash + content.token_ids, content.parent)
 
     def write_tail(self, block: int, parent: int, before: bytes, token_ids: list[int]) -> None:

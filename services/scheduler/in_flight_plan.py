@@ -108,7 +108,7 @@ def row_of(sequence: Sequence) -> RowAdded:
     sampling = sequence.sampling
     return RowAdded(
         slot=sequence.slot,
-        token_ids=pack(sequence.token_ids),
+        token_ids=sequence.packed_token_ids(),
         block_ids=pack(sequence.block_table),
         num_computed_tokens=sequence.num_planned_tokens,
         temperature=sampling.temperature or 0.0,

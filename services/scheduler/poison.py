@@ -14,12 +14,11 @@ from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
-from penstock.protocol.messages.packed import pack
 from penstock.protocol.poison import PoisonList, digest_of
 from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.process import Identity
 from penstock.services.scheduler.in_flight_plan import InFlightPlan
-from penstock.services.scheduler.sequence import MAX_WORKER_DEATHS, Sequence
+from penstock.services.scheduler.sequence import MAX_WORKER_DEATHS, TOKEN_BYTES, Sequence
 
 WORKERS_DIED = (
     f"the workers died {MAX_WORKER_DEATHS} times in a row while the request ran, each time before "
@@ -120,8 +119,8 @@ class Poison:
     def __init__(self, reports: DeathReports) -> None:
         self._known = PoisonList()
         self._reports = reports
-        self._suspects: set[Sequence] = set()
-        """that were in flight when workers died, and have not got a token since"""
+        self._suspects: dict[Sequence, bytes] = {}
+        """those in flight when workers died, without a token since; and their digests"""
 
     def admits(self, sequence: Sequence) -> bool:
         """Give a new sequence the deaths of its predecessors. Return False if it must not run."""
@@ -132,7 +131,7 @@ class Poison:
 
     def remember(self, sequence: Sequence) -> None:
         """Remember the deaths of a sequence that is released, or that it has got a token since."""
-        self._suspects.discard(sequence)
+        self._suspects.pop(sequence, None)
         got_token = len(sequence.token_ids) > sequence.num_prefill_tokens > 0
         if sequence.num_deaths or (got_token and self._known):
             self._known.put(_digest(sequence), sequence.num_deaths)
@@ -142,16 +141,16 @@ class Poison:
     def clear(self) -> None:
         """Report the suspects that have got a token: they did not kill the workers."""
         if cleared := [one for one in self._suspects if not one.num_deaths]:
-            self._suspects.difference_update(cleared)
-            self._reports.clear(map(_digest, cleared))
+            self._reports.clear(map(self._suspects.pop, cleared))
 
     def report_workers(
         self, workers: list[tuple[str, int]], in_flight: Iterable[InFlightPlan]
     ) -> None:
         """Report workers, by name and pid, that died with these plans in flight."""
         suspects = {sequence for plan in in_flight for sequence in plan.sequences}
-        self._suspects |= suspects
-        self._reports.died(workers, [_digest(sequence) for sequence in suspects])
+        digests = {sequence: _digest(sequence) for sequence in suspects}
+        self._suspects |= digests
+        self._reports.died(workers, list(digests.values()))
 
     def report_detokenizer(self, detokenizer: bytes, suspects: list[Sequence]) -> None:
         """Report a detokenizer that died, by routing id, and its suspects."""
@@ -160,7 +159,7 @@ class Poison:
 
     def report_found(self, sequence: Sequence) -> None:
         """Remember and report a sequence that is given up."""
-        self._suspects.discard(sequence)
+        self._suspects.pop(sequence, None)
         digest = _digest(sequence)
         self._known.put(digest, MAX_WORKER_DEATHS)
         self._reports.found(digest)
@@ -168,5 +167,5 @@ class Poison:
 
 def _digest(sequence: Sequence) -> bytes:
     """Return the same digest in all replicas and for every attempt: without output, seed, id."""
-    prompt = pack(sequence.token_ids[: sequence.num_prompt_tokens])
+    prompt = sequence.packed_token_ids()[: sequence.num_prompt_tokens * TOKEN_BYTES]
     return digest_of(prompt, replace(sequence.sampling, seed=None))

@@ -189,6 +189,7 @@ class SchedulerProcess:
 
     def lose_worker(self, identity: bytes) -> None:
         self.send_to_workers(self.group.lost(identity))
+        self.end_group()  # while other workers prepare
 
     def start_group(self) -> None:
         """Begin an epoch with a group of workers that is ready."""

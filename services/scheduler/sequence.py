@@ -10,7 +10,7 @@ import xxhash
 
 from penstock.protocol.messages.client import ErrorReply, FinishReason
 from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.packed import unpack
+from penstock.protocol.messages.packed import pack, unpack
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import Reasoning
@@ -20,6 +20,8 @@ MAX_WORKER_DEATHS = 3
 """deaths of workers in a row, without a token in between, after which a request is given up"""
 MAX_PREEMPTIONS = 4
 """preemptions of a sequence by those with a better priority; then it keeps its blocks"""
+TOKEN_BYTES = 4
+"""of a packed token id"""
 MAX_PROMPT_LOGPROBS = 1 << 19
 """logprobs of one prompt. A detokenizer handles this number in a second, and nothing else in this
 time. After five seconds it would be given up, and the next detokenizer, too."""
@@ -166,6 +168,11 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
+    def packed_token_ids(self) -> bytes:
+        """Return all token ids, packed; full blocks have been packed before."""
+        known = b"".join(token_ids for _, token_ids in self.full_blocks)
+        return known + pack(self.token_ids[len(known) // TOKEN_BYTES :])
+
     @property
     def rank(self) -> tuple[bool, int, int]:
         """Order of preemption, the highest first: by priority, then by admission.
@@ -270,7 +277,7 @@ class Sequence:
 
     def is_requested_by(self, request: TokenizedRequest) -> bool:
         """Return whether `request` is for this output, of which it knows no more."""
-        num_prompt_tokens = len(request.prompt_token_ids) // 4
+        num_prompt_tokens = len(request.prompt_token_ids) // TOKEN_BYTES
         known = [*unpack(request.prompt_token_ids), *unpack(request.output_token_ids)]
         return (
             (request.sampling, request.pooling) == (self.sampling, self.pooling)

@@ -60,9 +60,10 @@ class RecoverableScheduler(Scheduler):
         confirmed = num_confirmed_tokens(sequence)
         sequence.num_planned_tokens = sequence.num_computed_tokens = confirmed
         sequence.num_prefill_tokens = len(sequence.token_ids)
-        sequence.num_published_blocks = sequence.published_content = 0
-        blocks = self.block_manager.publish(sequence, confirmed)  # those in flight are hidden
-        self.block_manager.pool.confirm(blocks)
+        if not self.block_manager.is_published(sequence, confirmed):  # those in flight are hidden
+            sequence.num_published_blocks = sequence.published_content = 0
+            blocks = self.block_manager.publish(sequence, confirmed)
+            self.block_manager.pool.confirm(blocks)
 
     def begin(self, epoch: int, has_memory: bool, memory: int = 0) -> None:
         """Make plans for new workers, after `lose_plans`; all wait if the KV memory is lost.

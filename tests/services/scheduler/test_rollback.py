@@ -37,6 +37,30 @@ def test_a_row_continues_with_its_last_token_and_its_blocks() -> None:
     assert sim.scheduler.num_recomputed_tokens == sim.scheduler.num_preemptions + 1 == 1
 
 
+def test_the_tokens_of_a_row_are_those_of_its_full_blocks_and_the_rest() -> None:
+    sim = Simulation()
+    sequence = sim.add(long_prompt(9), max_tokens=8, ignore_eos=True)
+    for _ in range(6):
+        assert list(unpack(sequence.packed_token_ids())) == sequence.token_ids
+        sim.step()
+    assert len(sequence.full_blocks) > 2
+
+
+def test_published_blocks_are_published_again_where_they_are_unknown() -> None:
+    sim = Simulation()
+    sequence = sim.add(long_prompt(9), max_tokens=8, ignore_eos=True)
+    for _ in range(3):
+        sim.step()
+    manager, confirmed = sim.scheduler.block_manager, num_confirmed_tokens(sequence)
+    assert manager.is_published(sequence, confirmed)
+    assert not manager.is_published(sequence, 7)  # the second block of 4 tokens is in flight
+    manager.pool.hide(sequence.block_table[:2])
+    assert not manager.is_published(sequence, confirmed)
+    sim.restart(keeps_memory=True)
+    assert manager.is_published(sequence, confirmed)
+    sim.run()
+
+
 def test_a_prefill_continues_after_its_confirmed_chunks() -> None:
     sim = Simulation(max_num_batched_tokens=4)
     sequence = sim.add(long_prompt(15), max_tokens=2)
