@@ -100,13 +100,14 @@ class CudaGraphs:
         compute: Compute,
         shapes: Iterable[BatchShape],
         device: torch.device,
+        max_blocks: int,
         other_threads: bool = False,
     ) -> None:
-        """other_threads: use the device during captures."""
+        """max_blocks: of a row; other_threads: use the device during captures."""
         self._error_mode = "thread_local" if other_threads else "global"
         self._compute = compute
         self._shapes = sorted(shapes, key=order)
-        largest = max(map(_record_size, self._shapes))
+        largest = max(_record_size(shape, max_blocks) for shape in self._shapes)
         self._record = torch.zeros(largest, dtype=torch.int32, device=device)
         self._graphs: dict[BatchShape, Any] = {}
         self._computed: dict[BatchShape, Computed] = {}
@@ -115,13 +116,20 @@ class CudaGraphs:
     def capture_all(self) -> Iterator[None]:
         """Capture all graphs, the largest first, so that the others fit into its memory.
 
-        Yields after each. No graph writes to the KV cache, because its record has no row.
+        Yields after each. No graph writes to the KV cache, because its record has no row. Each is
+        replayed: its first launch takes memory from the driver, which may be slow while another
+        worker's memory is freed.
         """
         for shape in reversed(self._shapes):
             self._capture(shape)
+            self._graphs[shape].replay()
             yield
             if len(self._graphs) % PROGRESS == 0:
                 log.info("CUDA graphs: %d of %d", len(self._graphs), len(self._shapes))
+        for bits in range(len(self._record).bit_length() + 1):
+            torch.empty(
+                1 << bits, dtype=torch.int32, pin_memory=True
+            )  # torch keeps each for records
         log.info("captured %d CUDA graphs", len(self._shapes))
 
     def _capture(self, shape: BatchShape) -> None:
@@ -199,7 +207,7 @@ def _fits(shape: BatchShape, graph: BatchShape) -> bool:
     )
 
 
-def _record_size(shape: BatchShape) -> int:
-    """Return the record size of a step of this shape; longer records run without a graph."""
-    per_row = ROW + PARAMETERS + 4 * APPENDED
-    return HEADER + shape.num_rows * per_row + shape.num_tokens * (1 + APPENDED)
+def _record_size(shape: BatchShape, max_blocks: int) -> int:
+    """Return the largest record of a step of this shape: all rows come with their blocks."""
+    per_row = ROW + PARAMETERS + max_blocks * APPENDED
+    return HEADER + shape.num_rows * per_row + shape.num_tokens

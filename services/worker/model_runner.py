@@ -81,7 +81,8 @@ class ModelRunner:
 
     def use_graphs(self, shapes: Iterable[BatchShape]) -> None:
         """Replay steps that fit into one of `shapes`."""
-        self._graphs = CudaGraphs(self._compute, shapes, self._device, self.offload is not None)
+        sizes = self._batch.max_blocks, self.offload is not None
+        self._graphs = CudaGraphs(self._compute, shapes, self._device, *sizes)
 
     @torch.inference_mode()
     def capture_graphs(self) -> Iterator[None]:
