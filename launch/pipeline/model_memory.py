@@ -18,8 +18,9 @@ INTEGER_GROUP = 64
 """columns of a scale of integers on CPUs"""
 TEMPORARIES = 4
 """copies of a matrix while it becomes integers"""
-GPU_CONTEXT_BYTES = 700 << 20
-"""of the driver, and of compiled kernels, in each worker"""
+GPU_CONTEXT_BYTES = 1200 << 20
+"""of the driver, compiled kernels and the allocator's rounding in each worker: at most 1,140 MiB of
+0.6B and 8B on an H200"""
 
 
 class Layout(NamedTuple):
