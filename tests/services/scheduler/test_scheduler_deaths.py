@@ -179,17 +179,6 @@ def test_records_of_other_memory_are_void() -> None:
         assert not list(records.read())
 
 
-def test_content_is_recorded_once() -> None:
-    life, memory = Life(), bytearray(BlockRecords.size_of(2, 1))
-    records = MortalRecords(memory, 2, 1, life=life)
-    content = Content(1, 0, bytes(HASH_BYTES), bytes(4))
-    records.write(1, content)
-    life.num_stores = 0
-    records.write(1, content)
-    with pytest.raises(SchedulerDiedError):
-        records.write(0, content)
-
-
 def test_blocks_are_reused_in_the_same_order() -> None:
     """The least recently published sequence first, and of one sequence the last blocks."""
     sim = Simulation()

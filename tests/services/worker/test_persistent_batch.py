@@ -1,63 +1,19 @@
 """Rows after plans, and the tensors of the steps that follow."""
 
-from typing import NamedTuple
-
 import pytest
 import torch
-from torch import Tensor
 
-from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
-from penstock.kernels.layouts.step import make_slots, make_step_buffers
+from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.step.apply_plan import apply_plan
 from penstock.protocol.messages.packed import pack
-from penstock.protocol.messages.plan import BatchPlan
-from penstock.services.worker.persistent_batch import PersistentBatch
+from tests.services.worker.device_batch import Batch, run
 from tests.services.worker.plans import plan, row
-
-
-class Sampled(NamedTuple):
-    """The rows that sample, in ascending order of slot."""
-
-    slots: list[int]
-    last_tokens: list[int]
-    positions: list[int]
-
-
-class Batch(PersistentBatch):
-    """With the tensors that its records change."""
-
-    def __init__(self) -> None:
-        super().__init__(8, max_blocks=4, block_size=4, num_blocks=20, vocab_size=100)
-        self.slots = make_slots(8, 4, torch.device("cpu"))
-        self.buffers = make_step_buffers(8, 4, 32, torch.device("cpu"))
-
-    @property
-    def last_token(self) -> Tensor:
-        return self.slots.last_token
-
-    def step(self, chunks: bytes, drafts: bytes = b"") -> tuple[ForwardBatch, Sampled] | None:
-        rows = self.advance(chunks, drafts)
-        if rows is None:
-            return None
-        record = torch.from_numpy(rows.record)
-        apply_plan(record, self.slots, self.buffers, rows.shape, block_size=4)
-        step = self.buffers.forward_batch(rows.shape)
-        of_rows = self.buffers.slots, self.buffers.last_tokens, self.buffers.next_positions
-        return step, Sampled(*(tensor[rows.sampled].tolist() for tensor in of_rows))
 
 
 @pytest.fixture
 def batch() -> Batch:
     """8 slots for rows of at most 4 blocks of 4 tokens, out of 20 blocks."""
     return Batch()
-
-
-def run(batch: Batch, step_plan: BatchPlan) -> tuple[ForwardBatch, Sampled]:
-    """Apply a plan that has something to compute."""
-    batch.apply(step_plan)
-    rows = batch.step(step_plan.chunks, step_plan.drafts)
-    assert rows is not None
-    return rows
 
 
 def test_prefill_takes_the_given_tokens(batch: Batch) -> None:
@@ -111,33 +67,6 @@ def test_rows_that_decode_come_first_each_kind_in_ascending_order_of_slot(batch:
     assert step.tiles.tolist() == [[2, 0], [3, 0]]
     assert sampled.slots == [1, 4, 5]
     assert sampled.last_tokens == [0, 6, 1]
-
-
-def test_a_chunk_of_one_token_is_a_row_that_decodes(batch: Batch) -> None:
-    run(batch, plan(added=[row(2, [20, 21], [2])], chunks=[(2, 2)]))
-    batch.last_token[2] = 22
-    added = [
-        row(3, range(30, 34), [3]),
-        row(1, range(10, 15), [1, 9], num_computed_tokens=4),
-        row(0, range(3), [0]),
-    ]
-    step, sampled = run(batch, plan(added=added, chunks=[(3, 1), (1, 1), (0, 3)]))
-    assert step.input_ids.tolist() == [14, 22, 30, 0, 1, 2]
-    assert step.positions.tolist() == [4, 2, 0, 0, 1, 2]
-    assert step.shape == BatchShape(4, 6, 3, 1, 64, max_seqlen_q=3, max_seqlen_k=5)
-    assert step.decode_lens.tolist() == [5, 3, 1]
-    assert (sampled.slots, sampled.last_tokens) == ([0, 1, 2], [5, 0, 1])
-    step, sampled = run(batch, plan(chunks=[(3, 3)]))
-    assert step.input_ids[-3:].tolist() == [31, 32, 33]
-    assert sampled.slots == [0, 1, 2, 3]
-
-
-def test_only_a_row_with_a_sampled_token_follows_the_last_step(batch: Batch) -> None:
-    batch.apply(plan(added=[row(2, [20], [2])]))
-    rows = batch.advance(pack([2, 1]))
-    assert rows and rows.shape.num_decode and not rows.follow
-    rows = batch.advance(b"")
-    assert rows and rows.follow
 
 
 def test_a_draft_is_a_row_for_each_token_and_rests_until_the_next(batch: Batch) -> None:
