@@ -108,8 +108,6 @@ class Simulation:
         """The blocks."""
         return self.scheduler.block_manager.pool
 
-    # ---- moves -------------------------------------------------------------------------------
-
     def add(
         self,
         prompt: SequenceOf[int] = (1, 2, 3),
@@ -167,6 +165,8 @@ class Simulation:
         try:
             output = self.scheduler.update(result)
         except SchedulerDiedError:
+            if result.failed:  # it may have hidden some blocks of the failed sequence
+                self.worker.hide_blocks()
             return self.restart_scheduler()
         self.num_confirmed += 1
         self.num_wasted.update(set(rows) - {*output.sequences, *output.finished})
