@@ -19,10 +19,10 @@ from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process, tune_collector
 from penstock.services.http.app import make_app
-from penstock.services.http.connections import Limits, limited_protocol, limits_for
 from penstock.services.http.responses.store import ResponseStore
 from penstock.services.http.shared.app_state import Models
-from penstock.services.http.websocket import limited_websocket
+from penstock.services.http.shared.connections import Limits, limited_protocol, limits_for
+from penstock.services.http.shared.websocket import limited_websocket
 
 MAX_GRACE = 4
 """seconds that running requests have after SIGTERM, up to --drain-timeout: SIGKILL comes after 5"""

@@ -24,7 +24,7 @@ from penstock.services.http.shared.body import decode_body
 from penstock.services.http.shared.errors import ApiError, as_api_error, invalid
 from penstock.services.http.shared.event_stream import while_connected
 from penstock.services.http.shared.json_response import ENCODER
-from penstock.services.http.websocket import CONNECTION, LimitedWebSocket
+from penstock.services.http.shared.websocket import CONNECTION, LimitedWebSocket
 
 MAX_SECONDS = 3600.0
 """life of a connection, after which its client has to connect again"""

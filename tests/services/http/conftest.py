@@ -20,9 +20,9 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
     TokenizeReply,
 )
-from penstock.services.http.connections import Limits
 from penstock.services.http.process import Server, listen, run, uvicorn_config
 from penstock.services.http.shared.app_state import Models
+from penstock.services.http.shared.connections import Limits
 from tests.launch.fake_gateway import Behaviour, Gateway, echo, gateway
 
 NUM_AT_START = 3

@@ -11,7 +11,14 @@ import pytest
 
 from penstock.services.http import connections, process
 from tests.services.http.conftest import NUM_AT_START, Served
-from tests.services.http.test_connections import GET, Connect, connect, get_version, rest, silent
+from tests.services.http.shared.test_connections import (
+    GET,
+    Connect,
+    connect,
+    get_version,
+    rest,
+    silent,
+)
 
 __all__ = ["connect"]
 REQUEST = GET + b"\r\n"

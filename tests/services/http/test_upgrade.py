@@ -6,7 +6,15 @@ import pytest
 
 from tests.launch.fake_gateway import TEXT
 from tests.services.http.responses.test_server import answering
-from tests.services.http.test_connections import BODY, GET, POST, Connect, Serve, connect, rest
+from tests.services.http.shared.test_connections import (
+    BODY,
+    GET,
+    POST,
+    Connect,
+    Serve,
+    connect,
+    rest,
+)
 
 __all__ = ["connect"]
 

@@ -16,7 +16,7 @@ from penstock.protocol.messages.client import (
     Request,
     TextDelta,
 )
-from penstock.services.http.connections import LimitedProtocol, Limits, limits_for
+from penstock.services.http.shared.connections import LimitedProtocol, Limits, limits_for
 from tests.services.http.conftest import NUM_AT_START, Served, behave
 
 Serve = Callable[..., Served]

@@ -11,7 +11,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import CloseCode, Frame
 from websockets.protocol import State
 
-from penstock.services.http.connections import LimitedProtocol, Limits, WriteTimer
+from penstock.services.http.shared.connections import LimitedProtocol, Limits, WriteTimer
 from penstock.services.http.shared.errors import ApiError
 
 CONNECTION = "penstock.websocket"

@@ -13,10 +13,10 @@ from penstock.protocol.messages.client import (
     Request,
     TextDelta,
 )
-from penstock.services.http.connections import Limits
 from penstock.services.http.responses.session import Session
+from penstock.services.http.shared.connections import Limits
 from tests.services.http.conftest import NUM_AT_START, Served, behave
-from tests.services.http.test_connections import (
+from tests.services.http.shared.test_connections import (
     FAR_TOO_MUCH,
     GET,
     Connect,
