@@ -1,5 +1,6 @@
 """The supervisor's own output, for which it never waits."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -74,6 +75,9 @@ class Output:
                 if not self._is_closing:
                     self._on_closed()
                 return
+        if num_lost:
+            with contextlib.suppress(OSError):
+                self._write_all(self._dropped(num_lost).encode(), self._descriptors[True])
 
     def _take(self) -> tuple[bytes, bool] | None:
         """Wait for the next lines; None at the end."""

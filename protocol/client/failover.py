@@ -5,7 +5,7 @@ import re
 from penstock.protocol.client.errors import ClientError
 
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"
-"""up to 65535: libzmq would take the rest of a division"""
+"""up to 65535: libzmq would use the port modulo 65536"""
 ADDRESS = re.compile(rf"tcp://[\w.:;%*\[\]-]+:{_PORT}|ipc://.+", re.ASCII)
 
 

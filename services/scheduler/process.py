@@ -188,8 +188,9 @@ class SchedulerProcess:
                 self.lose_worker(identity)
 
     def lose_worker(self, identity: bytes) -> None:
-        self.send_to_workers(self.group.lost(identity))
-        self.end_group()  # while other workers prepare
+        messages = self.group.lost(identity)
+        self.end_group()  # of this worker: one that can't be reached now has a group of its own
+        self.send_to_workers(messages)
 
     def start_group(self) -> None:
         """Begin an epoch with a group of workers that is ready."""

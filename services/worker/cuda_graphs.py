@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 PROGRESS = 10
 """graphs between two log lines"""
+MAX_RECORD = 1 << 20
+"""int32 of a step's record in a graph, 4 MiB; and at most four times as much pinned memory"""
 PREFILL_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 PREFILL_ROWS = (16, 64)
 """rows of the graphs that prefill, in addition to max_num_seqs"""
@@ -123,13 +125,14 @@ class CudaGraphs:
         for shape in reversed(self._shapes):
             self._capture(shape)
             self._graphs[shape].replay()
+            if rest := self._computed[shape].sample_deferred:
+                rest()
             yield
             if len(self._graphs) % PROGRESS == 0:
                 log.info("CUDA graphs: %d of %d", len(self._graphs), len(self._shapes))
+        # torch keeps pinned memory of each size for the records
         for bits in range(len(self._record).bit_length() + 1):
-            torch.empty(
-                1 << bits, dtype=torch.int32, pin_memory=True
-            )  # torch keeps each for records
+            torch.empty(1 << bits, dtype=torch.int32, pin_memory=True)
         log.info("captured %d CUDA graphs", len(self._shapes))
 
     def _capture(self, shape: BatchShape) -> None:
@@ -208,6 +211,9 @@ def _fits(shape: BatchShape, graph: BatchShape) -> bool:
 
 
 def _record_size(shape: BatchShape, max_blocks: int) -> int:
-    """Return the largest record of a step of this shape: all rows come with their blocks."""
+    """Return the largest record of a step of this shape: all rows come with their blocks.
+
+    Longer records than MAX_RECORD run without a graph.
+    """
     per_row = ROW + PARAMETERS + max_blocks * APPENDED
-    return HEADER + shape.num_rows * per_row + shape.num_tokens
+    return min(HEADER + shape.num_rows * per_row + shape.num_tokens, MAX_RECORD)

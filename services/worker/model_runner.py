@@ -109,13 +109,16 @@ class ModelRunner:
         if self.profiler:
             self.profiler.step()
         if self._decode and not rows.shape.num_tiles and not self.logits_processor.rows:
-            return LaunchedStep.finished(self._decode(rows.record, rows.shape.num_rows))
+            tokens = self._decode(rows.record, rows.shape.num_rows)
+            if len(rows.sampled) < len(tokens):  # a chunk of one token that ends no prompt
+                tokens = [tokens[index] for index in rows.sampled.tolist()]
+            return LaunchedStep.finished(tokens)
         return self._launch(rows)
 
     @torch.inference_mode()
     def _launch(self, rows: Rows) -> LaunchedStep:
         if self._idle_times:
-            self._idle_times.begin(follows=rows.follow)
+            self._idle_times.begin(follows=rows.follows_last_step)
         computed = self._graphs.replay(rows.record, rows.shape) if self._graphs else None
         if computed is None:
             computed = self._compute(to_device(rows.record, self._device), rows.shape)

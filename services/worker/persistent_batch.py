@@ -72,8 +72,8 @@ class PersistentBatch:
     def advance(self, chunks: bytes, drafts: bytes = b"") -> Rows | None:
         """Return the next step, or None without any rows; the rows count as computed.
 
-        chunks, drafts: as in `BatchPlan`; each token of a draft becomes a row. Raises ValueError
-        for an invalid plan.
+        chunks, drafts: as in `BatchPlan`; each token of a draft becomes a row, and a chunk of one
+        token is a row that decodes. Raises ValueError for an invalid plan.
         """
         if not chunks and not drafts:
             return self._advance_decoding()

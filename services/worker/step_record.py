@@ -24,7 +24,7 @@ class Rows(NamedTuple):
     """indices of the rows that sample, in ascending order of slot, then position"""
 
     @property
-    def follow(self) -> bool:
+    def follows_last_step(self) -> bool:
         """True if a row continues with the token that the last step has sampled."""
         return bool((self.table[:, 4] == -1).any())
 

@@ -26,15 +26,15 @@ _TASK = (
     "decisions, results of tools, and open tasks. The messages of the user are kept: do not repeat "
     "them. Reply with the summary alone."
 )
-_PART = 4
-"""of the context: as long as a summary may be"""
+_SUMMARY_SHARE = 1 / 4
+"""maximum length of a summary, as a share of the context"""
 
 
 async def compact(state: AppState, request: CompactRequest) -> Response:
     """Replace the answers and calls of a conversation by a summary."""
     if not request.input and request.previous_response_id is None:
         raise invalid("input", "got nothing, expected a text or items")
-    limit = max(1, state.max_model_len // _PART)
+    limit = max(1, int(state.max_model_len * _SUMMARY_SHARE))
     asked = ResponsesRequest(
         input=[*input_items(request), Item(role="user", content=_TASK)],
         previous_response_id=request.previous_response_id,

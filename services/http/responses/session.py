@@ -134,7 +134,7 @@ class Session:
             self._num_unanswered -= 1
 
     async def _submit(self, request: CreateEvent) -> Submitted:
-        return submit(await self._models.started(request.model), request)
+        return submit(await self._models.started(request.model or None), request)
 
     async def _fail(
         self, error: ApiError, request: CreateEvent | None, events: ResponseEvents | None

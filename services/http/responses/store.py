@@ -68,7 +68,7 @@ class ResponseStore:
 
         Of a response that is not stored, HTTP keeps only the output, for references; a WebSocket
         may continue it. Responses that are being made are not evicted. Raises ApiError for one that
-        has no place beside them, and changes nothing.
+        has no place in addition to them, and changes nothing.
         """
         websocket = "" if response.store else caller.get().websocket
         output = _DECODER.decode(msgspec.msgpack.encode(response.output))

@@ -19,8 +19,8 @@ CONNECTION = "penstock.websocket"
 MAX_FRAGMENTS = 1024
 """frames of a message"""
 _HANDSHAKE = (
-    "headers: got some that a WebSocket's handshake can't have, expected up to 128 valid ones, "
-    "each of up to 8192 bytes"
+    "handshake: got a request that can't be read, expected no body, and up to 128 headers of "
+    "up to 8192 bytes each"
 )
 
 
@@ -100,9 +100,11 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         self.without_request.pop(self, None)
 
     def end_turn(self) -> None:
+        if self.disconnected or self.conn.state is not State.OPEN:
+            return
         if self._is_stopping:
             super().shutdown()
-        elif not self.disconnected:
+        else:
             self.without_request[self] = None
 
     @property
@@ -113,8 +115,8 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
 
     def write(self, messages: Iterable[bytes]) -> None:
         """Send messages in a row, where `is_ready`: without ASGI's coroutines."""
-        for one in messages:
-            self.conn.send_text(one)
+        for message in messages:
+            self.conn.send_text(message)
         self.transport.write(b"".join(self.conn.data_to_send()))
 
 

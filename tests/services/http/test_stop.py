@@ -9,7 +9,8 @@ from contextlib import closing
 import httpx
 import pytest
 
-from penstock.services.http import connections, process
+from penstock.services.http import process
+from penstock.services.http.shared import connections
 from tests.services.http.conftest import NUM_AT_START, Served
 from tests.services.http.shared.test_connections import (
     GET,

@@ -1,8 +1,11 @@
 """Chunks of one token, which are rows that decode."""
 
+from pathlib import Path
+
 from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.protocol.messages.packed import pack
 from tests.services.worker.device_batch import Batch, run
+from tests.services.worker.driver import Driver, make_runner
 from tests.services.worker.plans import plan, row
 
 
@@ -30,6 +33,21 @@ def test_only_a_row_with_a_sampled_token_follows_the_last_step() -> None:
     batch = Batch()
     batch.apply(plan(added=[row(2, [20], [2])]))
     rows = batch.advance(pack([2, 1]))
-    assert rows and rows.shape.num_decode and not rows.follow
+    assert rows and rows.shape.num_decode and not rows.follows_last_step
     rows = batch.advance(b"")
-    assert rows and rows.follow
+    assert rows and rows.follows_last_step
+
+
+def test_a_chunk_that_ends_no_prompt_has_no_token(folder: Path) -> None:
+    """Also on a CPU, whose compiled step computes a token for each row."""
+    whole, cut = (Driver(make_runner(folder)) for _ in range(2))
+    added = [row(0, range(5), [0]), row(2, range(10, 13), [1])]
+    for driver in whole, cut:
+        driver.step(plan(added=added, chunks=[(0, 5)]), 0)
+    whole.step(plan(chunks=[(2, 3)]), 0, 2)
+    cut.step(plan(chunks=[(2, 1)]), 0)
+    cut.step(plan(chunks=[(2, 1)]), 0)
+    cut.step(plan(chunks=[(2, 1)]), 0, 2)
+    cut.decode(2, 0, 2)
+    whole.decode(4, 0, 2)
+    assert cut.tokens == {0: whole.tokens[0], 2: whole.tokens[2][:3]}

@@ -140,6 +140,11 @@ def test_invalid_messages(serve: Serve, message: str | bytes, param: str | None)
         assert socket.ask(stream=True)["type"] == "response.completed"
 
 
+def test_an_empty_model_is_the_first_one(serve: Serve) -> None:
+    with connected(serve(answering)) as socket:
+        assert socket.ask(model="")["type"] == "response.completed"
+
+
 def test_errors_of_the_pipeline(serve: Serve) -> None:
     with connected(serve(failing)) as socket:
         failed = socket.ask()

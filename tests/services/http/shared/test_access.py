@@ -1,4 +1,4 @@
-"""Who may ask: keys, web pages of other origins; and the paths that clients ask."""
+"""Access: keys, web pages of other origins; and paths that clients use."""
 
 import hmac
 from collections.abc import Callable
