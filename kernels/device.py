@@ -23,7 +23,7 @@ class Device(NamedTuple):
     name: str = ""
     """as the driver reports it; "": simulated, or no GPU"""
     memory_bytes: int | None = None
-    """of a simulated GPU, at most those that it really has; None: as many"""
+    """limit of a simulated GPU's memory; None: that of the real GPU"""
 
     @property
     def has_pdl(self) -> bool:

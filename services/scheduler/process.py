@@ -189,7 +189,7 @@ class SchedulerProcess:
 
     def lose_worker(self, identity: bytes) -> None:
         messages = self.group.lost(identity)
-        self.end_group()  # of this worker: one that can't be reached now has a group of its own
+        self.end_group()  # reports these members: a failed send would replace them
         self.send_to_workers(messages)
 
     def start_group(self) -> None:

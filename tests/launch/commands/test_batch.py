@@ -35,7 +35,7 @@ def test_a_line_begins_as_an_incomplete_one() -> None:
 
 @pytest.mark.parametrize("text", [b'{"custom_id": "a"}', b"\x7fELF", b'{"id":"batch-', b"[]\n"])
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, text: bytes) -> None:
-    """Its last line may have no end."""
+    """The file's last line may lack a newline."""
     path = tmp_path / "out"
     path.write_bytes(text)
     with pytest.raises(LaunchError, match="out:1 is not a result of a batch"):

@@ -117,7 +117,7 @@ def test_health_names_the_stage_that_is_missing(served: tuple[Pipeline, str]) ->
 
 
 def test_a_websocket_whose_process_dies(served: tuple[Pipeline, str]) -> None:
-    """Its request ends; the client connects again, and sends the whole conversation."""
+    """The turn's request ends. The client reconnects and sends the whole conversation."""
     pipeline, url = served
     create = {"type": "response.create", "input": "count from 1 to 100", "ignore_eos": True}
     where = url.replace("http", "ws", 1) + "/v1/responses"

@@ -10,14 +10,13 @@ import pytest
 
 from penstock.protocol.client import session
 from penstock.protocol.messages.client import (
-    AbortRequest,
     GenerateRequest,
     Reply,
     Request,
-    TextDelta,
 )
 from penstock.services.http.shared.connections import LimitedProtocol, Limits, limits_for
 from tests.services.http.conftest import NUM_AT_START, Served, behave
+from tests.services.http.flood import flood
 
 Serve = Callable[..., Served]
 GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
@@ -214,26 +213,7 @@ def test_a_stream_that_its_client_does_not_read_is_aborted(
     """The memory of its streams is limited, and others are answered."""
     monkeypatch.setattr(session, "PATIENCE", 0.0)
     is_aborted = threading.Event()
-    text = "x" * 10_000
-
-    def flood(request: Request) -> list[Reply]:
-        match request:
-            case GenerateRequest(stream=True, request_id=str(name)):
-                return [
-                    TextDelta(
-                        request_id=name,
-                        token_offset=number,
-                        char_offset=number * len(text),
-                        token_ids=[1],
-                        text=text,
-                    )
-                    for number in range(2000)
-                ]
-            case AbortRequest():
-                is_aborted.set()
-        return behave(request)
-
-    served = serve(flood, max_unread_bytes=1 << 20)
+    served = serve(flood(is_aborted), max_unread_bytes=1 << 20)
     body = b'{"prompt": "one", "stream": true}'
     connect(served).sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     assert is_aborted.wait(60)

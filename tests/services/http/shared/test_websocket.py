@@ -6,16 +6,10 @@ import threading
 import pytest
 
 from penstock.protocol.client import session
-from penstock.protocol.messages.client import (
-    AbortRequest,
-    GenerateRequest,
-    Reply,
-    Request,
-    TextDelta,
-)
 from penstock.services.http.responses.session import Session
 from penstock.services.http.shared.connections import Limits
-from tests.services.http.conftest import NUM_AT_START, Served, behave
+from tests.services.http.conftest import NUM_AT_START, Served
+from tests.services.http.flood import flood
 from tests.services.http.shared.test_connections import (
     FAR_TOO_MUCH,
     GET,
@@ -101,7 +95,7 @@ def test_a_message_of_endless_frames(serve: Serve, connect: Connect, piece: byte
 def test_a_client_that_sends_and_does_not_read(
     serve: Serve, connect: Connect, piece: bytes
 ) -> None:
-    """Its pings and errors have answers, which must not wait for it without end."""
+    """Replies to pings and errors must not pile up for a client that does not read."""
     connection = opened(serve(limits=Limits(write_seconds=0.3)), connect)
     assert sent_until_closed(connection, piece * 1000) < FAR_TOO_MUCH
 
@@ -137,26 +131,7 @@ def test_a_client_that_does_not_read_its_events(
 ) -> None:
     monkeypatch.setattr(session, "PATIENCE", 0.0)
     is_aborted = threading.Event()
-    text = "x" * 10_000
-
-    def flood(request: Request) -> list[Reply]:
-        match request:
-            case GenerateRequest(request_id=str(name)):
-                return [
-                    TextDelta(
-                        request_id=name,
-                        token_offset=number,
-                        char_offset=number * len(text),
-                        token_ids=[1],
-                        text=text,
-                    )
-                    for number in range(2000)
-                ]
-            case AbortRequest():
-                is_aborted.set()
-        return behave(request)
-
-    served = serve(flood, max_unread_bytes=1 << 20)
+    served = serve(flood(is_aborted), max_unread_bytes=1 << 20)
     opened(served, connect).sendall(frame(0x81, CREATE))
     assert is_aborted.wait(60)
     with served.client() as client:
