@@ -29,7 +29,6 @@ SMALL = {
     "rope_theta": 1e6,
     "tie_word_embeddings": True,
     "initializer_range": 0.02,
-    "dtype": torch.bfloat16,
 }
 """the shape of Qwen3-0.6B"""
 

@@ -59,9 +59,11 @@ class Saved(NamedTuple):
 def save_checkpoint(folder: Path, max_shard_size: str = "1GB", **shape: object) -> PreTrainedModel:
     """Write a random checkpoint of `SHAPE`, changed by `shape`, and return its model.
 
-    The tokenizer is the demo model's. A process makes each checkpoint once.
+    The tokenizer is the demo model's. A process makes each checkpoint once, on torch's default
+    device, and keeps its model on the CPU.
     """
-    saved = _made(json.dumps({**SHAPE, **shape}), max_shard_size)
+    device = str(torch.get_default_device())
+    saved = _made(json.dumps({**SHAPE, **shape}), max_shard_size, device)
     shutil.copytree(saved.folder.name, folder, dirs_exist_ok=True)
     torch.set_rng_state(saved.random_state)
     return copy.deepcopy(saved.model)
@@ -69,20 +71,21 @@ def save_checkpoint(folder: Path, max_shard_size: str = "1GB", **shape: object) 
 
 @functools.cache
 @torch.inference_mode(False)  # other tests may compute gradients
-def _made(shape_json: str, max_shard_size: str) -> Saved:
+def _made(shape_json: str, max_shard_size: str, device: str) -> Saved:
     torch.manual_seed(0)
     shape = json.loads(shape_json)
-    if "num_experts" in shape:
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).eval()
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
+    with torch.device(device):
+        if "num_experts" in shape:
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).eval()
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**shape)).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
     folder = tempfile.TemporaryDirectory()
     model.save_pretrained(folder.name, max_shard_size=max_shard_size)
     shutil.copy(Config().model_folder / "tokenizer.json", folder.name)
-    return Saved(folder, model, torch.get_rng_state())
+    return Saved(folder, model.cpu(), torch.get_rng_state())
 
 
 MODULES = [
