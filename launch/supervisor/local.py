@@ -31,7 +31,7 @@ SERVE_FORKS = "python -P -m penstock.services"
 """command of a fork server, without its services"""
 FORKED = (("gateway", "tokenizer", "scheduler", "detokenizer", "http"), ("worker",))
 """services of each fork server; only the worker imports torch"""
-STOPPED_SHARE = 1 / 40
+STOPPED_SHARE = 1 / 100
 """of --hang-timeout: seconds after which a process that was stopped (SIGSTOP) is killed"""
 KEEPERS = ("worker", "scheduler")
 """kinds of processes with memory that outlives them"""

@@ -28,7 +28,7 @@ from tests.pipeline.ports import free_port
 LAUNCH = (sys.executable, "-P", "-m", "penstock.launch")
 START_TIMEOUT = 120.0
 STOP_TIMEOUT = 60.0
-PATIENT = ("--hang-timeout", "3600", "--step-timeout", "3600")
+PATIENT = ("--hang-timeout", "10000", "--step-timeout", "3600")
 """leaves a suspended process alone"""
 
 
@@ -147,7 +147,7 @@ class Pipeline:
     def suspended(self, name: str) -> Iterator[None]:
         """Suspend one process: without a worker no request can end.
 
-        After `--hang-timeout` the process is killed: `PATIENT` is for pipelines of tests that may
+        After a hundredth of `--hang-timeout` the process is killed: `PATIENT` is for pipelines of tests that may
         take longer.
         """
         process = psutil.Process(self.processes()[name])

@@ -23,6 +23,7 @@ def test_all_stand_still_and_go_on(pipeline: Callable[..., Pipeline]) -> None:
     with running.client() as client:
         streams = [client.stream(PROMPT) for _ in range(4)]
         begun = [next(iter(stream)).text for stream in streams]
+        running.process.send_signal(signal.SIGSTOP)  # the supervisor, so that it restarts nothing
         psutil.Process(before["worker.1"]).suspend()
         assert client.status().num_requests == 4  # without a worker they can't end
         for process in everyone:
