@@ -147,8 +147,8 @@ class Pipeline:
     def suspended(self, name: str) -> Iterator[None]:
         """Suspend one process: without a worker no request can end.
 
-        After a hundredth of `--hang-timeout` the process is killed: `PATIENT` is for pipelines of tests that may
-        take longer.
+        After a hundredth of `--hang-timeout` the process is killed. `PATIENT` is for pipelines of
+        tests that may take longer.
         """
         process = psutil.Process(self.processes()[name])
         process.suspend()
