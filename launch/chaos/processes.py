@@ -15,7 +15,7 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import control_endpoint
 from penstock.protocol.config import run_folder
-from penstock.protocol.messages.control import ControlReply, ListProcesses, Spawned
+from penstock.protocol.messages.supervisor import ControlReply, ListProcesses, Spawned
 from penstock.protocol.transport.asyncio_handlers import attend, leave
 from penstock.protocol.transport.context import Context
 

@@ -8,7 +8,8 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.procfile import kind_of, stem_of
 from penstock.launch.pipeline.run_folder import control_endpoint, running_config
 from penstock.protocol.config import replica_of, run_folder
-from penstock.protocol.messages.control import (
+from penstock.protocol.messages.status import ProcessStatus
+from penstock.protocol.messages.supervisor import (
     ControlReply,
     ControlRequest,
     ListProcesses,
@@ -16,7 +17,6 @@ from penstock.protocol.messages.control import (
     ScaleProcesses,
     SignalProcess,
 )
-from penstock.protocol.messages.status import ProcessStatus
 from penstock.protocol.transport.context import Context
 
 TIMEOUT = 60

@@ -17,7 +17,8 @@ from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import MAX_PROCESSES, Config
 from penstock.protocol.messages.client import StatusRequest
-from penstock.protocol.messages.control import (
+from penstock.protocol.messages.status import StatusReply
+from penstock.protocol.messages.supervisor import (
     ControlReply,
     ControlRequest,
     ListProcesses,
@@ -26,7 +27,6 @@ from penstock.protocol.messages.control import (
     SignalProcess,
     Spawned,
 )
-from penstock.protocol.messages.status import StatusReply
 from penstock.protocol.transport.asyncio_handlers import attend, leave
 from penstock.protocol.transport.context import Context, drain
 

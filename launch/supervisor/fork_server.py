@@ -17,7 +17,7 @@ from penstock.launch.supervisor.child_events import adopting
 from penstock.launch.supervisor.child_process import ChildProcess, describe_exit
 from penstock.launch.supervisor.logs import Log
 from penstock.launch.supervisor.tasks import Tasks
-from penstock.protocol.messages.forks import Forked, ForkRequest
+from penstock.protocol.messages.supervisor import Forked, ForkRequest
 from penstock.protocol.transport.forks import FORKS_VARIABLE, MAX_MESSAGE
 
 MAX_FORK_SECONDS = 5.0

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.launch.supervisor.tasks import Tasks
-from penstock.protocol.messages.memory import (
+from penstock.protocol.messages.supervisor import (
     DropMemory,
     KeepMemory,
     MemoryReply,

@@ -29,8 +29,7 @@ from penstock.protocol.messages.client import (
     TextDelta,
     TokenizeReply,
 )
-from penstock.protocol.messages.codec import MSGPACK
-from penstock.protocol.messages.envelope import BATCH, encode_number, split_reply
+from penstock.protocol.messages.codec import BATCH, MSGPACK, encode_number, split_reply
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.status import StatusReply
 from penstock.protocol.transport.channel import DECODE_ERRORS

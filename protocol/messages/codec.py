@@ -1,11 +1,22 @@
-"""The two encodings of messages between clients and the gateway: JSON and MessagePack."""
+"""Frames of messages between clients and the gateway: JSON or MessagePack, after an envelope.
 
+The frames before a request precede every reply to it. A client that sends a number in front of its
+request gets each reply in one frame: the number, then the reply. libzmq ends a process that loses
+its connection between two frames of one message, if the socket has ZMQ_IMMEDIATE, which our clients
+need.
+"""
+
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import msgspec
 from msgspec import Struct
 
 from penstock.protocol.messages.client import Reply, Request
+
+NUMBER_BYTES = 9
+_MARK = b"\x01"
+"""first byte of a number"""
 
 
 class RequestKind(Struct):
@@ -45,3 +56,30 @@ MSGPACK = Codec(msgspec.msgpack)
 def codec_of(frame: bytes) -> Codec:
     """Return the encoding of a frame, by its first byte."""
     return MSGPACK if frame[:1] >= b"\x80" else JSON
+
+
+def encode_number(number: int) -> bytes:
+    """Return the envelope of a request: NUMBER_BYTES bytes."""
+    return _MARK + number.to_bytes(NUMBER_BYTES - 1, "big")
+
+
+BATCH = encode_number(0)
+"""in front of a `ReplyBatch`; requests have other numbers"""
+
+
+def has_number(envelope: Sequence[bytes]) -> bool:
+    """Return whether the frames after the peer's identity are one number."""
+    return len(envelope) == 2 and len(envelope[1]) == NUMBER_BYTES and envelope[1][:1] == _MARK
+
+
+def reply_frames(envelope: Sequence[bytes], reply: bytes) -> list[bytes]:
+    """Return the frames of an encoded reply; the envelope begins with the peer's identity."""
+    if has_number(envelope):
+        return [envelope[0], envelope[1] + reply]
+    return [*envelope, reply]
+
+
+def split_reply(frames: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """Return the number and the encoded reply."""
+    data = b"".join(frames)  # earlier gateways send two frames
+    return data[:NUMBER_BYTES], data[NUMBER_BYTES:]

@@ -1,4 +1,11 @@
-"""Messages between the supervisor and the other processes."""
+"""Messages to the supervisor, and its own.
+
+- Reports of processes, and the supervisor's to the gateway.
+- Requests of `launch` commands.
+- Memory that outlives the process that made it; the supervisor keeps descriptors. A process sends
+  one message at a time over its own socket pair and waits for the reply.
+- Requests to the fork server, one at a time.
+"""
 
 from msgspec import Struct
 
@@ -58,3 +65,105 @@ class SuspectsCleared(Struct, tag=True):
 
 
 ToSupervisor = Pulse | ProcessesDied | PoisonFound | SuspectsCleared
+
+
+class ListProcesses(Struct, tag=True):
+    """Request for `ControlReply.processes`.
+
+    With `watch` the supervisor also sends a `Spawned` after every later start.
+    """
+
+    watch: bool = False
+
+
+class ScaleProcesses(Struct, tag=True):
+    """Request to run `number` processes of a kind; `ControlReply.number` is their number then."""
+
+    kind: str
+    number: int
+
+
+class RestartProcesses(Struct, tag=True):
+    """Request to restart processes of one kind together; the reply comes when they are ready."""
+
+    names: list[str]
+
+
+class SignalProcess(Struct, tag=True):
+    """Request to send a signal, without effect where the process with this pid has ended."""
+
+    name: str
+    pid: int
+    number: int
+
+
+ControlRequest = ListProcesses | ScaleProcesses | RestartProcesses | SignalProcess
+
+
+class ControlReply(Struct, tag=True):
+    """Reply to every request."""
+
+    error: str = ""
+    """reason why the request failed"""
+    processes: list[ProcessStatus] = []
+    number: int = 0
+
+
+class Spawned(Struct, tag=True):
+    """Event: a process was started; node: as in `ProcessStatus`."""
+
+    name: str
+    pid: int
+    node: str
+
+
+class TakeMemory(Struct, tag=True):
+    """Process → supervisor: pass on the memory of this name, once its last user has exited."""
+
+    name: str
+    shares: bool = False
+    """at once, beside its user: it may only be read, and is taken before it is written"""
+
+
+class KeepMemory(Struct, tag=True):
+    """Process → supervisor: keep this memory, whose descriptor comes with the message."""
+
+    name: str
+    manifest: bytes
+    """the contents, for the process that takes the memory"""
+
+
+class DropMemory(Struct, tag=True):
+    """Process → supervisor: close the memory of this name."""
+
+    name: str
+
+
+class MemoryReply(Struct, tag=True):
+    """Supervisor → process; the descriptor of memory that was taken comes with the message."""
+
+    manifest: bytes = b""
+    """empty if no memory has this name"""
+
+
+ToMemoryServer = TakeMemory | KeepMemory | DropMemory
+
+
+class ForkRequest(Struct, array_like=True):
+    """Supervisor → fork server: fork a process. Its descriptors come with the message.
+
+    The first descriptor is the process's standard output and error.
+    """
+
+    service: str
+    environment: dict[str, str]
+    """changes to the fork server's own"""
+    inherited: list[str]
+    """environment variables that hold the numbers of the other descriptors"""
+
+
+class Forked(Struct, array_like=True):
+    """Forked process → supervisor; and the fork server itself, when it is ready or can't fork."""
+
+    pid: int = 0
+    """0: the fork server is ready, or no process was forked"""

@@ -11,7 +11,7 @@ import socket
 
 import msgspec
 
-from penstock.protocol.messages.forks import Forked, ForkRequest
+from penstock.protocol.messages.supervisor import Forked, ForkRequest
 from penstock.protocol.transport.process import die_with_parent
 from penstock.protocol.transport.process_exit import ProcessExit
 

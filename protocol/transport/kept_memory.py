@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from penstock.protocol.messages.memory import (
+from penstock.protocol.messages.supervisor import (
     DropMemory,
     KeepMemory,
     MemoryReply,

@@ -10,8 +10,7 @@ import zmq
 from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ErrorReply, Reply, ReplyBatch, TextDelta
-from penstock.protocol.messages.codec import MSGPACK, codec_of
-from penstock.protocol.messages.envelope import BATCH, has_number, reply_frames
+from penstock.protocol.messages.codec import BATCH, MSGPACK, codec_of, has_number, reply_frames
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import Context, check_reach
 from penstock.services.gateway.connection_limits import ClientWatch, bind_clients

@@ -17,8 +17,7 @@ from penstock.protocol.messages.client import (
     TextDelta,
     Usage,
 )
-from penstock.protocol.messages.codec import MSGPACK
-from penstock.protocol.messages.envelope import reply_frames
+from penstock.protocol.messages.codec import MSGPACK, reply_frames
 from penstock.protocol.messages.status import StatusReply
 
 Behaviour = Callable[[Request], list[Reply]]

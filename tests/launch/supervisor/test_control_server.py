@@ -14,7 +14,7 @@ from penstock.launch.pipeline.control_client import list_processes, request
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.run_folder import control_endpoint
 from penstock.protocol.config import MAX_PROCESSES, run_folder
-from penstock.protocol.messages.control import (
+from penstock.protocol.messages.supervisor import (
     ControlReply,
     ControlRequest,
     ListProcesses,

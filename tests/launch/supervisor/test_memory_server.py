@@ -217,7 +217,9 @@ def test_descriptors_that_no_message_may_have_are_closed() -> None:
         code = "for _ in range(9): client._request(TakeMemory('x'), [make(b'')])\nsay('sent')"
         async with site() as one:
             before = open_descriptors()
-            child = one.start("from penstock.protocol.messages.memory import TakeMemory\n" + code)
+            child = one.start(
+                "from penstock.protocol.messages.supervisor import TakeMemory\n" + code
+            )
             assert await child.line() == "sent"
             pipe = {number for number, _ in open_descriptors() - before}
             assert len(pipe) <= 2  # the socket and the standard output of the child

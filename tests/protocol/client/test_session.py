@@ -18,8 +18,7 @@ from penstock.protocol.messages.client import (
     TextDelta,
     Usage,
 )
-from penstock.protocol.messages.codec import MSGPACK
-from penstock.protocol.messages.envelope import BATCH
+from penstock.protocol.messages.codec import BATCH, MSGPACK
 from penstock.protocol.messages.logprobs import TokenLogprobs
 
 TEXT = "abcdef"

@@ -16,9 +16,8 @@ from penstock.protocol.messages.client import (
     ReplyBatch,
     TextDelta,
 )
-from penstock.protocol.messages.codec import MSGPACK
+from penstock.protocol.messages.codec import BATCH, MSGPACK, encode_number, split_reply
 from penstock.protocol.messages.detokenizer import TextDeltas
-from penstock.protocol.messages.envelope import BATCH, encode_number, split_reply
 from penstock.services.gateway.failures import DEFECT
 from tests.services.gateway.conftest import GatewayHarness
 
