@@ -7,7 +7,7 @@ from penstock.launch.bench.figures import Figures, Stamps, run_figures, stream_f
 from penstock.launch.bench.options import ModelOptions
 from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import Item
-from penstock.launch.pipeline.local_client import LocalClient
+from penstock.launch.pipeline.target import LocalClient
 from penstock.protocol.client.session import Answer
 from penstock.protocol.messages.client import ErrorReply, GenerateReply, GenerateRequest
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply

@@ -1,9 +1,9 @@
-"""One run: the undisturbed answers, the load with the kills, and what is left at the end."""
+"""`launch chaos`: the undisturbed answers, the load with the kills, and what is left at the end."""
 
 import asyncio
 import contextlib
 import sys
-from argparse import Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import psutil
 
-from penstock.launch.bench.report import hardware, versions
+from penstock.launch.bench.report import as_json, hardware, versions
 from penstock.launch.chaos.load import Flight, Load, make_requests
 from penstock.launch.chaos.processes import Changes, Processes
-from penstock.launch.chaos.report import Outcome, Recovery, faults, make_report
-from penstock.launch.chaos.schedule import ChaosOptions, Event, make_schedule
-from penstock.launch.pipeline.options import given_options
+from penstock.launch.chaos.report import Outcome, Recovery, as_table, faults, make_report
+from penstock.launch.chaos.schedule import KINDS, ChaosOptions, Event, make_schedule
+from penstock.launch.pipeline.options import add_options, add_pipeline_options, given_options
 from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import is_running, model_name
 from penstock.launch.pipeline.target import target, vocab_size
@@ -26,7 +26,37 @@ from penstock.protocol.messages.status import StatusReply
 
 OWN_DEFAULTS: dict[str, Any] = {"http": 0, "hang_timeout": 3.0, "log_level": "error"}
 MAX_DEATHS = 1_000_000
+EXIT_CODE = (
+    "Exits with 1 if anything was lost or doubled, or is still there afterwards; on a CPU also if "
+    "an answer differs from that of the undisturbed run."
+)
+RUNNING = (
+    "test this running pipeline instead of starting one. Start the pipeline with a large "
+    "--max-deaths: it ends when one process dies that many times within 60 s (default: 5)"
+)
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  looked at only
+
+
+def add_arguments(command: ArgumentParser) -> None:
+    """Add the arguments."""
+    command.set_defaults(run=_chaos)
+    command.epilog = EXIT_CODE
+    add_options(command, ChaosOptions)
+    text = f"kinds of processes to kill (default: all; {' '.join(KINDS)})"
+    command.add_argument(
+        "--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=text
+    )
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    command.add_argument("--name", default=SUPPRESS, help=RUNNING)
+    own = [field for field in Config.__struct_fields__ if field not in ("name", "endpoint")]
+    add_pipeline_options(command, own)
+
+
+def _chaos(arguments: Namespace) -> int:
+    options = ChaosOptions(**given_options(arguments, ChaosOptions))
+    report = chaos(arguments, options, arguments.only)
+    print(as_json(report) if arguments.json else as_table(report))
+    return 1 if report["faults"] else 0
 
 
 def chaos(arguments: Namespace, options: ChaosOptions, kinds: list[str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ MODULES = {
     **dict.fromkeys(read_procfile(), "commands.service"),
     "all": "commands.start",
     "bench": "bench.commands",
-    "chaos": "chaos.commands",
+    "chaos": "chaos.run",
 }
 """within `penstock.launch`, where it is not `commands.NAME`"""
 _UNENCODABLE = {"stdin": "replace", "stdout": "backslashreplace", "stderr": "backslashreplace"}

@@ -23,9 +23,8 @@ from penstock.launch.offline.beam_search import BeamSearchMethods
 from penstock.launch.offline.bounded_concurrency import replies_to, submit_all
 from penstock.launch.offline.outputs import RequestOutput, prompts_of, request_of
 from penstock.launch.offline.pooling import PoolingMethods
-from penstock.launch.pipeline.local_client import LocalClient
 from penstock.launch.pipeline.options import OTHER_NAMES
-from penstock.launch.pipeline.target import target
+from penstock.launch.pipeline.target import LocalClient, target
 from penstock.protocol.client.answers import answer_requests, num_answers
 from penstock.protocol.config import Config
 from penstock.protocol.field_errors import explain

@@ -18,12 +18,16 @@ from penstock.launch.pipeline.hub import hub_model, resolve
 from penstock.launch.pipeline.options import as_flags, flag
 from penstock.launch.pipeline.owner import ReadySocket
 from penstock.launch.pipeline.procfile import read_procfile
-from penstock.launch.pipeline.run_folder import running_config
+from penstock.launch.pipeline.run_folder import is_running, running_config
 from penstock.protocol.checkpoint import ModelError, read_model_config
+from penstock.protocol.client.client import Client
+from penstock.protocol.client.errors import NoAnswer
 from penstock.protocol.config import Config, run_folder
 
 NOBODY_ELSE = {"http": 0, "drain_timeout": 0}
 """options for others who might use it, unless they are given"""
+SILENCE = 10.0
+"""seconds without a sign of the pipeline after which a look is taken whether it is still there"""
 _numbers = itertools.count()
 
 
@@ -127,3 +131,20 @@ def free_port() -> int:
     """Return a TCP port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as trial:
         return int(trial.getsockname()[1])
+
+
+class LocalClient(Client):
+    """A client that notices when the pipeline has ended."""
+
+    def __init__(self, endpoint: str, name: str | None, keys: str = "") -> None:
+        """name: of the pipeline; None for one on another machine, which is waited for."""
+        super().__init__(endpoint, timeout=SILENCE, keys=keys)
+        self._name = name
+
+    def wait(self) -> None:
+        """Wait, however long an answer takes. Raises LaunchError if none can come."""
+        try:
+            super().wait()
+        except NoAnswer:
+            if self._name and not is_running(self._name):
+                raise LaunchError(f"pipeline {self._name!r} ended before it answered") from None

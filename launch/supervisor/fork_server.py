@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from penstock.launch.supervisor.child_events import adopting
-from penstock.launch.supervisor.child_process import ChildProcess, describe_exit
+from penstock.launch.supervisor.child_process import ChildProcess, adopting, describe_exit
 from penstock.launch.supervisor.logs import Log
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.messages.supervisor import Forked, ForkRequest

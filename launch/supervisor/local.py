@@ -10,8 +10,7 @@ from types import MappingProxyType
 
 from penstock.launch.pipeline.procfile import kind_of, read_procfile
 from penstock.launch.pipeline.run_folder import environment
-from penstock.launch.supervisor.child_events import ChildEvents
-from penstock.launch.supervisor.child_process import ChildProcess, vitals
+from penstock.launch.supervisor.child_process import ChildEvents, ChildProcess, vitals
 from penstock.launch.supervisor.fork_server import ForkServer
 from penstock.launch.supervisor.logs import Log
 from penstock.launch.supervisor.memory_server import MemoryServer

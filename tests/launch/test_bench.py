@@ -27,7 +27,7 @@ from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import Item, given_lengths, random_lengths, variant
 from penstock.launch.commands.cli import main
 from penstock.launch.commands.gpus import physical_gpus
-from penstock.launch.pipeline import local_client
+from penstock.launch.pipeline import target as targets
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import GenerateRequest
@@ -228,7 +228,7 @@ def test_json_goes_into_a_file_beside_the_table(
 def test_a_pipeline_that_ends_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(local_client, "SILENCE", 0.1)
+    monkeypatch.setattr(targets, "SILENCE", 0.1)
     endpoint = f"ipc://{tmp_path}/clients"
     target = Target(endpoint, "", 8, Config(name="none"))
     # this gateway has no answer to a prompt of token ids

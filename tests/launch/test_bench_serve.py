@@ -26,7 +26,7 @@ from penstock.launch.bench.workload import (
     random_kinds,
 )
 from penstock.launch.commands.cli import main
-from penstock.launch.pipeline import local_client
+from penstock.launch.pipeline import target as targets
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.client.session import Answer
 from penstock.protocol.config import Config
@@ -206,7 +206,7 @@ def test_options_that_cannot_be(
 def test_requests_leave_though_none_is_answered(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(local_client, "SILENCE", 0.1)
+    monkeypatch.setattr(targets, "SILENCE", 0.1)
     endpoint = f"ipc://{tmp_path}/clients"
     target = Target(endpoint, "", 8, Config(name="none"))
     with (

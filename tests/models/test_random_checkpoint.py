@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.launch.bench.make_model import SIZES
+from penstock.launch.bench.commands import SIZES
 from penstock.launch.commands.cli import main
 from penstock.models.bench import random_checkpoint
 from penstock.models.bench.random_checkpoint import DENSE, VOCAB_SIZE, make_checkpoint, shape_of

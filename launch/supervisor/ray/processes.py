@@ -8,27 +8,30 @@ import asyncio
 import contextlib
 import functools
 import io
-from collections.abc import Iterable
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import ray
+from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
 
+from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import HubModel
 from penstock.launch.pipeline.keys import make_keys
 from penstock.launch.pipeline.procfile import kind_of
-from penstock.launch.supervisor.processes import Policy, Processes
-from penstock.launch.supervisor.ray.actor import ProcessActor, Spec
+from penstock.launch.supervisor.processes import GRACE, ManagedProcess, Policy, Processes
+from penstock.launch.supervisor.ray.actor import LOST, ProcessActor, Spec, Started
 from penstock.launch.supervisor.ray.cluster import Joined
 from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork
 from penstock.launch.supervisor.ray.placement import Placement
-from penstock.launch.supervisor.ray.remote import RemoteProcess
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.config import DEFAULT_CLIENT, Config
 from penstock.protocol.run_folder import write_config
@@ -36,8 +39,86 @@ from penstock.protocol.transport.asyncio_handlers import attend, leave
 from penstock.protocol.transport.curve import CLIENTS, SERVER
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
 
+PING_TIMEOUT = 1.0
+"""seconds within which an actor that can be reached answers"""
 ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """of actors with a GPU: their process chooses it itself, and shares memory with the others"""
+
+
+class RemoteProcess(ManagedProcess):
+    """One process, and its actor."""
+
+    def __init__(
+        self,
+        name: str,
+        incarnations: Iterator[int],
+        make_actor: Callable[[str], Awaitable[Any]],
+        on_line: Callable[[ManagedProcess, str], None],
+    ) -> None:
+        """make_actor: makes the actor of a name, once the cluster has room for it."""
+        super().__init__(name)
+        self._actor: Any = None
+        self._incarnations = incarnations
+        self._make_actor = make_actor
+        self._on_line = on_line
+        self._number = 0
+
+    async def spawn(self) -> None:
+        """Spawn the process once Ray has placed its actor. Raises LaunchError, too."""
+        self._actor = self._actor or await self._make_actor(self.name)
+        started: Started | str | None = None
+        try:
+            while started is None:
+                actor_id = await self._actor.id.remote()
+                self._number = next(self._incarnations)
+                started = await self._actor.start.remote(actor_id, self._number)
+        except RayActorError as error:
+            raise LaunchError(f"Ray has no place for {self.name} any more: {error}") from error
+        if isinstance(started, str):
+            raise OSError(started)
+        self.pid, self.node = started.pid, started.node
+        if not self.wanted.is_set():  # `stop` came while it was started
+            self._actor.stop.remote(GRACE)
+
+    async def wait(self) -> str:
+        while True:
+            try:
+                lines, end = await self._actor.follow.remote(self._number)
+            except RayActorError:
+                end, lines = LOST, []
+            for line in lines:
+                self._on_line(self, line)
+            if end is not None:
+                return f"{end} on {self.node}" if end == LOST else str(end)
+
+    async def terminate(self) -> None:
+        if self._actor:
+            await _reply(self._actor.stop.remote(GRACE), 2 * GRACE + PING_TIMEOUT)
+
+    async def release(self) -> None:
+        if self._actor:
+            await _reply(self._actor.leave.remote(), GRACE if self.pid else PING_TIMEOUT)
+            ray.kill(self._actor)
+
+    def signal(self, number: int) -> None:
+        self._actor.signal.remote(self.pid, number)
+
+    async def kill(self) -> bool:
+        pid = self.pid
+        if await _reply(self._actor.ping.remote(), PING_TIMEOUT) is None:
+            return False
+        self._actor.signal.remote(pid, signal.SIGKILL)
+        return True
+
+    async def vitals(self, pid: int) -> tuple[float, bool]:
+        return await _reply(self._actor.vitals.remote(pid), PING_TIMEOUT) or (0.0, False)
+
+
+async def _reply(reply: Any, timeout: float) -> Any:
+    """Wait for the reply of an actor; None if it is unreachable."""
+    with contextlib.suppress(TimeoutError, RayActorError):
+        return await asyncio.wait_for(reply, timeout)
+    return None
 
 
 class _Nowhere(io.TextIOBase):

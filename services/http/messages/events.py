@@ -21,8 +21,7 @@ from penstock.services.http.messages.schema import (
     ToolUseBlock,
 )
 from penstock.services.http.messages.to_chat_request import INVALID_JSON
-from penstock.services.http.shared.anthropic_errors import messages_error
-from penstock.services.http.shared.errors import ApiError
+from penstock.services.http.shared.errors import ApiError, messages_error
 from penstock.services.http.shared.tool_format import ToolFormat
 
 Event = dict[str, Any]

@@ -16,8 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import NO_CONTROL
 from penstock.protocol.transport.context import stays_on_host
-from penstock.services.http.shared.anthropic_errors import is_for_anthropic
-from penstock.services.http.shared.errors import ApiError, error_response
+from penstock.services.http.shared.errors import ApiError, error_response, is_for_anthropic
 
 IPV6_PREFIX = 64
 """bits of an address that a provider assigns to one customer"""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from msgspec import Struct
 from starlette.exceptions import HTTPException
@@ -11,14 +12,23 @@ from starlette.responses import Response
 
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.chat import MessageError
-from penstock.services.http.shared.anthropic_errors import (
-    STATUSES,
-    is_for_anthropic,
-    messages_error,
-)
 from penstock.services.http.shared.json_response import json_response
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+_ANTHROPIC_STATUSES = {503: 529}
+"""status → Anthropic's for the same error"""
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_HEADER = "anthropic-version"
 _RETRY = {"Retry-After": "1"}
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 """OpenAI's code of a prompt that is too long, which clients look for"""
@@ -106,7 +116,7 @@ async def answer_error(request: HTTPConnection, error: Exception) -> Response:
 def error_response(error: ApiError, for_anthropic: bool) -> Response:
     """Return the response of an error, in OpenAI's or Anthropic's shape."""
     if for_anthropic:
-        status = STATUSES.get(error.status, error.status)
+        status = _ANTHROPIC_STATUSES.get(error.status, error.status)
         body = messages_error(error.status, str(error), error.body.error.code, error.too_long)
         response = json_response(body, status)
     else:
@@ -128,3 +138,23 @@ def fields_as_sent(field_as_sent: FieldAsSent) -> Iterator[None]:
             raise
         message = detail.message.replace(detail.param, name, 1)
         raise ApiError(old.status, message, name, detail.code, old.headers, old.too_long) from error
+
+
+def is_for_anthropic(path: str, headers: Mapping[str, str]) -> bool:
+    """Return whether a request expects Anthropic's shapes: of models, and of errors."""
+    return path.startswith(_ANTHROPIC_PATH) or _ANTHROPIC_HEADER in headers
+
+
+def messages_error(
+    status: int, message: str, code: str | None, too_long: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """Return the body of an error, or its event in a stream.
+
+    status: of HTTP. code: clients act on `thread_unsupported_request`.
+    too_long: tokens of a prompt, and how many fit; clients look for Anthropic's sentence.
+    """
+    if too_long:
+        message = "prompt is too long: {} tokens > {} maximum".format(*too_long)
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+    details = {"details": {"error_code": code}} if code else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from penstock.launch.supervisor.child_events import ChildEvents
-from penstock.launch.supervisor.child_process import ChildProcess
+from penstock.launch.supervisor.child_process import ChildEvents, ChildProcess
 from penstock.launch.supervisor.fork_server import ForkServer
 from penstock.launch.supervisor.logs import Log
 from penstock.launch.supervisor.tasks import Tasks

@@ -12,7 +12,7 @@ from contextlib import ExitStack, asynccontextmanager
 import psutil
 import pytest
 
-from penstock.launch.supervisor.child_events import ChildEvents, adopting
+from penstock.launch.supervisor.child_process import ChildEvents, adopting
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 PR_GET_CHILD_SUBREAPER = 37

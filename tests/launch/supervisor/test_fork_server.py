@@ -8,8 +8,7 @@ import psutil
 import pytest
 
 from penstock.launch.supervisor import fork_server
-from penstock.launch.supervisor.child_events import adopting
-from penstock.launch.supervisor.child_process import ChildProcess
+from penstock.launch.supervisor.child_process import ChildProcess, adopting
 from penstock.launch.supervisor.logs import Log
 from tests.launch.supervisor.fork_site import SERVE, command, run, site, started
 
