@@ -9,7 +9,7 @@ from penstock.launch.pipeline.control_client import list_processes
 from penstock.launch.pipeline.options import add_name, name_of
 from penstock.launch.pipeline.procfile import stem_of
 from penstock.launch.pipeline.run_folder import model_name, running_config
-from penstock.launch.supervisor.logs import at_node
+from penstock.launch.supervisor.output import at_node
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import NoAnswer
 from penstock.protocol.config import Config

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from penstock.launch.pipeline.options import add_name, name_of
 from penstock.launch.pipeline.run_folder import model_name, running_config
-from penstock.launch.supervisor.logs import at_node
+from penstock.launch.supervisor.output import at_node
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import Config
 from penstock.protocol.messages.metrics import Histogram, Metrics

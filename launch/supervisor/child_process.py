@@ -19,7 +19,7 @@ from typing import Self
 import psutil
 
 from penstock.launch.pipeline.procfile import shell_line
-from penstock.launch.supervisor.logs import Log
+from penstock.launch.supervisor.output import Log
 from penstock.protocol.transport.process_exit import ProcessExit
 
 UNDERWAY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP})

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from penstock.launch.supervisor.child_process import ChildProcess, adopting, describe_exit
-from penstock.launch.supervisor.logs import Log
+from penstock.launch.supervisor.output import Log
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.messages.supervisor import Forked, ForkRequest
 from penstock.protocol.transport.forks import FORKS_VARIABLE, MAX_MESSAGE

@@ -12,8 +12,8 @@ from penstock.launch.pipeline.procfile import kind_of, read_procfile
 from penstock.launch.pipeline.run_folder import environment
 from penstock.launch.supervisor.child_process import ChildEvents, ChildProcess, vitals
 from penstock.launch.supervisor.fork_server import ForkServer
-from penstock.launch.supervisor.logs import Log
 from penstock.launch.supervisor.memory_server import MemoryServer
+from penstock.launch.supervisor.output import Log
 from penstock.launch.supervisor.processes import GRACE, ManagedProcess, Policy, Processes
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.config import Config

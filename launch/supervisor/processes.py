@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
-from penstock.launch.supervisor.logs import NUM_LAST_LINES
+from penstock.launch.supervisor.output import NUM_LAST_LINES
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.transport.context import Context
 

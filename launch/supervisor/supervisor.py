@@ -21,8 +21,7 @@ from penstock.launch.supervisor.child_process import describe_exit
 from penstock.launch.supervisor.control_server import ControlServer
 from penstock.launch.supervisor.deaths import CRASH_WINDOW, Deaths
 from penstock.launch.supervisor.local import LocalProcesses
-from penstock.launch.supervisor.logs import Format, as_json, prefixed
-from penstock.launch.supervisor.output import LogToOutput, Output
+from penstock.launch.supervisor.output import Format, LogToOutput, Output, as_json, prefixed
 from penstock.launch.supervisor.processes import ManagedProcess, Policy, Processes
 from penstock.launch.supervisor.report import Report
 from penstock.launch.supervisor.tasks import Tasks, traceback_lines

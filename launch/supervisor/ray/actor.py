@@ -15,7 +15,7 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import HubModel
 from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.supervisor.child_process import ChildProcess, vitals
-from penstock.launch.supervisor.logs import Log
+from penstock.launch.supervisor.output import Log
 from penstock.launch.supervisor.ray.folder import NodeFolder
 from penstock.protocol.config import Config
 from penstock.protocol.run_folder import CONFIG_FILE, CONFIG_VARIABLE

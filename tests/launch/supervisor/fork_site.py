@@ -13,7 +13,7 @@ import psutil
 
 from penstock.launch.supervisor.child_process import ChildEvents, ChildProcess
 from penstock.launch.supervisor.fork_server import ForkServer
-from penstock.launch.supervisor.logs import Log
+from penstock.launch.supervisor.output import Log
 from penstock.launch.supervisor.tasks import Tasks
 
 SERVE = """

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.launch.supervisor.child_process import ChildProcess
-from penstock.launch.supervisor.logs import Log
+from penstock.launch.supervisor.output import Log
 from penstock.protocol.transport import process_exit
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.launch.supervisor import fork_server
 from penstock.launch.supervisor.child_process import ChildProcess, adopting
-from penstock.launch.supervisor.logs import Log
+from penstock.launch.supervisor.output import Log
 from tests.launch.supervisor.fork_site import SERVE, command, run, site, started
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
@@ -233,7 +233,7 @@ def test_the_fork_server_ends_with_its_supervisor() -> None:
 import asyncio, os, sys
 from penstock.launch.supervisor.fork_server import ForkServer
 from penstock.launch.supervisor.tasks import Tasks
-from penstock.launch.supervisor.logs import Log
+from penstock.launch.supervisor.output import Log
 async def run():
     server = ForkServer({command(SERVE + "signal.pause()")!r}, os.environ, Tasks(print), print)
     forked = await server.fork("demo", {{**os.environ, "WHO": "x"}}, Log(lambda _: None), {{}})

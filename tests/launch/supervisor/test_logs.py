@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from penstock.launch.supervisor.logs import MAX_LINE, Format, Log, as_json, prefixed
+from penstock.launch.supervisor.output import MAX_LINE, Format, Log, as_json, prefixed
 
 PLAIN = "x | {}\n".format
 

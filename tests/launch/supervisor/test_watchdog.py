@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.launch.supervisor.local import LocalProcess
-from penstock.launch.supervisor.logs import Log
+from penstock.launch.supervisor.output import Log
 from tests.launch.supervised import LONG, Known
 
 
