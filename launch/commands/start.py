@@ -23,7 +23,12 @@ from penstock.launch.pipeline.procfile import (
     process_names,
     read_procfile,
 )
-from penstock.launch.pipeline.run_folder import claim, control_endpoint
+from penstock.launch.pipeline.run_folder import (
+    answers,
+    claim,
+    control_endpoint,
+    remove_socket,
+)
 from penstock.launch.pipeline.several_models import (
     NextModel,
     check_names,
@@ -211,7 +216,7 @@ def check_endpoint(endpoint: str) -> None:
     """Raise LaunchError where the gateway could not bind."""
     if endpoint.endswith((":*", ":0")):
         raise LaunchError(f"--endpoint {endpoint} has no port of its own")
-    if endpoint.startswith("ipc://") and _answers(endpoint.removeprefix("ipc://")):
+    if endpoint.startswith("ipc://") and answers(endpoint.removeprefix("ipc://")):
         raise LaunchError(f"--endpoint {endpoint} is in use; give another one")
     try:
         with zmq.Context() as context, context.socket(zmq.ROUTER) as trial:
@@ -255,18 +260,3 @@ def check_http_port(config: Config) -> None:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(f"--http-port {port} is in use; give another one") from error
         raise LaunchError(f"--http-host {host}, --http-port {port}: {error.strerror}") from error
-
-
-def remove_socket(endpoint: str) -> None:
-    """Remove the file of an `ipc://` endpoint, which libzmq does not."""
-    path = Path(endpoint.removeprefix("ipc://"))
-    if endpoint.startswith("ipc://") and path.is_socket():
-        path.unlink()
-
-
-def _answers(path: str) -> bool:
-    """Return whether someone listens there: ZeroMQ would silently take over the file."""
-    with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
-        client.connect(path)
-        return True
-    return False

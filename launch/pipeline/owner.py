@@ -7,23 +7,25 @@ import asyncio
 import contextlib
 import os
 import select
-import shutil
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 from penstock.protocol.transport.process_exit import ProcessExit
 
 NOTIFY_VARIABLE = "NOTIFY_SOCKET"
-"""of sd_notify(3), so that systemd's `Type=notify` works as well"""
+"""of sd_notify(3), for systemd's `Type=notify`"""
 OWNER_VARIABLE = "PENSTOCK_OWNER"
 """pid of the parent process with which the pipeline ends"""
+READY_VARIABLE = "PENSTOCK_READY"
+"""file descriptor of the pipe to the owner"""
 
 
 def notify_ready() -> None:
-    """Send `READY=1` to the socket that the environment names, if it names one."""
+    """Notify the owner and systemd, as far as the environment names them."""
+    if descriptor := os.environ.pop(READY_VARIABLE, ""):
+        with os.fdopen(int(descriptor), "wb", 0) as pipe, contextlib.suppress(BrokenPipeError):
+            pipe.write(b"1")
     address = os.environ.get(NOTIFY_VARIABLE, "")
     if not address:
         return
@@ -59,29 +61,31 @@ def watch_owner(on_exit: Callable[[], None]) -> None:
     loop.add_reader(process, exited)
 
 
-class ReadySocket:
-    """The owner's end: where `notify_ready` of the process that it starts arrives."""
+class ReadyPipe:
+    """The owner's end of the pipe into which `notify_ready` of its child process writes.
+
+    It has no name in a file system, so a killed owner leaves nothing.
+    """
 
     def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._folder: Path | None = None
-        try:
-            self._socket.bind("")  # Linux makes an abstract name
-            address = f"@{self._socket.getsockname()[1:].decode()}"
-        except (OSError, AttributeError):
-            self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
-            address = str(self._folder / "ready")
-            self._socket.bind(address)
-        self.environment = {NOTIFY_VARIABLE: address, OWNER_VARIABLE: str(os.getpid())}
+        read, write = os.pipe()
+        self._read, self.write = os.fdopen(read, "rb", 0), os.fdopen(write, "wb", 0)
+        """`write` is for the process to start"""
+        self.environment = {
+            READY_VARIABLE: str(write),
+            OWNER_VARIABLE: str(os.getpid()),
+            NOTIFY_VARIABLE: "",  # of the owner, which may be a service
+        }
         """variables of the process to start"""
 
     def wait(self, process: "subprocess.Popen[str]") -> bool:
         """Wait until a child process is ready; False if it exits before."""
+        self.write.close()
         with contextlib.closing(ProcessExit(process.pid, process.wait)) as end:
-            ready, _, _ = select.select([self._socket.fileno(), end.fileno()], [], [])
-        return self._socket.fileno() in ready
+            # a fork of this process may hold `write`, so its end alone does not tell
+            readable, _, _ = select.select([self._read.fileno(), end.fileno()], [], [])
+        return self._read.fileno() in readable and bool(self._read.read(1))
 
     def close(self) -> None:
-        self._socket.close()
-        if self._folder:
-            shutil.rmtree(self._folder)
+        self.write.close()
+        self._read.close()

@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,9 +38,13 @@ def control_endpoint(folder: Path) -> str:
 def claim(config: Config) -> Iterator[Path]:
     """Make the run folder, empty and ours alone, and remove it at the end.
 
-    The kernel drops the lock when its holder dies, so a folder left by a killed pipeline is free.
+    The kernel drops the lock when its holder dies, so a folder left by a killed pipeline is free:
+    all such folders are removed, because the names of private pipelines are never used again.
     """
-    lock = _lock(config)
+    with _starting_alone(config):
+        for other in config.run_folder.parent.iterdir():
+            _remove_if_left(other)
+        lock = _lock(config)
     folder = os.open(config.run_folder, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_SH)  # systemd-tmpfiles cleans no folder that has a lock
     try:
@@ -53,6 +58,48 @@ def claim(config: Config) -> Iterator[Path]:
         shutil.rmtree(config.run_folder, ignore_errors=True)
         os.close(folder)
         os.close(lock)
+
+
+@contextlib.contextmanager
+def _starting_alone(config: Config) -> Iterator[None]:
+    """Wait for other pipelines that start: they try the locks of all run folders."""
+    with _refusing_folder():
+        parent = os.open(make_run_folder(config).parent, os.O_RDONLY)
+    try:
+        fcntl.flock(parent, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(parent)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove what a killed pipeline left: its run folder, and the socket of its endpoint."""
+    try:
+        lock = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:  # no pipeline of `launch`
+        return
+    try:
+        if _try_lock(lock, fcntl.LOCK_EX):
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                remove_socket(read_config(folder / CONFIG_FILE).endpoint)
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def remove_socket(endpoint: str) -> None:
+    """Remove the file of an `ipc://` endpoint, which libzmq does not, unless someone listens."""
+    path = Path(endpoint.removeprefix("ipc://"))
+    if endpoint.startswith("ipc://") and path.is_socket() and not answers(path):
+        path.unlink()
+
+
+def answers(path: str | Path) -> bool:
+    """Return whether someone listens there: ZeroMQ would silently take over the file."""
+    with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
+        client.connect(str(path))
+        return True
+    return False
 
 
 def restore_config(config: Config) -> None:
@@ -73,12 +120,10 @@ def restore_config(config: Config) -> None:
 
 
 def _lock(config: Config) -> int:
-    try:
+    with _refusing_folder():
         path = make_run_folder(config) / LOCK_FILE
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         _check_space(path.parent)
-    except OSError as error:
-        raise LaunchError(f"the run folder can't be made: {error}") from error
     if not _try_lock(lock, fcntl.LOCK_EX):
         raise LaunchError(f"a pipeline {config.name!r} runs already; --name gives another name")
     if not path.exists() or not os.path.samestat(os.fstat(lock), path.stat()):
@@ -87,6 +132,15 @@ def _lock(config: Config) -> int:
     os.truncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())
     return lock
+
+
+@contextlib.contextmanager
+def _refusing_folder() -> Iterator[None]:
+    """Raise LaunchError where a run folder can't be made."""
+    try:
+        yield
+    except OSError as error:
+        raise LaunchError(f"the run folder can't be made: {error}") from error
 
 
 def _check_space(folder: Path) -> None:

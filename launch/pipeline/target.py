@@ -16,7 +16,7 @@ from typing import Any
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import hub_model, resolve
 from penstock.launch.pipeline.options import as_flags, flag
-from penstock.launch.pipeline.owner import ReadySocket
+from penstock.launch.pipeline.owner import ReadyPipe
 from penstock.launch.pipeline.procfile import read_procfile
 from penstock.launch.pipeline.run_folder import is_running, running_config
 from penstock.protocol.checkpoint import ModelError, read_model_config
@@ -83,7 +83,7 @@ def private_pipeline(
     launch = [sys.executable, "-P", "-m", "penstock.launch", "all"]
     with (
         _procfile(commands) as procfile,
-        contextlib.closing(ReadySocket()) as ready,
+        contextlib.closing(ReadyPipe()) as ready,
         subprocess.Popen(
             [*launch, *as_flags(own | NOBODY_ELSE | options), *procfile, *flags],
             stdin=subprocess.DEVNULL,
@@ -92,6 +92,7 @@ def private_pipeline(
             text=True,
             errors="replace",
             env=os.environ | {"PYTHONUNBUFFERED": "1"} | ready.environment,
+            pass_fds=[ready.write.fileno()],
             start_new_session=True,
         ) as process,
     ):

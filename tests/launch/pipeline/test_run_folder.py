@@ -3,9 +3,11 @@
 import os
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,50 @@ def test_what_a_killed_pipeline_left_is_swept_away() -> None:
         (folder / name).touch()
     with claim(CONFIG):
         assert [left.name for left in folder.iterdir()] == [LOCK_FILE]
+
+
+KILLED = """
+import os, signal, socket
+from penstock.launch.pipeline.run_folder import *
+config = Config(name="killed", endpoint=f"ipc://{run_folder('x').parent.parent}/clients")
+with claim(config), socket.socket(socket.AF_UNIX) as clients:
+    write_config(config)
+    clients.bind(config.endpoint.removeprefix("ipc://"))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_pipeline_of_any_name_sweeps_away_what_a_killed_one_left(tmp_path: Path) -> None:
+    """Folders in use, those of other runners, and sockets in use stay."""
+    subprocess.run([sys.executable, "-P", "-c", KILLED], check=False)
+    clients = tmp_path / "clients"
+    assert clients.is_socket()
+    others = run_folder("other-runner"), run_folder("y")
+    others[0].mkdir()
+    with claim(Config(name="y")), claim(CONFIG):
+        assert all(one.exists() for one in others)
+        assert not run_folder("killed").exists()
+    assert not clients.exists()
+    subprocess.run([sys.executable, "-P", "-c", KILLED], check=False)
+    clients.unlink()
+    with socket.socket(socket.AF_UNIX) as successor:
+        successor.bind(str(clients))
+        successor.listen()
+        with claim(CONFIG):
+            assert not run_folder("killed").exists()
+        assert clients.is_socket()
+
+
+def test_pipelines_that_start_at_once_do_not_refuse_one_another() -> None:
+    """Each tries the locks of all others."""
+    with ThreadPoolExecutor(8) as pool:
+
+        def claim_often(name: str) -> None:
+            for _ in range(100):
+                with claim(Config(name=name)):
+                    pass
+
+        list(pool.map(claim_often, "abcdefgh"))
 
 
 def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
