@@ -1,9 +1,12 @@
-"""Preparation of every run: Triton's interpreter, the order of the tests, signals."""
+"""Preparation of every run: Triton's interpreter, the order of the tests, signals, files."""
 
 import gc
 import hashlib
 import os
+import shutil
 import signal
+import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +19,10 @@ settings.register_profile("slow", deadline=None, suppress_health_check=[HealthCh
 settings.load_profile("slow")  # no example is too slow
 QWEN3_SHA256 = "aeb13307a71acd8f"
 """the beginning of that of Qwen3's published `tokenizer.json`"""
+CACHES = ("torchinductor_*", "tsx-*", "node-compile-cache")
+"""folders in which other projects keep what they have compiled"""
+FOLDER = pytest.StashKey[Path]()
+"""the folder for temporary files of this run"""
 
 
 @pytest.fixture(scope="session")
@@ -38,10 +45,48 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_configure() -> None:
-    """Lets tests send SIGINT where a shell has started them in its background."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare signals, and a temporary folder for all processes of the run.
+
+    Tests may send SIGINT where a shell has started them in its background. pytest's own folders,
+    which it keeps for some runs, stay outside.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not hasattr(config, "workerinput"):
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        os.environ.pop("XDG_RUNTIME_DIR", None)
+        folder = tempfile.mkdtemp(prefix="p-")  # short, because sockets have their names in it
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        config.stash[FOLDER] = Path(folder)
+
+
+def left_files(folder: Path) -> list[Path]:
+    """Return what a run has left in its temporary folder, also in run folders' parents."""
+    parents = folder / f"penstock-{os.getuid()}", folder / f"penstock-{os.getuid()}" / ".ray"
+    paths = [path for parent in (folder, *parents) if parent.exists() for path in parent.iterdir()]
+    return [one for one in paths if one not in parents and not any(map(one.match, CACHES))]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
+    """Fail if a test has left a file, in the process that removes the folder for all others."""
+    try:
+        return (yield)
+    finally:
+        if folder := session.config.stash.get(FOLDER, None):
+            if left := left_files(folder):
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+                print(f"left by a test: {', '.join(map(str, left))}", file=sys.stderr)  # noqa: T201
+            shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _checkpoints_end_with_the_session() -> Iterator[None]:
+    """Remove checkpoints that a process has made for several tests."""
+    yield
+    if module := sys.modules.get("tests.models.checkpoints"):
+        module.remove_made()
 
 
 @pytest.fixture(autouse=True)

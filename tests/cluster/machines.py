@@ -240,7 +240,7 @@ def remove_leftovers() -> None:
     """Remove the remains of clusters whose process was killed."""
     ours = re.compile(rf"({PREFIX}-(\d+)-\w{{8}})(-\d+)?")
     temporary = Path(tempfile.gettempdir())
-    with (temporary / f"{PREFIX}.lock").open("w") as lock:
+    with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one at a time
         names = [line.split()[0] for line in ip("netns", "list").splitlines()]
         for name in names + [folder.name for folder in temporary.glob(f"{PREFIX}-*")]:

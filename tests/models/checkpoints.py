@@ -51,7 +51,7 @@ EXPERTS = {
 class Saved(NamedTuple):
     """A random checkpoint, and the state of torch's random numbers after it was made."""
 
-    folder: tempfile.TemporaryDirectory[str]
+    folder: Path
     model: PreTrainedModel
     random_state: Tensor
 
@@ -64,9 +64,12 @@ def save_checkpoint(folder: Path, max_shard_size: str = "1GB", **shape: object) 
     """
     device = str(torch.get_default_device())
     saved = _made(json.dumps({**SHAPE, **shape}), max_shard_size, device)
-    shutil.copytree(saved.folder.name, folder, dirs_exist_ok=True)
+    shutil.copytree(saved.folder, folder, dirs_exist_ok=True)
     torch.set_rng_state(saved.random_state)
     return copy.deepcopy(saved.model)
+
+
+_made_folders: list[Path] = []
 
 
 @functools.cache
@@ -82,10 +85,19 @@ def _made(shape_json: str, max_shard_size: str, device: str) -> Saved:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
-    folder = tempfile.TemporaryDirectory()
-    model.save_pretrained(folder.name, max_shard_size=max_shard_size)
-    shutil.copy(Config().model_folder / "tokenizer.json", folder.name)
+    folder = Path(tempfile.mkdtemp())
+    _made_folders.append(folder)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    shutil.copy(Config().model_folder / "tokenizer.json", folder)
     return Saved(folder, model.cpu(), torch.get_rng_state())
+
+
+def remove_made() -> None:
+    """Remove the folders of all checkpoints that this process has made."""
+    for folder in _made_folders:
+        shutil.rmtree(folder)
+    _made_folders.clear()
+    _made.cache_clear()
 
 
 MODULES = [

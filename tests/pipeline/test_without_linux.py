@@ -14,6 +14,8 @@ import httpx
 import psutil
 import pytest
 
+from penstock.launch.pipeline.run_folder import claim
+from penstock.protocol.config import Config
 from penstock.protocol.messages.structured import StructuredOutputs
 from tests.pipeline.conftest import STOP_TIMEOUT, Pipeline
 from tests.pipeline.ports import free_port
@@ -79,6 +81,10 @@ def test_processes_end_with_a_killed_supervisor() -> None:
     pipeline.process.wait()  # as above
     assert gone(children)
     pipeline.wait()
+    assert pipeline.run_folder.exists()
+    with claim(Config(name=f"{pipeline.name}-next")):  # any next pipeline removes its files
+        assert not pipeline.run_folder.exists()
+    assert not Path(pipeline.endpoint.removeprefix("ipc://")).exists()
 
 
 @pytest.mark.long

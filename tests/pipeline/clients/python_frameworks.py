@@ -200,7 +200,8 @@ class LmEval:
     TOKENIZER = Path(__file__).parents[3] / "models" / "demo" / "checkpoint"
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp())
+        self._temporary = tempfile.TemporaryDirectory()  # until this object ends
+        self.folder = Path(self._temporary.name)
         # otherwise it looks for the task on the Hub
         os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(self.folder), "OPENAI_API_KEY": KEY}
 
