@@ -13,8 +13,9 @@ from penstock.protocol.messages.client import ErrorReply, Reply, ReplyBatch, Tex
 from penstock.protocol.messages.codec import BATCH, MSGPACK, codec_of, has_number, reply_frames
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import Context, check_reach
+from penstock.services.gateway.client import Client, Connection
 from penstock.services.gateway.connection_limits import ClientWatch, bind_clients
-from penstock.services.gateway.connections import Client, Connection, Connections
+from penstock.services.gateway.connections import Connections
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.ledger import Ledger
 

@@ -1,4 +1,4 @@
-"""Clients and their connections: how they come and go, how many may, and the open work of each.
+"""The clients' connections: how they come and go, and how many may.
 
 A ROUTER learns of a disconnected client only when it sends to it. libzmq's monitor reports it at
 once, by file descriptor, and every message carries the descriptor of its connection. An accepted
@@ -9,10 +9,9 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
-from penstock.protocol.messages.codec import Codec
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.socket_info import (
     duplicate,
@@ -20,96 +19,13 @@ from penstock.protocol.transport.socket_info import (
     shut_down,
     take_events,
 )
-from penstock.services.gateway.connection_limits import ConnectionLimits, ConnectionTraffic
+from penstock.services.gateway.client import Client, Connection, Share
+from penstock.services.gateway.connection_limits import ConnectionLimits
 from penstock.services.gateway.validation import refusal
 
 log = logging.getLogger("gateway")
 MAX_EARLIER = 64
 """closed connections of one file descriptor whose waiting messages are recognized"""
-
-
-class Share:
-    """Open work of one client, which is a connection or, over HTTP, an address."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.num_open = 0
-        """requests and tokenizer queries that are not answered"""
-        self.num_waiting_tokens = 0
-        """prompt tokens of requests that have no output yet"""
-        self.num_bytes = 0
-
-
-class Totals(Share):
-    """Open work of all clients for the model `name`. `Ledger` and `Queries` count it."""
-
-    def __init__(self, name: str = "") -> None:
-        super().__init__(name)
-        self.num_waiting = 0
-        """requests without output"""
-        self.num_started = 0
-        """requests that have had their first token since the gateway's start"""
-
-    def count(
-        self, share: Share, num_open: int = 0, num_tokens: int = 0, num_bytes: int = 0
-    ) -> None:
-        """Add work, or remove it where a number is negative, of one client and in total."""
-        for one in (share, self):
-            one.num_open += num_open
-            one.num_waiting_tokens += num_tokens
-            one.num_bytes += num_bytes
-
-
-class Connection(ConnectionTraffic):
-    """One connection of a client, and what waits to be sent on it.
-
-    `Connections` opens and closes it. `ClientSocket` counts its messages. `ClientSocket` and
-    `PipelineStatus` write what waits on it.
-    """
-
-    def __init__(
-        self,
-        fd: int = -1,
-        share: Share | None = None,
-        is_inner: bool = False,
-        is_closed: bool = False,
-    ) -> None:
-        super().__init__(fd, is_inner)
-        self.share = share or Share("")
-        self.host = ""
-        """address of the client's machine; empty within this machine"""
-        self.is_closed = is_closed
-        """by the client or the gateway: nothing is sent on it any more"""
-        self.is_cut_off = False
-        self.is_refused = False
-        """True if the connection is beyond a limit, and no longer counted"""
-        self.unsent: dict[str, None] = {}
-        """ids of requests with output that waits until the queue has room, oldest first"""
-        self.replies: deque[list[bytes]] = deque()
-        """waiting frames of replies to other requests"""
-        self.num_status_queries = 0
-        self.retry_at = 0.0
-        self.identity = b""
-        """ZeroMQ identity, known from the first message; libzmq's own ones begin with a zero"""
-
-    @property
-    def is_full(self) -> bool:
-        return bool(self.unsent or self.replies)
-
-
-class Client(NamedTuple):
-    """The sender of a request: the way back to it, its encoding, and its share."""
-
-    envelope: tuple[bytes, ...]
-    """the frames before the message: identity, and an empty frame for a REQ socket"""
-    codec: Codec
-    connection: Connection
-    named: Share | None = None
-    """the share of the client that an HTTP server names; None: the connection's"""
-
-    @property
-    def share(self) -> Share:
-        return self.named or self.connection.share
 
 
 class Connections:

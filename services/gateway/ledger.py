@@ -7,7 +7,7 @@ from typing import Self
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ErrorReply, GenerateReply
-from penstock.services.gateway.connections import Connection, Share, Totals
+from penstock.services.gateway.client import Connection, Share, Totals
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.validation import RefusedError
 

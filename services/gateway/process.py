@@ -18,8 +18,8 @@ from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.transport.context import Handlers
 from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.process import Process, first_number
+from penstock.services.gateway.client import Client, Totals
 from penstock.services.gateway.client_socket import ClientSocket
-from penstock.services.gateway.connections import Client, Totals
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.model import Model

@@ -5,8 +5,8 @@ from itertools import count
 
 from penstock.protocol.messages.client import TokenizePromptRequest
 from penstock.protocol.messages.tokenizer import TokenizerQuery, TokenizerReply
+from penstock.services.gateway.client import Client, Totals
 from penstock.services.gateway.client_socket import ClientSocket
-from penstock.services.gateway.connections import Client, Totals
 from penstock.services.gateway.entry import Entry, estimated_tokens
 from penstock.services.gateway.validation import TokenizerRequest
 

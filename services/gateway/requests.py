@@ -18,8 +18,8 @@ from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.process import Process
+from penstock.services.gateway.client import Client
 from penstock.services.gateway.client_socket import ClientSocket
-from penstock.services.gateway.connections import Client
 from penstock.services.gateway.entry import Entry, GapError
 from penstock.services.gateway.failures import Failures, Poison
 from penstock.services.gateway.ledger import Admission, Ledger

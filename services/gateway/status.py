@@ -7,8 +7,8 @@ from penstock.protocol.messages.client import StatusRequest
 from penstock.protocol.messages.codec import Codec
 from penstock.protocol.messages.status import ModelStatus, ProcessStatus, StatusReply
 from penstock.protocol.transport.context import Handlers
+from penstock.services.gateway.client import Client, Connection
 from penstock.services.gateway.client_socket import ClientSocket
-from penstock.services.gateway.connections import Client, Connection
 from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.model import Model
 from penstock.services.gateway.validation import RefusedError

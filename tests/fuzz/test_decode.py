@@ -27,7 +27,7 @@ from penstock.protocol.messages.tokenizer import TokenizeRequest, ToTokenizer
 from penstock.protocol.transport.channel import DECODE_ERRORS, Channel
 from penstock.services.detokenizer.process import Detokenizer
 from penstock.services.detokenizer.token_bytes import token_bytes
-from penstock.services.gateway.connections import Client, Connection
+from penstock.services.gateway.client import Client, Connection
 from penstock.services.gateway.entry import Entry, GapError
 from penstock.services.gateway.validation import RefusedError, Validation, decode_request
 from penstock.services.scheduler.block_manager import BlockManager

@@ -5,7 +5,7 @@ import pytest
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import GenerateRequest, TextDelta
 from penstock.protocol.messages.codec import JSON
-from penstock.services.gateway.connections import Client, Connection, Share, Totals
+from penstock.services.gateway.client import Client, Connection, Share, Totals
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.ledger import NUM_SAMPLES, Admission, Ledger
 from penstock.services.gateway.validation import RefusedError

@@ -14,8 +14,8 @@ from penstock.protocol.config import Config
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import Context
 from penstock.protocol.transport.curve import secure_client, secure_server
+from penstock.services.gateway.client import Totals
 from penstock.services.gateway.client_socket import ClientSocket
-from penstock.services.gateway.connections import Totals
 from penstock.services.gateway.ledger import Ledger
 
 TIMEOUT = 60_000

@@ -19,7 +19,8 @@ from penstock.protocol.messages.client import (
 from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
 from penstock.protocol.transport.process import first_number
-from penstock.services.gateway.connections import Client, Connection, Connections
+from penstock.services.gateway.client import Client, Connection
+from penstock.services.gateway.connections import Connections
 from tests.services.gateway.conftest import TIMEOUT, GatewayHarness, request
 
 Start = Callable[..., GatewayHarness]

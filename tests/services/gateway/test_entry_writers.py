@@ -5,7 +5,7 @@ from pathlib import Path
 from penstock.protocol.messages.client import GenerateRequest
 from penstock.protocol.messages.codec import JSON
 from penstock.services.gateway import entry as entry_module
-from penstock.services.gateway.connections import Client, Connection
+from penstock.services.gateway.client import Client, Connection
 from penstock.services.gateway.entry import Entry
 from tests.services.field_writers import found_writers, stated_writers
 

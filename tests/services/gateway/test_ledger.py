@@ -11,7 +11,7 @@ from penstock.protocol.messages.codec import JSON
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.metrics import RequestTimes
 from penstock.protocol.messages.packed import pack
-from penstock.services.gateway.connections import Client, Connection, Totals
+from penstock.services.gateway.client import Client, Connection, Totals
 from penstock.services.gateway.entry import Entry, GapError, estimated_tokens
 from penstock.services.gateway.ledger import Ledger
 

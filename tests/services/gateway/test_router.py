@@ -13,7 +13,7 @@ from penstock.protocol.messages.codec import JSON
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.services.gateway import prefix_routing as module
-from penstock.services.gateway.connections import Client, Connection
+from penstock.services.gateway.client import Client, Connection
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.prefix_routing import MUCH_MORE, PIECE_BYTES, pieces_of
 from penstock.services.gateway.router import Router

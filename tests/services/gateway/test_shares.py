@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.codec import JSON
-from penstock.services.gateway.connections import Client, Connections
+from penstock.services.gateway.client import Client
+from penstock.services.gateway.connections import Connections
 from penstock.services.gateway.ledger import RESERVED, exceeds
 from penstock.services.gateway.tokenizers import MAX_BYTES
 from tests.services.gateway.conftest import GatewayHarness, request

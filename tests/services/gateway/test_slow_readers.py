@@ -11,7 +11,7 @@ import zmq
 from penstock.protocol.messages.client import AbortReply, AbortRequest, GenerateReply, TextDelta
 from penstock.protocol.messages.codec import MSGPACK
 from penstock.services.gateway import connection_limits
-from penstock.services.gateway.connections import Connection
+from penstock.services.gateway.client import Connection
 from tests.services.gateway.conftest import GatewayHarness
 
 SLOW = {"RCVHWM": 1, "RCVBUF": 1}
