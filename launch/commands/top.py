@@ -24,7 +24,8 @@ from penstock.launch.pipeline.run_folder import model_name, running_config
 from penstock.launch.supervisor.output import at_node
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import Config
-from penstock.protocol.messages.metrics import Histogram, Metrics
+from penstock.protocol.messages.histogram import Histogram
+from penstock.protocol.messages.metrics import Metrics
 from penstock.protocol.messages.status import ModelStatus, SchedulerStatus, StatusReply
 
 SILENCE = 2.0

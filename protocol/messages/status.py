@@ -6,7 +6,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from penstock.protocol.messages.metrics import Histogram, Metrics
+from penstock.protocol.messages.histogram import Histogram
+from penstock.protocol.messages.metrics import Metrics
 
 
 class ProcessStatus(Struct, kw_only=True, omit_defaults=True):

@@ -16,7 +16,8 @@ from prometheus_client.core import (
 )
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.metrics import Histogram, Metrics
+from penstock.protocol.messages.histogram import Histogram
+from penstock.protocol.messages.metrics import Metrics
 from penstock.protocol.messages.status import (
     ModelStatus,
     ProcessStatus,

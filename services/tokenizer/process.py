@@ -22,6 +22,7 @@ from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
+from penstock.services.tokenizer.bad_words import encode_bad_words
 from penstock.services.tokenizer.errors import PromptError, error_reply
 from penstock.services.tokenizer.grammar_check import GrammarChecker
 from penstock.services.tokenizer.prompts import Tokenizer
@@ -74,7 +75,7 @@ class TokenizerProcess:
                 token_ids, request.reasoning = self.tokenizer.encode(message)
                 request.prompt_token_ids = pack(token_ids)
                 if words := request.sampling.bad_words:
-                    request.bad_words = self.tokenizer.encode_bad_words(words)
+                    request.bad_words = encode_bad_words(self.tokenizer.backend, words)
         except Exception as error:  # noqa: BLE001
             self._refuse(request, error)
             return

@@ -13,7 +13,8 @@ from penstock.launch.pipeline.options import _default, _description, _shown, fla
 from penstock.protocol.client import errors
 from penstock.protocol.config import Config, ModelOptions
 from penstock.protocol.messages.client import ErrorReply
-from penstock.protocol.messages.metrics import Histogram, Metrics
+from penstock.protocol.messages.histogram import Histogram
+from penstock.protocol.messages.metrics import Metrics
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
 from penstock.services.http.metrics import render

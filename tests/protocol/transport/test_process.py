@@ -17,13 +17,13 @@ from penstock.protocol.messages.supervisor import Pulse
 from penstock.protocol.run_folder import write_config
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.context import endpoints
-from penstock.protocol.transport.heartbeat import PulseSender
 from penstock.protocol.transport.process import (
     MAX_DESCRIPTORS,
     SUPERVISOR_VARIABLE,
     Process,
     raise_descriptor_limit,
 )
+from penstock.protocol.transport.pulses import PulseSender
 
 
 @pytest.fixture

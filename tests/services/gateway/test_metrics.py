@@ -11,11 +11,11 @@ from penstock.protocol.messages.client import (
     StatusRequest,
 )
 from penstock.protocol.messages.codec import JSON
+from penstock.protocol.messages.histogram import Histogram
 from penstock.protocol.messages.metrics import (
     END_TO_END,
     FIRST_TOKEN,
     INTER_TOKEN,
-    Histogram,
     Metrics,
     token_bounds,
 )
