@@ -17,12 +17,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.quantize.quantize import quantize_blocks
 from penstock.models.checkpoint_tensors import INDEX_FILE
-from penstock.models.parallel import Layer
-from penstock.models.qwen3 import Qwen3
-from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import SCALES
 from penstock.protocol.checkpoint import (
     ARCHITECTURE,
@@ -30,7 +26,9 @@ from penstock.protocol.checkpoint import (
     ModelConfig,
     read_model_config,
 )
+from penstock.protocol.expected_weights import expected_weights
 from penstock.protocol.quantization import FP8_BLOCKS
+from penstock.protocol.tokenizer_file import byte_characters
 
 DEMO_TOKENIZER = Path(__file__).parents[1] / "demo" / "checkpoint" / "tokenizer_config.json"
 """configuration whose chat template is copied"""
@@ -137,10 +135,10 @@ def make_checkpoint(
 def _tensors(
     config: ModelConfig, dtype: torch.dtype, quantization: str | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor that the model loads, in the layers' order."""
+    """Yield every tensor of the checkpoint."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     noise = torch.Generator(device).manual_seed(0)
-    for name, shape in _shapes(config):
+    for name, shape, _ in expected_weights(config):
         if len(shape) == 1:  # of a norm
             yield name, torch.ones(shape, dtype=dtype)
             continue
@@ -175,13 +173,6 @@ def _integers(
     index = torch.arange(columns, dtype=torch.int32) // GROUP
     packed = {"qweight": words(columns // 8, rows), "qzeros": zeros, "scales": scales}
     return packed | {"g_idx": index}
-
-
-def _shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
-    with torch.device("meta"):
-        model = Qwen3(config, TensorParallel(), AttentionBackend(16, 1.0), 1)
-    layers = ((name, one) for name, one in model.named_modules() if isinstance(one, Layer))
-    return [(part.name, part.shape) for name, layer in layers for part in layer.slices(name)]
 
 
 def _save(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:
@@ -230,18 +221,6 @@ def _save_tokenizer(folder: Path) -> None:
         "chat_template": json.loads(DEMO_TOKENIZER.read_bytes())["chat_template"],
     }
     _write_json(folder / "tokenizer_config.json", config)
-
-
-def byte_characters() -> list[str]:
-    """Return the printable characters that byte-level tokenizers write for the bytes 0 to 255.
-
-    Bytes that are printable in Latin-1 stand for themselves, the others are moved up beyond 255
-    in their order: the convention of GPT-2, which Qwen3 follows.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    moved = {byte: 256 + i for i, byte in enumerate(others)}
-    return [chr(moved.get(byte, byte)) for byte in range(256)]
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

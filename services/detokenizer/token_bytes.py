@@ -6,7 +6,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from penstock.protocol.messages.logprobs import Logprob, PackedLogprobs, TokenLogprobs
-from penstock.protocol.tokenizer_file import read_tokenizer_file
+from penstock.protocol.tokenizer_file import byte_characters, read_tokenizer_file
 
 
 class TokenBytes(Struct, frozen=True):
@@ -34,21 +34,13 @@ class TokenBytes(Struct, frozen=True):
         return Logprob(token_id=token_id, logprob=logprob, token=text, bytes=list(data), rank=rank)
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Return the character that byte-level BPE writes for each byte (GPT-2, encoder.py)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
 def token_bytes(folder: Path) -> TokenBytes:
     """Return the bytes of a checkpoint's tokens.
 
     Raises ModelError if the tokenizer is not a byte-level one.
     """
     file = read_tokenizer_file(folder)
-    alphabet = _byte_alphabet()
+    alphabet = {character: byte for byte, character in enumerate(byte_characters())}
     text = {
         token_id: bytes(alphabet[character] for character in token)
         for token, token_id in file.model.vocab.items()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from penstock.models.bench.random_checkpoint import byte_characters
+from penstock.protocol.tokenizer_file import byte_characters
 
 NUM_BYTES = 256
 END_OF_TEXT = "<|endoftext|>"
