@@ -135,8 +135,8 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
         return max_model_len or longest
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Read `config.json`. Raises ModelError if the folder or support for it is missing."""
+def read_model_config(folder: Path, quantization: str = "none") -> ModelConfig:
+    """Read `config.json`, with weights as `--quantization` requests them. Raises ModelError."""
     path = folder / "config.json"
     if folder.is_file() or (folder.is_dir() and not path.exists()):
         files = [] if folder.is_file() else [one.name for one in folder.iterdir()]
@@ -157,7 +157,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         _check_fields(config)
     except ValueError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from error
-    return config
+    return _quantized(config, quantization)
 
 
 def _convert(path: Path, fields: dict[str, Any]) -> ModelConfig:
@@ -221,7 +221,7 @@ def _check_fields(config: ModelConfig) -> None:
         )
 
 
-def quantized(config: ModelConfig, quantization: str) -> ModelConfig:
+def _quantized(config: ModelConfig, quantization: str) -> ModelConfig:
     """Return the model as `--quantization` requests it. Raises ModelError."""
     if quantization == "fp8" and config.quantization_config is None:
         return msgspec.structs.replace(config, quantization_config={"quant_method": "fp8"})

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from penstock.launch.bench import events, options, pipeline
 from penstock.launch.bench.model import bench_latency, bench_offline, bench_serve
-from penstock.launch.bench.report import as_json, latency_table, offline_table, serve_table
+from penstock.launch.bench.report import latency_table, offline_table, serve_table
+from penstock.launch.commands.status import as_json
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import add_options, add_pipeline_options, given_options
 from penstock.protocol.config import Config

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
-import msgspec
-
 from penstock.launch.bench.figures import Figures
 from penstock.launch.commands.gpus import physical_gpus
 from penstock.launch.pipeline.options import flag
@@ -82,11 +80,6 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
-
-
-def as_json(report: Any) -> str:
-    """Return the report for programs."""
-    return msgspec.json.format(msgspec.json.encode(report)).decode()
 
 
 def offline_table(report: dict[str, Any]) -> str:

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 import psutil
 
-from penstock.launch.bench.report import as_json, hardware, versions
+from penstock.launch.bench.report import hardware, versions
 from penstock.launch.chaos.load import Flight, Load, make_requests
 from penstock.launch.chaos.processes import Changes, Processes
 from penstock.launch.chaos.report import Outcome, Recovery, as_table, faults, make_report
 from penstock.launch.chaos.schedule import KINDS, ChaosOptions, Event, make_schedule
+from penstock.launch.commands.status import as_json
 from penstock.launch.pipeline.options import add_options, add_pipeline_options, given_options
 from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import is_running, model_name

@@ -10,6 +10,7 @@ import psutil
 from msgspec import Struct
 
 from penstock.launch.commands.gpus import physical_gpus
+from penstock.launch.commands.status import as_json
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.model_memory import Layout, Needs, needs
 from penstock.launch.pipeline.options import add_options, given_options
@@ -17,7 +18,6 @@ from penstock.protocol.checkpoint import (
     ModelConfig,
     ModelError,
     check_tp,
-    quantized,
     read_model_config,
 )
 from penstock.protocol.checkpoint_files import check_files, weight_files
@@ -81,8 +81,7 @@ def _run(arguments: Namespace) -> int:
         checked(describe(name or str(folder), folder, config, machine)) for name, folder in found
     ]
     if arguments.json:
-        report = {"machine": machine, "models": models}
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+        print(as_json({"machine": machine, "models": models}))
     else:
         print(as_text(models, machine))
     return 0
@@ -109,7 +108,7 @@ def describe(name: str, folder: Path, config: Config, machine: Machine) -> Liste
     """Return what a checkpoint needs on this machine, with the options in `config`."""
     listed = Listed(model=name, folder=str(folder))
     try:
-        model = quantized(read_model_config(folder), config.quantization)
+        model = read_model_config(folder, config.quantization)
         _check_integers(model, config, machine)
         missing = [file for file in weight_files(folder) if not (folder / file).exists()]
         if missing and name != str(folder):

@@ -41,7 +41,6 @@ from penstock.protocol.checkpoint import (
     ModelConfig,
     ModelError,
     check_tp,
-    quantized,
     read_model_config,
 )
 from penstock.protocol.checkpoint_files import check_files
@@ -50,7 +49,7 @@ from penstock.protocol.client.failover import check_addresses
 from penstock.protocol.config import DEFAULT_CLIENT, Config
 from penstock.protocol.run_folder import write_config
 from penstock.protocol.tracing import check_tracing
-from penstock.protocol.transport.context import check_reach, endpoints, stays_on_host
+from penstock.protocol.transport.context import check_reach, endpoints, is_loopback
 from penstock.protocol.transport.curve import secure_client, secure_server
 from penstock.protocol.transport.process import raise_descriptor_limit
 
@@ -157,7 +156,7 @@ def _check_model(config: Config) -> ModelConfig:
         check_gpus(config)
     check_tiers(config)
     with _refusing_model():
-        model = quantized(read_model_config(config.model_folder), config.quantization)
+        model = read_model_config(config.model_folder, config.quantization)
     try:
         check_tp(model, config.tp, config.enable_expert_parallel)
         model.context(config.max_model_len)
@@ -237,12 +236,10 @@ def check_http_reach(config: Config) -> None:
             f"--allowed-origins: got {config.allowed_origins!r}, expected a JSON list of origins "
             f"or one origin: {error}"
         ) from error
-    host, port = config.http_host, config.http_port
-    where = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-    if not (config.api_key or config.insecure or stays_on_host(where)):
+    if not (config.api_key or config.insecure or is_loopback(config.http_host)):
         raise LaunchError(
-            f"--http-host {host} may be reached from other machines: give --api-key-file, or "
-            "--insecure, with which anyone may send requests"
+            f"--http-host {config.http_host} may be reached from other machines: give "
+            "--api-key-file, or --insecure, with which anyone may send requests"
         )
 
 

@@ -12,7 +12,6 @@ from penstock.protocol.checkpoint import (
     ModelConfig,
     ModelError,
     check_tp,
-    quantized,
     read_model_config,
 )
 from penstock.protocol.config import Config
@@ -36,7 +35,7 @@ def _run(arguments: Namespace) -> int:
     if given.get("model"):
         config = Config(**resolve(given, weights=False))
         try:
-            model = quantized(read_model_config(config.model_folder), config.quantization)
+            model = read_model_config(config.model_folder, config.quantization)
             check_tp(model, config.tp)
         except ModelError as error:
             raise LaunchError(str(error)) from error

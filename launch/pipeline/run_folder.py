@@ -22,6 +22,7 @@ from penstock.protocol.run_folder import (
     read_config,
     write_config,
 )
+from penstock.protocol.transport.context import host_and_port
 from penstock.protocol.transport.process_exit import ProcessExit
 
 LOCK_FILE = "lock"
@@ -229,11 +230,7 @@ def stop(name: str) -> None:
 def base_url(config: Config) -> str:
     """Where the HTTP processes of a pipeline on this machine listen."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.http_host, config.http_host)  # noqa: S104
-    return (
-        f"http://[{host}]:{config.http_port}"
-        if ":" in host
-        else f"http://{host}:{config.http_port}"
-    )
+    return f"http://{host_and_port(host, config.http_port)}"
 
 
 def model_name(config: Config) -> str:

@@ -65,18 +65,23 @@ def endpoints(config: Config, replica: int = 0) -> Endpoints:
 
 
 def stays_on_host(endpoint: str) -> bool:
-    """Return whether no other machine can reach it: `ipc://`, or `tcp://` on loopback.
-
-    Of names only `localhost` counts: any other name, or an interface, may be anything.
-    """
+    """Return whether no other machine can reach it: `ipc://`, or `tcp://` on loopback."""
     transport, _, address = endpoint.partition("://")
-    host = address.rpartition(":")[0].strip("[]")
-    if transport != "tcp" or host == "localhost":
-        return transport in ("ipc", "tcp")
+    is_tcp = transport == "tcp"
+    return is_loopback(address.rpartition(":")[0].strip("[]")) if is_tcp else transport == "ipc"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is of this machine alone; any name but `localhost` may not be."""
     try:
-        return ip_address(host).is_loopback
+        return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def host_and_port(host: str, port: object) -> str:
+    """Return both as in URLs: an address of IPv6 has brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_reach(config: Config) -> None:

@@ -21,7 +21,7 @@ from penstock.protocol.transport.channel import (
     MAX_MISSED_HEARTBEATS,
     Channel,
 )
-from penstock.protocol.transport.context import CLUSTER, Context, drain
+from penstock.protocol.transport.context import CLUSTER, Context, drain, host_and_port
 from penstock.protocol.transport.curve import secure_client, secure_server
 
 NODE_VARIABLE = "PENSTOCK_NODE"
@@ -217,7 +217,7 @@ def bind_tcp(socket: "zmq.Socket[bytes]", host: str, folder: Path) -> str:
     """Bind a socket at a free port of `host`, with CURVE. Return its `tcp://` address."""
     secure_server(socket, folder / KEYS_FOLDER, ZAP_DOMAIN)
     over_tcp(socket, host)
-    socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+    socket.bind(f"tcp://{host_and_port(host, '*')}")
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 

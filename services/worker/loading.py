@@ -21,7 +21,6 @@ from penstock.protocol.checkpoint import (
     ModelConfig,
     ModelError,
     check_tp,
-    quantized,
     read_model_config,
 )
 from penstock.protocol.config import Config
@@ -95,7 +94,7 @@ def load(
     # One core is for the other processes: waiting for a thread without a core is slow.
     num_cores = ((os.cpu_count() or 1) - 1) // (config.tp * config.dp)
     torch.set_num_threads(config.num_threads or max(1, num_cores))
-    model_config = quantized(read_model_config(config.model_folder), config.quantization)
+    model_config = read_model_config(config.model_folder, config.quantization)
     check_tp(model_config, assignment.tp_size, config.enable_expert_parallel)
     dtype = compute_dtype(model_config, config.dtype, device)
     # Its thread loads while this thread waits for the group, the device and the disk.

@@ -14,6 +14,7 @@ import zmq
 from penstock.protocol.config import Config
 from penstock.protocol.messages.worker import ToWorker, WorkerAssignment, WorkerState
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
+from penstock.protocol.transport.context import host_and_port
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
@@ -176,7 +177,7 @@ def free_rendezvous(host: str) -> str:
     with socket.socket(family) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{host_and_port(host, port)}"
 
 
 def use_interface_of(host: str) -> None:

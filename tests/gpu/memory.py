@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from penstock.launch.pipeline.model_memory import Layout, needs
-from penstock.protocol.checkpoint import quantized, read_model_config
+from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
 from penstock.services.worker.loading import worst_case_plan
 from tests.engine import Engine
@@ -25,7 +25,7 @@ COLUMNS = "model", "weights: computed", "measured", "needs", "KV tokens", "peak"
 
 def measure(folder: str, quantization: str = "none", kv_cache_dtype: str = "auto") -> list[str]:
     """Return the cells of a line. Raises what the worker raises where it does not fit."""
-    model = quantized(read_model_config(Path(folder)), quantization)
+    model = read_model_config(Path(folder), quantization)
     need = needs(model, Layout(fp8_kv_cache=kv_cache_dtype == "fp8"))
     limit = need.with_context(CONTEXT)
     config = Config(

@@ -17,7 +17,6 @@ from penstock.launch.bench.figures import Figures, median, percentile
 from penstock.launch.bench.measure import Meter
 from penstock.launch.bench.options import ModelOptions
 from penstock.launch.bench.report import (
-    as_json,
     hardware,
     latency_table,
     offline_table,
@@ -27,6 +26,7 @@ from penstock.launch.bench.target import Target
 from penstock.launch.bench.workload import Item, given_lengths, random_lengths, variant
 from penstock.launch.commands.cli import main
 from penstock.launch.commands.gpus import physical_gpus
+from penstock.launch.commands.status import as_json
 from penstock.launch.pipeline import target as targets
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config

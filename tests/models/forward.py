@@ -15,7 +15,7 @@ from penstock.models.compiled import CompiledDecoder
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights
-from penstock.protocol.checkpoint import quantized, read_model_config
+from penstock.protocol.checkpoint import read_model_config
 
 
 def load_model(
@@ -32,7 +32,7 @@ def load_model(
     is_compiled: with compiled layers, as on a CPU by default, if the model can have them.
     keeps_integers: as on a CPU by default.
     """
-    config = quantized(read_model_config(folder), quantization)
+    config = read_model_config(folder, quantization)
     attention = AttentionBackend(16, config.head_dim**-0.5)
     num_positions = config.max_position_embeddings
     choices = expert_parallel, quantize_lm_head

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.checkpoint import ModelError, check_tp, quantized, read_model_config
+from penstock.protocol.checkpoint import ModelError, check_tp, read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.generation_config import GenerationConfig
 from penstock.protocol.messages.sampling import SamplingParams
@@ -223,18 +223,16 @@ def test_eos_of_the_tokenizer_is_added(tmp_path: Path, token: object) -> None:
 
 
 def test_what_is_quantised(tmp_path: Path) -> None:
-    plain = read_model_config(DEMO)
-    assert not quantized(plain, "none").fp8
-    assert quantized(plain, "fp8").fp8
+    assert not read_model_config(DEMO).fp8
+    assert read_model_config(DEMO, "fp8").fp8
     blocks = {
         "quant_method": "fp8",
         "weight_block_size": [128, 128],
         "activation_scheme": "dynamic",
     }
-    model = read_model_config(changed(tmp_path, quantization_config=blocks))
-    assert quantized(model, "none").fp8
+    assert read_model_config(changed(tmp_path, quantization_config=blocks)).fp8
     experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
-    assert quantized(read_model_config(changed(tmp_path, **experts)), "fp8").fp8
+    assert read_model_config(changed(tmp_path, **experts), "fp8").fp8
 
 
 def test_experts_are_cut_or_spread(tmp_path: Path) -> None:

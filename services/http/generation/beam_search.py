@@ -12,7 +12,6 @@ from penstock.protocol.client.beam_search import MAX_WIDTH, Beam, BeamSearch, Be
 from penstock.protocol.messages.client import (
     GenerateReply,
     GenerateRequest,
-    PromptFields,
     TokenizeReply,
 )
 from penstock.protocol.messages.logprobs import TokenLogprobs
@@ -20,7 +19,7 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.tokenizer_file import read_eos_token_ids
 from penstock.services.http.generation.generation import Generation
 from penstock.services.http.generation.schema import ApiRequest, ChatRequest
-from penstock.services.http.generation.to_generate_request import name_as_sent
+from penstock.services.http.generation.to_generate_request import name_as_sent, prompt_fields
 from penstock.services.http.generation.tool_grammar import is_forced
 from penstock.services.http.shared.access import caller
 from penstock.services.http.shared.app_state import AppState
@@ -78,8 +77,7 @@ class BeamGeneration(Generation):
         return [reply for replies in several for reply in replies]
 
     async def _search(self, fields: dict[str, Any]) -> list[GenerateReply]:
-        names = PromptFields.__struct_fields__
-        prompt = await self._client.tokenize(**{k: v for k, v in fields.items() if k in names})
+        prompt = await self._client.tokenize(**prompt_fields(fields))
         request = self._request
         params = BeamSearchParams(
             beam_width=request.n,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from msgspec import UNSET
 from starlette.responses import Response
 
-from penstock.protocol.messages.client import GenerateReply, PromptFields, TextDelta
+from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.services.http.generation.beam_search import make_generation
 from penstock.services.http.generation.generation import Generation
 from penstock.services.http.generation.logprobs import chat_logprobs, prompt_logprobs
@@ -19,7 +19,11 @@ from penstock.services.http.generation.replies import (
     ReplyMessage,
 )
 from penstock.services.http.generation.schema import ChatRequest
-from penstock.services.http.generation.to_generate_request import chat_fields, truncated
+from penstock.services.http.generation.to_generate_request import (
+    chat_fields,
+    prompt_fields,
+    truncated,
+)
 from penstock.services.http.generation.tool_call_parser import Piece, make_parser
 from penstock.services.http.generation.tool_grammar import is_forced
 from penstock.services.http.shared.access import caller
@@ -68,8 +72,7 @@ async def count_prompt_tokens(
     """Return the length of a conversation's prompt. Raises ApiError, MessageError, RequestError."""
     with fields_as_sent(field_as_sent):
         fields = truncated(chat_fields(request, state.tool_format), state.max_model_len)
-        prompt = {name: fields[name] for name in PromptFields.__struct_fields__ if name in fields}
-        reply = await state.client.tokenize(**prompt, client=caller.get().client)
+        reply = await state.client.tokenize(**prompt_fields(fields), client=caller.get().client)
     return len(reply.token_ids)
 
 

@@ -14,12 +14,12 @@ from msgspec import UNSET
 from penstock.protocol.client.answers import gather
 from penstock.protocol.client.async_client import AsyncStream
 from penstock.protocol.client.errors import RequestError
-from penstock.protocol.messages.client import AbortRequest, GenerateReply, PromptFields, TextDelta
+from penstock.protocol.messages.client import AbortRequest, GenerateReply, TextDelta
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.services.http.generation.logprobs import prompt_logprobs
 from penstock.services.http.generation.replies import ChatChunk, StreamChunk, Usage
 from penstock.services.http.generation.schema import ApiRequest, ChatRequest, StreamOptions
-from penstock.services.http.generation.to_generate_request import name_as_sent
+from penstock.services.http.generation.to_generate_request import name_as_sent, prompt_fields
 from penstock.services.http.shared.access import caller
 from penstock.services.http.shared.app_state import AppState
 from penstock.services.http.shared.errors import FieldAsSent, fields_as_sent, invalid
@@ -119,10 +119,10 @@ class Generation:
         request = self._request
         if not (request.return_token_ids or self._options.continuous_usage_stats):
             return [None] * len(self._prompts) * request.n
-        names = PromptFields.__struct_fields__
-        prompts = [{k: v for k, v in one.items() if k in names} for one in self._prompts]
         with self.aborted_on_error():
-            replies = await gather(self._client.tokenize(**prompt) for prompt in prompts)
+            replies = await gather(
+                self._client.tokenize(**prompt_fields(one)) for one in self._prompts
+            )
         return [reply.token_ids for reply in replies for _ in range(request.n)]
 
     @contextmanager

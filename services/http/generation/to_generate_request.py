@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from penstock.protocol.messages.chat import chat_messages
-from penstock.protocol.messages.client import GenerateRequest
+from penstock.protocol.messages.client import GenerateRequest, PromptFields
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.http.generation.schema import (
     ApiRequest,
@@ -98,6 +98,11 @@ def truncated(fields: dict[str, Any], max_model_len: int) -> dict[str, Any]:
     if fields["truncate_prompt_tokens"] == -1:
         fields["truncate_prompt_tokens"] = max(1, max_model_len - (fields["max_tokens"] or 1))
     return fields
+
+
+def prompt_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the fields that make a prompt."""
+    return {name: fields[name] for name in PromptFields.__struct_fields__ if name in fields}
 
 
 def name_as_sent(field: str, request: ApiRequest) -> str:

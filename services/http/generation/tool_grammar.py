@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from penstock.services.http.generation.schema import (
     AllowedTools,
     ChatRequest,
@@ -16,7 +14,7 @@ from penstock.services.http.generation.schema import (
     NamedTool,
     Tool,
 )
-from penstock.services.http.generation.xml_tool_call import permitted_types
+from penstock.services.http.generation.xml_tool_call import encoded, permitted_types
 from penstock.services.http.shared.errors import invalid
 from penstock.services.http.shared.tool_format import ToolFormat
 
@@ -113,9 +111,9 @@ def unsuitable(form: ToolFormat, function: Function) -> tuple[str, str] | None:
 
 def _json(rule: str, function: Function) -> list[str]:
     """Return the rules of one function. Its schema stays a root, to which references point."""
-    begin = _encoded(f'{{"name": {_encoded(function.name)}, "arguments": ')
+    begin = encoded(f'{{"name": {encoded(function.name)}, "arguments": ')
     schema = {"type": "object", **(function.parameters or {}), "x-guidance": _SPACES}
-    return [f'{rule}: {begin} {rule}_arguments "}}"', f"{rule}_arguments: %json {_encoded(schema)}"]
+    return [f'{rule}: {begin} {rule}_arguments "}}"', f"{rule}_arguments: %json {encoded(schema)}"]
 
 
 def _xml(rule: str, function: Function) -> list[str]:
@@ -131,24 +129,20 @@ def _xml(rule: str, function: Function) -> list[str]:
         parts.append(name if key in required else f"{name}?")
     if not properties:
         parts.append('("<parameter=" /[^<>\\n]{1,64}/ ">\\n" text)*')
-    head = _encoded(f"<function={function.name}>\n")
+    head = encoded(f"<function={function.name}>\n")
     return [f'{rule}: {head} {" ".join(parts)} "</function>"', *rules]
 
 
 def _xml_parameter(rule: str, key: str, schema: Any, defs: Mapping[str, Any]) -> list[str]:
-    begin = f"{rule}: {_encoded(f'<parameter={key}>' + chr(10))}"
+    begin = f"{rule}: {encoded(f'<parameter={key}>' + chr(10))}"
     if "string" not in permitted_types(schema):
         shaped = {"x-guidance": _SPACES, **defs, "allOf": [schema]}
-        return [f"{begin} {rule}_value {_END_VALUE}", f"{rule}_value: %json {_encoded(shaped)}"]
+        return [f"{begin} {rule}_value {_END_VALUE}", f"{rule}_value: %json {encoded(shaped)}"]
     choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if not choices and ("maxLength" in schema or "minLength" in schema):
         size = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
         return [f"{begin} {rule}_text", f"{rule}_text[suffix={_END_VALUE}]: /(?s:.{{{size}}})/"]
     if not choices:
         return [f"{begin} text"]
-    texts = " | ".join(_encoded(one if isinstance(one, str) else _encoded(one)) for one in choices)
+    texts = " | ".join(encoded(one if isinstance(one, str) else encoded(one)) for one in choices)
     return [f"{begin} ({texts}) {_END_VALUE}"]
-
-
-def _encoded(value: object) -> str:
-    return msgspec.json.encode(value).decode()

@@ -93,7 +93,7 @@ class XmlReader:
             key, self._key_types = begun[1].strip(), self._types(begun[1].strip())
             is_text = self._key_types <= {"string"}
             self._read = self._read_text if is_text else self._read_value
-            begin = f"{self._separator}{_encoded(key)}: " + ('"' if is_text else "")
+            begin = f"{self._separator}{encoded(key)}: " + ('"' if is_text else "")
             self._separator = ", "
             return [Arguments(begin)], text[begun.end() :]
         start = text.lstrip()
@@ -177,17 +177,18 @@ def _as_json(value: str, types: set[str]) -> str:
     try:
         decoded = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return _encoded(value)
+        return encoded(value)
     if "string" in types:
-        return "null" if decoded is None and "null" in types else _encoded(value)
+        return "null" if decoded is None and "null" in types else encoded(value)
     expected = [one for name in types for one in _JSON_TYPES.get(name, ())]
     is_right = "any" in types or type(decoded) in expected
-    return text if is_right else _encoded(value)
+    return text if is_right else encoded(value)
 
 
-def _encoded(text: str) -> str:
-    return msgspec.json.encode(text).decode()
+def encoded(value: object) -> str:
+    """Return a value as JSON."""
+    return msgspec.json.encode(value).decode()
 
 
 def _escaped(text: str) -> str:
-    return _encoded(text)[1:-1]
+    return encoded(text)[1:-1]

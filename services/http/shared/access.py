@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import NO_CONTROL
-from penstock.protocol.transport.context import stays_on_host
+from penstock.protocol.transport.context import is_loopback
 from penstock.services.http.shared.errors import ApiError, error_response, is_for_anthropic
 
 IPV6_PREFIX = 64
@@ -93,7 +93,7 @@ class PageRules:
         self._origins = frozenset(map(str.lower, config.origins))
         self._is_off = bool(config.api_key) or "*" in self._origins
         host = config.http_host
-        self._checks_host = stays_on_host(f"tcp://{f'[{host}]' if ':' in host else host}:1")
+        self._checks_host = is_loopback(host)
         self._hosts = {"localhost", host.lower(), *map(_host_of, self._origins)}
 
     def refusal(self, headers: Headers) -> ApiError | None:

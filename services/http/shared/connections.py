@@ -278,14 +278,17 @@ class LimitedProtocol(HttpToolsProtocol):
         cycle = self.cycle
         is_idle = cycle is None or cycle.response_complete
         if is_idle or (cycle.more_body and not cycle.response_started and not self.pipeline):
-            body = msgspec.json.encode(ApiError(status, message).body)
-            head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
-            self.transport.write(
-                b"%b%bconnection: close\r\n\r\n%b" % (STATUS_LINE[status], head, body)
-            )
+            self.transport.write(refusal(status, message))
             if cycle is not None:
                 cycle.disconnected = True  # so that its task sends nothing more
         self.transport.close()
+
+
+def refusal(status: int, message: str) -> bytes:
+    """Return a response with an error, after which the connection is closed."""
+    body = msgspec.json.encode(ApiError(status, message).body)
+    head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+    return b"%b%bconnection: close\r\n\r\n%b" % (STATUS_LINE[status], head, body)
 
 
 def limited_protocol(limits: Limits) -> type[LimitedProtocol]:

@@ -3,16 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
 from uvicorn._types import ASGIReceiveEvent, ASGISendEvent
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import CloseCode, Frame
 from websockets.protocol import State
 
-from penstock.services.http.shared.connections import LimitedProtocol, Limits, WriteTimer
-from penstock.services.http.shared.errors import ApiError
+from penstock.services.http.shared.connections import LimitedProtocol, Limits, WriteTimer, refusal
 
 CONNECTION = "penstock.websocket"
 """key of a WebSocket's `LimitedWebSocket` in its scope"""
@@ -47,11 +44,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if not self.handshake_initiated:  # uvicorn would leave the client waiting
-            body = msgspec.json.encode(ApiError(400, _HANDSHAKE).body)
-            head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
-            self.transport.write(
-                b"%bconnection: close\r\n%b\r\n%b" % (STATUS_LINE[400], head, body)
-            )
+            self.transport.write(refusal(400, _HANDSHAKE))
             self.transport.close()
 
     def handle_cont(self, event: Frame) -> None:
