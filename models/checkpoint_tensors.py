@@ -3,21 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.checkpoint import ModelError, read_json
+from penstock.protocol.checkpoint_files import INDEX_FILE, SINGLE_FILE, Index
 from penstock.protocol.expected_weights import MATRICES, weight_names
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 _FLOATS = ("F16", "BF16", "F32")
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-    """tensor → file name"""
 
 
 class CheckpointTensors:
@@ -30,13 +23,13 @@ class CheckpointTensors:
         self._open: dict[Path, Any] = {}
         try:
             if index.exists():
-                weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+                weight_map = read_json(index, Index).weight_map
                 self.files = {name: folder / file for name, file in weight_map.items()}
             else:
                 self._open[single] = safe_open(single, framework="pt")
                 self.files = dict.fromkeys(self._open[single].keys(), single)
             self.files = {prefix + name: file for name, file in self.files.items()}
-        except (OSError, SafetensorError, msgspec.MsgspecError) as error:
+        except (OSError, SafetensorError) as error:
             raise ModelError(f"{folder}: could not read the weights: {error}") from error
 
     def __contains__(self, name: str) -> bool:

@@ -157,7 +157,7 @@ def read_model_config(folder: Path, quantization: str = "none") -> ModelConfig:
         _check_fields(config)
     except ValueError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from error
-    return _quantized(config, quantization)
+    return quantized(config, quantization)
 
 
 def _convert(path: Path, fields: dict[str, Any]) -> ModelConfig:
@@ -221,7 +221,7 @@ def _check_fields(config: ModelConfig) -> None:
         )
 
 
-def _quantized(config: ModelConfig, quantization: str) -> ModelConfig:
+def quantized(config: ModelConfig, quantization: str) -> ModelConfig:
     """Return the model as `--quantization` requests it. Raises ModelError."""
     if quantization == "fp8" and config.quantization_config is None:
         return msgspec.structs.replace(config, quantization_config={"quant_method": "fp8"})

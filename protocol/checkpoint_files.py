@@ -37,7 +37,9 @@ _PACKED_TYPES = (*_FLOATS, "I8", "I32", "I64")
 _INTEGERS_HINT = "; integers need `quantization_config` in config.json, also if another file has it"
 
 
-class _Index(Struct):
+class Index(Struct):
+    """The index of a sharded checkpoint."""
+
     weight_map: dict[str, str]
     """tensor → file name"""
 
@@ -91,7 +93,7 @@ def weight_files(folder: Path) -> list[str]:
     index = folder / INDEX_FILE
     if not index.exists():
         return [SINGLE_FILE]
-    return sorted(set(read_json(index, _Index).weight_map.values()))
+    return sorted(set(read_json(index, Index).weight_map.values()))
 
 
 def _read_shapes(folder: Path, types: Collection[str]) -> dict[str, list[int]]:
@@ -101,7 +103,7 @@ def _read_shapes(folder: Path, types: Collection[str]) -> dict[str, list[int]]:
         if not (folder / SINGLE_FILE).exists():
             _check_format(folder)
         return _read_header(folder / SINGLE_FILE, types)
-    files = read_json(index, _Index).weight_map
+    files = read_json(index, Index).weight_map
     for name, file in files.items():
         if Path(file).name != file or file in ("", "..") or "\0" in file:
             raise ModelError(f"{index}: {name}: got {file!r}, expected a file of its folder")

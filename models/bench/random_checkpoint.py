@@ -18,7 +18,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from penstock.kernels.quantize.quantize import quantize_blocks
-from penstock.models.checkpoint_tensors import INDEX_FILE
 from penstock.models.weights import SCALES
 from penstock.protocol.checkpoint import (
     ARCHITECTURE,
@@ -26,6 +25,7 @@ from penstock.protocol.checkpoint import (
     ModelConfig,
     read_model_config,
 )
+from penstock.protocol.checkpoint_files import INDEX_FILE
 from penstock.protocol.expected_weights import expected_weights
 from penstock.protocol.quantization import FP8_BLOCKS
 from penstock.protocol.tokenizer_file import byte_characters
