@@ -82,11 +82,7 @@ def read_tokenizer_file(folder: Path) -> TokenizerFile:
 
 
 def byte_characters() -> list[str]:
-    """Return the printable characters that byte-level tokenizers write for the bytes 0 to 255.
-
-    Bytes that are printable in Latin-1 stand for themselves, the others are moved up beyond 255
-    in their order: the convention of GPT-2, which Qwen3 follows.
-    """
+    """Return the character that byte-level BPE writes for each byte (GPT-2, encoder.py)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     moved = {byte: 256 + i for i, byte in enumerate(others)}

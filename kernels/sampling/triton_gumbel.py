@@ -20,7 +20,7 @@ _KEY_STEP_1 = tl.constexpr(0xBB67AE85)
 
 @triton.jit
 def words(seed, counters, position):
-    """Return four random words for each counter: `penstock.kernels.sampling.philox.philox`.
+    """Return four random words for each counter: `penstock.kernels.sampling.reference.philox`.
 
     `tl.philox` multiplies twice for the two halves of each product.
     """

@@ -36,7 +36,7 @@ from penstock.launch.pipeline.several_models import (
     options_by_model,
 )
 from penstock.launch.supervisor.local import LocalProcesses
-from penstock.launch.supervisor.supervisor import Supervisor
+from penstock.launch.supervisor.supervisor import MakeProcesses, Supervisor
 from penstock.protocol.checkpoint import (
     ModelConfig,
     ModelError,
@@ -111,12 +111,8 @@ def start(config: Config, procfile: Path, max_deaths: int, source: HubModel | No
 def _run(config: Config, commands: dict[str, str], max_deaths: int) -> int:
     check_endpoint(config.endpoint)
     check_http_port(config)
-    write_config(config)
     make_processes = partial(LocalProcesses, gpus=gpus_by_model(config))
-    try:
-        return asyncio.run(Supervisor(config, commands, max_deaths, make_processes).run())
-    finally:
-        remove_socket(config.endpoint)
+    return _supervise(config, commands, max_deaths, make_processes)
 
 
 def _run_on_ray(
@@ -131,12 +127,18 @@ def _run_on_ray(
             check_endpoint(config.endpoint)
         if cluster.is_here(placement.nodes.get("http")):
             check_http_port(config)
-        write_config(config)
         make_processes = partial(RayProcesses, cluster, placement, source)
-        try:
-            return asyncio.run(Supervisor(config, commands, max_deaths, make_processes).run())
-        finally:
-            remove_socket(config.endpoint)
+        return _supervise(config, commands, max_deaths, make_processes)
+
+
+def _supervise(
+    config: Config, commands: dict[str, str], max_deaths: int, make_processes: MakeProcesses
+) -> int:
+    write_config(config)
+    try:
+        return asyncio.run(Supervisor(config, commands, max_deaths, make_processes).run())
+    finally:
+        remove_socket(config.endpoint)
 
 
 @contextlib.contextmanager

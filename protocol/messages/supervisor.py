@@ -1,10 +1,6 @@
-"""Messages to the supervisor, and its own.
+"""Messages between the supervisor and processes, `launch` commands and fork servers.
 
-- Reports of processes, and the supervisor's to the gateway.
-- Requests of `launch` commands.
-- Memory that outlives the process that made it; the supervisor keeps descriptors. A process sends
-  one message at a time over its own socket pair and waits for the reply.
-- Requests to the fork server, one at a time.
+Over the socket pairs of kept memory and of forks, one message at a time waits for its reply.
 """
 
 from msgspec import Struct

@@ -81,11 +81,8 @@ class StatusCollector:
         self._models = list(zip(config.by_model(), status.by_model, strict=True))
 
     def collect(self) -> Iterator[Metric]:
-        ready, text = (
-            [(name, one.ready) for name, one in self._named()],
-            "1 if every stage is there.",
-        )
-        yield _family(GaugeMetricFamily, "ready", text, ready)
+        ready = [(name, one.ready) for name, one in self._named()]
+        yield _family(GaugeMetricFamily, "ready", "1 if every stage is there.", ready)
         number = [(name, one.num_requests) for name, one in self._named()]
         yield _family(GaugeMetricFamily, "num_requests_open", "Unanswered requests.", number)
         bad = [(self._models[0][0].model_name, self._status.num_bad_frames)]

@@ -28,12 +28,11 @@ from penstock.protocol.messages.sampling import Pooling
 from penstock.services.worker.cuda_graphs import Computed
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.launched_step import integers_to_device, to_host
-from penstock.services.worker.logits_changes import LogitsChanges
+from penstock.services.worker.logits_changes import LogitsChanges, TokenMasks
 from penstock.services.worker.pooling import pool
 from penstock.services.worker.processed_row import ProcessedRow, TokenBits
 from penstock.services.worker.step_output import PendingLogprobs, PendingOutput, pack_logprobs
 from penstock.services.worker.step_record import Integers, Rows
-from penstock.services.worker.token_masks import TokenMasks
 
 MAX_ROWS = 64
 """rows whose logits are copied at a time, which bounds the memory"""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.kernels.sampling.philox import philox, uniform
+from penstock.kernels.sampling.reference import philox, uniform
 
 MAX = 0xFFFFFFFF
 # `kat_vectors` of Random123 (https://github.com/DEShawResearch/random123): counter, key, words.

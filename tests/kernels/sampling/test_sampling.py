@@ -13,8 +13,7 @@ from transformers.generation.logits_process import (
 )
 
 from penstock.kernels.layouts.sampling import SamplingTensors
-from penstock.kernels.sampling.philox import philox, uniform
-from penstock.kernels.sampling.reference import gumbel_noise, keep_top_k_top_p
+from penstock.kernels.sampling.reference import gumbel_noise, keep_top_k_top_p, philox, uniform
 from penstock.kernels.sampling.sampling import sample
 
 NUM_DRAWS = 10_000

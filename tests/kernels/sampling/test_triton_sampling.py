@@ -12,7 +12,7 @@ from penstock.kernels.layouts.sampling import SamplingTensors
 from penstock.kernels.sampling import reference
 from penstock.kernels.sampling import sampling as wrapper
 from penstock.kernels.sampling import triton_sampling as sampling
-from penstock.kernels.sampling.philox import philox
+from penstock.kernels.sampling.reference import philox
 from penstock.kernels.sampling.triton_gumbel import words
 from tests.kernels.conftest import on_gpu
 
