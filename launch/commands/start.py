@@ -147,9 +147,8 @@ def _naming(config: Config) -> Iterator[None]:
     try:
         yield
     except LaunchError as error:
-        raise LaunchError(
-            f"{config.model_name}: {error}" if config.prefix else str(error)
-        ) from error
+        name = f"{config.model_name}: " * bool(config.prefix)
+        raise LaunchError(f"{name}{error}") from error
 
 
 def _check_model(config: Config) -> ModelConfig:
@@ -248,11 +247,10 @@ def check_http_reach(config: Config) -> None:
 def check_http_port(config: Config) -> None:
     """Raise LaunchError where the HTTP processes could not listen."""
     host, port = config.http_host, config.http_port
-    is_ipv6 = ":" in host
     if config.http == 0:
         return
     try:
-        with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as trial:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
             trial.bind((host, port))
     except OSError as error:
