@@ -18,13 +18,13 @@ from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.transport.context import Handlers
 from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.process import Process, first_number
-from penstock.services.gateway.client import Client, Totals
-from penstock.services.gateway.client_socket import ClientSocket
-from penstock.services.gateway.entry import Entry
-from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.admission.client import Client, Totals
+from penstock.services.gateway.admission.entry import Entry
+from penstock.services.gateway.admission.ledger import Ledger
+from penstock.services.gateway.admission.validation import RefusedError
+from penstock.services.gateway.clients.client_socket import ClientSocket
 from penstock.services.gateway.model import Model
 from penstock.services.gateway.status import PipelineStatus
-from penstock.services.gateway.validation import RefusedError
 
 log = logging.getLogger("gateway")
 UNREAD = "it does not read its answers (--max-unread-bytes)"

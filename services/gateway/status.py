@@ -7,11 +7,11 @@ from penstock.protocol.messages.client import StatusRequest
 from penstock.protocol.messages.codec import Codec
 from penstock.protocol.messages.status import ModelStatus, ProcessStatus, StatusReply
 from penstock.protocol.transport.context import Handlers
-from penstock.services.gateway.client import Client, Connection
-from penstock.services.gateway.client_socket import ClientSocket
-from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.admission.client import Client, Connection
+from penstock.services.gateway.admission.ledger import Ledger
+from penstock.services.gateway.admission.validation import RefusedError
+from penstock.services.gateway.clients.client_socket import ClientSocket
 from penstock.services.gateway.model import Model
-from penstock.services.gateway.validation import RefusedError
 
 MAX_WAITING = 1024
 """status requests that are answered at once, when a report arrives: in a few milliseconds"""

@@ -6,13 +6,13 @@ from hashlib import sha256
 from penstock.protocol.checkpoint import ModelConfig
 from penstock.protocol.config import Config
 from penstock.protocol.transport.kept_memory import MemoryClient
-from penstock.services.scheduler.block_manager import BlockManager
-from penstock.services.scheduler.block_pool import BlockPool
-from penstock.services.scheduler.block_records import HASH_BYTES, BlockRecords, hash_block
-from penstock.services.scheduler.folder_index import FolderIndex
-from penstock.services.scheduler.offload_index import OffloadIndex
-from penstock.services.scheduler.worker_recovery import RecoverableScheduler
-from penstock.services.scheduler.workers import WorkerGroup
+from penstock.services.scheduler.blocks.block_manager import BlockManager
+from penstock.services.scheduler.blocks.block_pool import BlockPool
+from penstock.services.scheduler.blocks.block_records import HASH_BYTES, BlockRecords, hash_block
+from penstock.services.scheduler.blocks.folder_index import FolderIndex
+from penstock.services.scheduler.blocks.offload_index import OffloadIndex
+from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
+from penstock.services.scheduler.peers.workers import WorkerGroup
 
 log = logging.getLogger(__name__)
 PREFIX_HASH_BYTES = 32

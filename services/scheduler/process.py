@@ -26,15 +26,16 @@ from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process, first_number
-from penstock.services.scheduler import poison, report
-from penstock.services.scheduler.detokenizer_recovery import RecoverableStreams
-from penstock.services.scheduler.in_flight_plan import PlanDepth
+from penstock.services.scheduler import report
 from penstock.services.scheduler.kept_records import make_scheduler, use_host_tier
-from penstock.services.scheduler.lease import Lease
-from penstock.services.scheduler.sequence import CannotFitError, Sequence
-from penstock.services.scheduler.worker_exits import WorkerExits
-from penstock.services.scheduler.worker_recovery import RecoverableScheduler
-from penstock.services.scheduler.workers import NO_GROUP, WorkerGroup, WorkerMessage
+from penstock.services.scheduler.peers import poison
+from penstock.services.scheduler.peers.detokenizer_recovery import RecoverableStreams
+from penstock.services.scheduler.peers.lease import Lease
+from penstock.services.scheduler.peers.worker_exits import WorkerExits
+from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
+from penstock.services.scheduler.peers.workers import NO_GROUP, WorkerGroup, WorkerMessage
+from penstock.services.scheduler.planning.in_flight_plan import PlanDepth
+from penstock.services.scheduler.sequences.sequence import CannotFitError, Sequence
 
 
 class SchedulerProcess:

@@ -5,11 +5,11 @@ from time import monotonic
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import traffic
-from penstock.services.scheduler.scheduler import Scheduler
-from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.streams import Streams
-from penstock.services.scheduler.worker_recovery import RecoverableScheduler
-from penstock.services.scheduler.workers import WorkerGroup
+from penstock.services.scheduler.peers.streams import Streams
+from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
+from penstock.services.scheduler.peers.workers import WorkerGroup
+from penstock.services.scheduler.planning.scheduler import Scheduler
+from penstock.services.scheduler.sequences.sequence import Sequence
 
 
 def fill_status(

@@ -30,7 +30,7 @@ from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.run_folder import make_run_folder
 from penstock.protocol.transport.kept_memory import MemoryClient
-from penstock.services.worker.compiling import (
+from penstock.services.worker.hardware.compiling import (
     INTEGER_BITS,
     check_integers,
     compile_layers,
@@ -38,15 +38,15 @@ from penstock.services.worker.compiling import (
     narrow_weights,
     takes_integers,
 )
-from penstock.services.worker.cuda_graphs import graph_shapes
-from penstock.services.worker.determinism import checked
-from penstock.services.worker.device import check_capability, choose_device, compute_dtype
-from penstock.services.worker.grammars import Grammars
-from penstock.services.worker.kept_memory import KeptMemory, Region, load_model
-from penstock.services.worker.kv_cache import KVLayout, free_gpu_bytes
-from penstock.services.worker.kv_offload import make_offload
+from penstock.services.worker.hardware.determinism import checked
+from penstock.services.worker.hardware.device import check_capability, choose_device, compute_dtype
+from penstock.services.worker.logits.grammars import Grammars
+from penstock.services.worker.memory.kept_memory import KeptMemory, Region, load_model
+from penstock.services.worker.memory.kv_cache import KVLayout, free_gpu_bytes
+from penstock.services.worker.memory.kv_offload import make_offload
 from penstock.services.worker.model_runner import ModelRunner
-from penstock.services.worker.persistent_batch import PersistentBatch
+from penstock.services.worker.step.cuda_graphs import graph_shapes
+from penstock.services.worker.step.persistent_batch import PersistentBatch
 from penstock.services.worker.timings import StartTimes, step_profiler
 
 log = logging.getLogger(__name__)

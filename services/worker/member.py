@@ -19,7 +19,7 @@ from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 from penstock.protocol.transport.process_exit import ProcessExit
-from penstock.services.worker.kept_memory import SharedMemoryError
+from penstock.services.worker.memory.kept_memory import SharedMemoryError
 from penstock.services.worker.model_runner import ModelRunner
 
 MAX_END = 5.0

@@ -12,16 +12,16 @@ from penstock.kernels.layouts.step import StepBuffers, make_slots, make_step_buf
 from penstock.kernels.step.apply_plan import apply_plan
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.messages.plan import BatchPlan
-from penstock.services.worker.cuda_graphs import Computed, CudaGraphs
-from penstock.services.worker.grammars import Grammars
-from penstock.services.worker.kv_cache import KVMemory
-from penstock.services.worker.kv_offload import KvOffload
-from penstock.services.worker.launched_step import LaunchedStep, to_device, to_host
-from penstock.services.worker.logits_processor import LogitsProcessor
-from penstock.services.worker.persistent_batch import PersistentBatch
-from penstock.services.worker.sampler import Sampler
-from penstock.services.worker.step_output import NOTHING, PendingOutput
-from penstock.services.worker.step_record import Rows
+from penstock.services.worker.logits.grammars import Grammars
+from penstock.services.worker.logits.logits_processor import LogitsProcessor
+from penstock.services.worker.logits.sampler import Sampler
+from penstock.services.worker.memory.kv_cache import KVMemory
+from penstock.services.worker.memory.kv_offload import KvOffload
+from penstock.services.worker.step.cuda_graphs import Computed, CudaGraphs
+from penstock.services.worker.step.launched_step import LaunchedStep, to_device, to_host
+from penstock.services.worker.step.persistent_batch import PersistentBatch
+from penstock.services.worker.step.step_output import NOTHING, PendingOutput
+from penstock.services.worker.step.step_record import Rows
 from penstock.services.worker.timings import IdleTimes
 
 

@@ -13,8 +13,8 @@ from penstock.protocol.messages.worker import (
     WorkerExit,
 )
 from penstock.protocol.transport.process import Process
-from penstock.services.worker.launched_step import LaunchedStep
 from penstock.services.worker.member import Load, Member, WorkerError
+from penstock.services.worker.step.launched_step import LaunchedStep
 
 
 class _Step(NamedTuple):

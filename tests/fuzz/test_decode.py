@@ -27,13 +27,13 @@ from penstock.protocol.messages.tokenizer import TokenizeRequest, ToTokenizer
 from penstock.protocol.transport.channel import DECODE_ERRORS, Channel
 from penstock.services.detokenizer.process import Detokenizer
 from penstock.services.detokenizer.token_bytes import token_bytes
-from penstock.services.gateway.client import Client, Connection
-from penstock.services.gateway.entry import Entry, GapError
-from penstock.services.gateway.validation import RefusedError, Validation, decode_request
-from penstock.services.scheduler.block_manager import BlockManager
-from penstock.services.scheduler.block_pool import BlockPool
-from penstock.services.scheduler.scheduler import Scheduler
-from penstock.services.scheduler.sequence import CannotFitError, Sequence
+from penstock.services.gateway.admission.client import Client, Connection
+from penstock.services.gateway.admission.entry import Entry, GapError
+from penstock.services.gateway.admission.validation import RefusedError, Validation, decode_request
+from penstock.services.scheduler.blocks.block_manager import BlockManager
+from penstock.services.scheduler.blocks.block_pool import BlockPool
+from penstock.services.scheduler.planning.scheduler import Scheduler
+from penstock.services.scheduler.sequences.sequence import CannotFitError, Sequence
 from penstock.services.tokenizer.errors import PromptError
 from penstock.services.tokenizer.prompts import Tokenizer
 from tests.fuzz.frames import INNER_ID, MESSAGES, UNIONS, encoded

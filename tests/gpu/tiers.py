@@ -18,10 +18,10 @@ from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.worker import CopyBlocks, FolderRequest
-from penstock.services.scheduler.folder_index import FolderIndex
-from penstock.services.scheduler.offload_index import OffloadIndex
-from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.worker_recovery import RecoverableScheduler
+from penstock.services.scheduler.blocks.folder_index import FolderIndex
+from penstock.services.scheduler.blocks.offload_index import OffloadIndex
+from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
+from penstock.services.scheduler.sequences.sequence import Sequence
 from tests.engine import Engine
 from tests.gpu.direct import offline_requests
 

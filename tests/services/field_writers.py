@@ -22,7 +22,7 @@ def found_writers(
     named, unnamed: patterns of the expressions that are such objects, and that are not.
     """
     found: dict[str, set[str]] = {}
-    for path in folder.glob("*.py"):
+    for path in folder.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             name = node.name if isinstance(node, ast.ClassDef) else path.stem
             for target in _written(node):

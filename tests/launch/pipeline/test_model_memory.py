@@ -16,7 +16,7 @@ from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights
 from penstock.protocol.checkpoint import ModelConfig, ModelError, quantized, read_model_config
 from penstock.protocol.config import Config
-from penstock.services.worker.kv_cache import KVLayout
+from penstock.services.worker.memory.kv_cache import KVLayout
 from tests.models.published import PUBLISHED
 
 DEMO = Config().model_folder

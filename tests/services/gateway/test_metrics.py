@@ -21,8 +21,8 @@ from penstock.protocol.messages.metrics import (
 )
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
-from penstock.services.gateway.client import Client, Connection
-from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.admission.client import Client, Connection
+from penstock.services.gateway.admission.entry import Entry
 from tests.services.gateway.conftest import PROMPT, GatewayHarness, request
 
 

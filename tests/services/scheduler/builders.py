@@ -6,7 +6,7 @@ from itertools import count
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
-from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.sequences.sequence import Sequence
 from tests.services.scheduler.reference import EOS, expected_output
 
 _numbers = count()

@@ -15,10 +15,10 @@ from penstock.protocol.messages.detokenizer import ToDetokenizer
 from penstock.protocol.messages.registration import Heartbeat
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.context import Context, Endpoints
-from penstock.services.scheduler.block_manager import BlockManager
-from penstock.services.scheduler.block_pool import BlockPool
+from penstock.services.scheduler.blocks.block_manager import BlockManager
+from penstock.services.scheduler.blocks.block_pool import BlockPool
+from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
 from penstock.services.scheduler.process import SchedulerProcess
-from penstock.services.scheduler.worker_recovery import RecoverableScheduler
 from tests.search import scaled
 from tests.services.scheduler.processes import INCARNATION, NUM_BLOCKS, Gateway
 

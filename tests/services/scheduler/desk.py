@@ -3,9 +3,9 @@
 from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.packed import pack, unpack
-from penstock.services.scheduler.detokenizer_recovery import RecoverableStreams
-from penstock.services.scheduler.in_flight_plan import StepOutput
-from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.peers.detokenizer_recovery import RecoverableStreams
+from penstock.services.scheduler.planning.in_flight_plan import StepOutput
+from penstock.services.scheduler.sequences.sequence import Sequence
 from tests.services.scheduler.builders import make_sequence
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from penstock.protocol.config import Config
-from penstock.services.scheduler.block_pool import BlockPool
-from penstock.services.scheduler.block_records import HASH_BYTES, BlockRecords
-from penstock.services.scheduler.folder_index import FolderIndex
+from penstock.services.scheduler.blocks.block_pool import BlockPool
+from penstock.services.scheduler.blocks.block_records import HASH_BYTES, BlockRecords
+from penstock.services.scheduler.blocks.folder_index import FolderIndex
+from penstock.services.scheduler.blocks.offload_index import OffloadIndex
 from penstock.services.scheduler.kept_records import PREFIX_HASH_BYTES, hash_prefix
-from penstock.services.scheduler.offload_index import OffloadIndex
-from penstock.services.scheduler.worker_recovery import RecoverableScheduler
+from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
 from tests.services.scheduler.mortal_records import Life, MortalRecords
 
 Hash = Callable[[bytes, bytes], bytes]

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from penstock.services.scheduler.block_records import BlockRecords
+from penstock.services.scheduler.blocks.block_records import BlockRecords
 
 
 class SchedulerDiedError(Exception):

@@ -4,7 +4,7 @@ from collections import deque
 
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
-from penstock.services.scheduler.worker_recovery import RecoverableScheduler
+from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
 from tests.services.scheduler.packed_plans import pairs
 
 Cells = list[int | None]

@@ -10,12 +10,12 @@ import msgspec
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
-from penstock.services.scheduler.block_manager import BlockManager
-from penstock.services.scheduler.block_pool import BlockPool
-from penstock.services.scheduler.block_records import hash_block
-from penstock.services.scheduler.in_flight_plan import StepOutput
-from penstock.services.scheduler.sequence import Sequence, Status
-from penstock.services.scheduler.worker_recovery import RecoverableScheduler
+from penstock.services.scheduler.blocks.block_manager import BlockManager
+from penstock.services.scheduler.blocks.block_pool import BlockPool
+from penstock.services.scheduler.blocks.block_records import hash_block
+from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
+from penstock.services.scheduler.planning.in_flight_plan import StepOutput
+from penstock.services.scheduler.sequences.sequence import Sequence, Status
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.invariants import (
     check_blocks,

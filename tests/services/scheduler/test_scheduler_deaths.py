@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.protocol.messages.packed import pack, unpack
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.scheduler.block_records import HASH_BYTES, BlockRecords, Content, Tail
+from penstock.services.scheduler.blocks.block_records import HASH_BYTES, BlockRecords, Content, Tail
 from tests.search import scaled
 from tests.services.scheduler.builders import long_prompt
 from tests.services.scheduler.mortal_records import Life, MortalRecords, SchedulerDiedError

@@ -1,0 +1,1 @@
+"""Admission: checks and limits of requests and connections, and the ledger of open requests."""

@@ -1,0 +1,300 @@
+"""One accepted request: everything needed to run it again, and what its client was sent."""
+
+from time import monotonic
+
+import msgspec
+
+from penstock.protocol.messages.client import (
+    ErrorReply,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    PromptFields,
+    StopReason,
+    TextDelta,
+    TokenizePromptRequest,
+    Usage,
+)
+from penstock.protocol.messages.logprobs import TokenLogprobs
+from penstock.protocol.messages.metrics import Metrics, RequestTimes
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.scheduler import TokenizedRequest
+from penstock.protocol.messages.tokenizer import TokenizeRequest
+from penstock.protocol.transport.event_loop import Timer
+from penstock.services.gateway.admission.client import Client, Totals
+
+TOKEN_BYTES = 8
+"""bytes that a token id counts for, in memory and in messages"""
+TEXT_BYTES = 4
+"""bytes of text that count as a token, until a tokenizer has counted the tokens"""
+POOLED = SamplingParams(
+    max_tokens=1,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    speculative=False,
+)
+"""parameters of a request with `pooling`, whose logits nothing may change"""
+_LOGPROB_BYTES = 256
+"""bytes that one `Logprob` counts for: four objects and their struct"""
+Output = TextDelta | GenerateReply | ErrorReply
+
+
+class GapError(Exception):
+    """A delta that begins after what is known: something between was lost."""
+
+
+class Entry:
+    """One request: its client, tokens and text so far, and how much of them was delivered.
+
+    Besides its own methods, these classes write its fields (a test compares):
+
+    - `Ledger`: totals, attempt, num_attempts, tokenizer, num_prompt_tokens, num_waiting_tokens,
+      answer, is_open
+    - `Router`: replica, num_deaths, migrated_from
+    - `ClientSocket`: client
+    - `Requests`: timer
+    """
+
+    def __init__(
+        self, request: GenerateRequest, request_id: str, client: Client, num_bytes: int = 0
+    ) -> None:
+        """num_bytes: of the request's frame."""
+        self.request = request
+        self.request_id = request_id
+        self.client = client
+        self.share = client.share
+        self.totals: Totals  # of its model, in the ledger
+        self.priority = request.priority
+        self.sampling = POOLED
+        if request.pooling is None:
+            self.sampling = msgspec.convert(request, SamplingParams, from_attributes=True)
+        self.attempt = self.num_attempts = 0
+        self.replica = 0
+        self.migrated_from: dict[int, int] = {}
+        """attempt → replica, of attempts that were migrated to another replica"""
+        self.num_deaths = 0  # as in `TokenizedRequest`
+        self.timer: Timer | None = None
+        self.num_bytes = num_bytes
+        """bytes of the request's frame, the text and the tokens"""
+        self.num_waiting_tokens = estimated_tokens(request)
+        """prompt tokens until there is output, then 0"""
+        has_grammar = request.structured_outputs is not None
+        self.size = TEXT_BYTES * self.num_waiting_tokens if has_grammar else num_bytes
+        """estimated bytes to be tokenized, without a grammar, which is compiled elsewhere"""
+        self.is_open = True
+        self.tokenizer = b""
+        """identity of the tokenizer that sent this attempt on; empty once there is output"""
+        self.accepted_at = monotonic()
+        self.first_token_at = self.last_token_at = 0.0
+        """moments of the same clock, seconds; 0: not yet"""
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.phase_seconds = (0.0, 0.0)  # as in `StreamOpened`
+        self.token_ids: list[int] = list(request.output_token_ids)
+        self.answer: GenerateReply | ErrorReply | None = None
+        self._starts_reasoning = False
+        self._stop_reason: StopReason = None
+        self._token_bytes = TOKEN_BYTES + logprob_bytes(request.logprobs)
+        self._logprobs: list[TokenLogprobs | None] | None = None
+        if request.logprobs is not None:
+            self._logprobs = [None] * len(self.token_ids)
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._pooled: bytes | None = None
+        self._result_bytes = 0  # of `_prompt_logprobs` and `_pooled`
+        self._text: list[str] = []
+        self._num_chars = 0
+        self.rewind()
+
+    @property
+    def key(self) -> object:
+        """The key of this attempt among the work of tokenizers."""
+        return self.request_id, self.attempt
+
+    def rewind(self) -> None:
+        self._delivered_tokens = self._delivered_chars = self._delivered_pieces = 0
+
+    def submission(self) -> TokenizeRequest:
+        request = TokenizedRequest(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            sampling=self.sampling,
+            output_token_ids=pack(self.token_ids),
+            num_deaths=self.num_deaths,
+            cache_salt=self.request.cache_salt or "",
+            client=self.share.name,
+            priority=self.priority,
+            pooling=self.request.pooling,
+        )
+        prompt = {name: getattr(self.request, name) for name in PromptFields.__struct_fields__}
+        return TokenizeRequest(request=request, replica=self.replica, **prompt)
+
+    def append(self, delta: TextDelta) -> bool:
+        """Add what is new in `delta`; False if nothing is new.
+
+        Every hop may repeat itself, so a delta may begin before what is known. Raises GapError if
+        it begins after that.
+        """
+        if delta.attempt != self.attempt:
+            return False
+        num_known = len(self.token_ids)
+        num_tokens = num_known - delta.token_offset
+        num_chars = self._num_chars - delta.char_offset
+        if num_tokens < 0 or num_chars < 0:
+            raise GapError(f"delta begins at token {delta.token_offset}; {num_known} are known")
+        if (of_prompt := delta.prompt_logprobs) and self._prompt_logprobs is None:
+            self._prompt_logprobs = of_prompt
+            self._result_bytes = len(of_prompt) * logprob_bytes(self.request.prompt_logprobs)
+            self.num_bytes += self._result_bytes
+        token_ids, text = delta.token_ids[num_tokens:], delta.text[num_chars:]
+        if not token_ids and not text and delta.finish_reason is None:
+            return False
+        self.token_ids += token_ids
+        self.num_deaths = 0
+        self.tokenizer = b""
+        if self._logprobs is not None:
+            unknown = [None] * len(delta.token_ids)
+            self._logprobs += (delta.logprobs or unknown)[num_tokens:]
+        self._text.append(text)
+        self._num_chars += len(text)
+        self.num_bytes += len(text) + self._token_bytes * len(token_ids)
+        self.num_prompt_tokens = delta.prompt_tokens
+        self.num_cached_tokens = delta.cached_tokens
+        self._starts_reasoning = delta.starts_reasoning
+        self._stop_reason = delta.stop_reason
+        if delta.pooled is not None:
+            self._pooled, self._result_bytes = delta.pooled, len(delta.pooled)
+            self.num_bytes += self._result_bytes
+        if not self.phase_seconds[1]:
+            self.phase_seconds = delta.phase_seconds
+        return True
+
+    def unsent_replies(self) -> list[Output]:
+        """Return what is to be sent to the client: new output, and the answer if there is one."""
+        return [one for one in (self.undelivered(), self.answer) if one]
+
+    def undelivered(self) -> TextDelta | None:
+        """Return the output that a streaming client has not been sent; None if there is none."""
+        num_pieces = len(self._text) - self._delivered_pieces
+        if not self.request.stream or not num_pieces:
+            return None
+        token_ids = self.token_ids[self._delivered_tokens :]
+        text = self._text[-1] if num_pieces == 1 else "".join(self._text[self._delivered_pieces :])
+        if not token_ids and not text:
+            return None
+        is_first = not self._delivered_pieces
+        return TextDelta(
+            request_id=self.request_id,
+            prompt_tokens=self.num_prompt_tokens if is_first else 0,
+            cached_tokens=self.num_cached_tokens if is_first else 0,
+            token_offset=self._delivered_tokens,
+            char_offset=self._delivered_chars,
+            token_ids=token_ids,
+            text=text,
+            finish_reason=getattr(self.answer, "finish_reason", None),
+            starts_reasoning=self._starts_reasoning,
+            logprobs=self._logprobs and self._logprobs[self._delivered_tokens :],
+            prompt_logprobs=self._prompt_logprobs if is_first else None,
+        )
+
+    def mark_delivered(self) -> None:
+        self._delivered_tokens = len(self.token_ids)
+        self._delivered_chars = self._num_chars
+        self._delivered_pieces = len(self._text)
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """About the number of bytes of answers that are kept for the client."""
+        num_tokens = num_chars = num_bytes = 0
+        if self.request.stream:
+            num_tokens = len(self.token_ids) - self._delivered_tokens
+            num_chars = self._num_chars - self._delivered_chars
+            num_bytes = 0 if self._delivered_pieces else self._result_bytes
+        if self.answer:
+            num_tokens += len(self.token_ids)
+            num_chars += self._num_chars
+            num_bytes += self._result_bytes
+        return num_bytes + num_chars + self._token_bytes * num_tokens
+
+    def reply(self, reason: FinishReason) -> GenerateReply:
+        last = self.token_ids[-1] if self.token_ids else None
+        stop_reason = self._stop_reason or (last if last in self.sampling.stop_token_ids else None)
+        return GenerateReply(
+            request_id=self.request_id,
+            text="".join(self._text),
+            token_ids=self.token_ids,
+            finish_reason=reason,
+            starts_reasoning=self._starts_reasoning,
+            stop_reason=stop_reason if reason == "stop" else None,
+            times=self._times(),
+            usage=Usage(
+                prompt_tokens=self.num_prompt_tokens,
+                cached_tokens=self.num_cached_tokens,
+                output_tokens=len(self.token_ids),
+            ),
+            logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
+            pooled=self._pooled,
+        )
+
+    def record_tokens(self, metrics: Metrics, num_tokens: int, now: float) -> None:
+        """Count new tokens, or a pooled result without any: the time before counts for all."""
+        metrics.generation_tokens += num_tokens
+        if self.first_token_at:
+            metrics.inter_token_latency_seconds.add(now - self.last_token_at)
+        else:
+            self.first_token_at = now
+            metrics.time_to_first_token_seconds.add(now - self.accepted_at)
+            metrics.prompt_tokens += self.num_prompt_tokens
+            metrics.prefix_cache_hits += self.num_cached_tokens
+        self.last_token_at = now
+
+    def record_end(self, metrics: Metrics, reply: GenerateReply | ErrorReply, now: float) -> None:
+        if isinstance(reply, ErrorReply):
+            metrics.count_failure(reply.code)
+            return
+        reason, usage = reply.finish_reason, reply.usage
+        metrics.request_success[reason] = metrics.request_success.get(reason, 0) + 1
+        metrics.e2e_request_latency_seconds.add(now - self.accepted_at)
+        metrics.request_prompt_tokens.add(usage.prompt_tokens)
+        metrics.request_generation_tokens.add(usage.output_tokens)
+        if self.sampling.max_tokens is not None and self.request.pooling is None:
+            metrics.request_params_max_tokens.add(self.sampling.max_tokens)
+        if self.request.num_answers:
+            metrics.request_params_n.add(self.request.num_answers)
+        if times := reply.times:
+            metrics.request_decode_time_seconds.add(times.decode)
+            if (num_tokens := usage.output_tokens) > 1:
+                seconds = times.decode / (num_tokens - 1)
+                metrics.request_time_per_output_token_seconds.add(seconds)
+            if times.prefill:  # otherwise the scheduler's part is unknown
+                metrics.request_queue_time_seconds.add(times.queue)
+                metrics.request_prefill_time_seconds.add(times.prefill)
+                metrics.request_inference_time_seconds.add(times.prefill + times.decode)
+
+    def _times(self) -> RequestTimes | None:
+        """Return the durations of its parts; None before the first token."""
+        if not self.first_token_at:
+            return None
+        queue, prefill = self.phase_seconds
+        return RequestTimes(
+            queue=queue,
+            prefill=prefill,
+            decode=self.last_token_at - self.first_token_at,
+            first_token=self.first_token_at - self.accepted_at,
+        )
+
+
+def estimated_tokens(request: GenerateRequest | TokenizePromptRequest) -> int:
+    """Return the length of a prompt: exact for token ids, otherwise bytes / 4."""
+    if isinstance(request.prompt, list):
+        return len(request.prompt)
+    texts = [message.content for message in request.messages or []]
+    return max(1, sum(len(text.encode()) for text in [request.prompt or "", *texts]) // TEXT_BYTES)
+
+
+def logprob_bytes(num_likeliest: int | None) -> int:
+    """Return the bytes that the logprobs of one token count for."""
+    return 0 if num_likeliest is None else _LOGPROB_BYTES * (1 + num_likeliest)

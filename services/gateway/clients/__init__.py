@@ -1,0 +1,1 @@
+"""Clients' connections, and the socket that receives requests and delivers output."""

@@ -1,0 +1,234 @@
+"""The clients' socket: requests in, replies out."""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from time import monotonic
+
+import zmq
+
+from penstock.protocol.checkpoint import max_request_bytes
+from penstock.protocol.config import Config
+from penstock.protocol.messages.client import ErrorReply, Reply, ReplyBatch, TextDelta
+from penstock.protocol.messages.codec import BATCH, MSGPACK, codec_of, has_number, reply_frames
+from penstock.protocol.transport.channel import OVERSIZE_SLACK
+from penstock.protocol.transport.context import Context, check_reach
+from penstock.services.gateway.admission.client import Client, Connection
+from penstock.services.gateway.admission.connection_limits import ClientWatch, bind_clients
+from penstock.services.gateway.admission.entry import Entry
+from penstock.services.gateway.admission.ledger import Ledger
+from penstock.services.gateway.clients.connections import Connections
+
+log = logging.getLogger("gateway")
+MAX_FRAMES = 8
+"""of a message, its sender's identity included"""
+MAX_ENVELOPE_BYTES = 1024
+"""of the frames before the request"""
+FRAME_BYTES, CURVE_FRAME_BYTES = 2, 35
+"""of a frame on the wire in addition to its content, at least"""
+RETRY_INTERVAL = 0.01
+"""seconds in which a full queue is not tried again: a try costs the encoding of a reply"""
+ENVELOPE = (
+    f"a message has more than {MAX_FRAMES} frames, or {MAX_ENVELOPE_BYTES} bytes before the request"
+)
+
+
+class ClientSocket:
+    """Receives requests and delivers the ledger's output, never faster than a client reads.
+
+    While a connection's queue is full, its output stays in the ledger. It is sent as one delta a
+    request at the next output for that connection, or at the next heartbeat.
+    """
+
+    def __init__(self, context: Context, config: Config, inner: str, ledger: Ledger) -> None:
+        """inner: endpoint for the pipeline's own processes. Raises as `check_reach` and `bind`."""
+        check_reach(config)
+        address = "inproc://clients-monitor"  # connected first: libzmq waits until events are read
+        self.connections = Connections(context.connect(zmq.PAIR, address))
+        self.max_frame_bytes = max_request_bytes(config) + OVERSIZE_SLACK
+        self.channel, self.connections.inner = bind_clients(
+            context, config, inner, address, self.max_frame_bytes
+        )
+        self._frame_overhead = CURVE_FRAME_BYTES if config.curve_keys else FRAME_BYTES
+        self.max_unread_bytes = config.max_unread_bytes
+        self.ledger = ledger
+        self._watch = ClientWatch(config, self.max_frame_bytes)
+        self.on_defect: Callable[[Entry], None]  # in an `except` block, for the failed request
+        self._pending: OrderedDict[str, Entry] = OrderedDict()
+        """requests whose output `deliver_pending` sends, by id"""
+
+    def receive(self) -> Iterator[tuple[Client, bytes]]:
+        """Yield the messages that wait, not decoded. Clients beyond a limit are disconnected."""
+        for frames in self.channel.receive_frames(max_frames=MAX_FRAMES):
+            if self.connections.monitor.has_message or self.connections.refused:
+                self.connections.handle_events()
+            if connection := self._connection_of(frames[0]):
+                if len(frames) > MAX_FRAMES or sum(map(len, frames[:-1])) > MAX_ENVELOPE_BYTES:
+                    self.connections.cut_off(connection, ENVELOPE)
+                    continue
+                *envelope, frame = (one.bytes for one in frames)
+                yield Client(tuple(envelope), codec_of(frame), connection), frame
+
+    def reply(self, client: Client, reply: Reply) -> None:
+        self.send(client, client.codec.encode(reply))
+
+    def send(self, client: Client, reply: bytes) -> None:
+        """Send an encoded reply, unless the client has disconnected."""
+        connection = client.connection
+        if connection.is_closed:
+            return
+        frames = reply_frames(client.envelope, reply)
+        if connection.is_full or self._try_send(connection, frames) == zmq.EAGAIN:
+            connection.replies.append(frames)
+
+    def adopt(self, entry: Entry, client: Client) -> None:
+        """Deliver an answer, from its start, to the client that requested it last."""
+        request_id, previous = entry.request_id, entry.client
+        previous.connection.unsent.pop(request_id, None)
+        if previous.connection is not client.connection:
+            message = f"request {request_id!r} is answered on another connection now"
+            self.reply(previous, ErrorReply(code="failed", message=message, request_id=request_id))
+        entry.client = client
+        entry.rewind()
+        self.deliver(entry)
+
+    def deliver(self, entry: Entry) -> None:
+        """Let `deliver_pending` send a request's new output; a sent answer leaves the ledger."""
+        self._pending[entry.request_id] = entry
+
+    def deliver_pending(self) -> None:
+        """Send what `deliver` was called for: one message for each request, or HTTP server."""
+        while self._pending:  # a reply that can't be encoded leads to another one
+            batches: dict[Connection, list[Entry]] = {}
+            while self._pending:
+                _, entry = self._pending.popitem(last=False)
+                connection = entry.client.connection
+                if connection.is_closed:
+                    continue
+                if connection.is_full:
+                    connection.unsent[entry.request_id] = None
+                    if monotonic() >= connection.retry_at:
+                        self.flush(connection)
+                elif connection.is_inner and has_number(entry.client.envelope):
+                    batches.setdefault(connection, []).append(entry)
+                else:
+                    self._send_new(entry)
+            for connection, entries in batches.items():
+                self._send_batch(connection, entries)
+
+    def _send_batch(self, connection: Connection, entries: list[Entry]) -> None:
+        """Send replies to requests of one HTTP server in one message."""
+        try:
+            batch = [(entry, reply) for entry in entries for reply in entry.unsent_replies()]
+            numbers = [entry.client.envelope[1] for entry, _ in batch]
+            frame = MSGPACK.encode(ReplyBatch(numbers, [reply for _, reply in batch]))
+        except Exception:  # noqa: BLE001  one of them can't be encoded, which `_send_new` reports
+            for entry in entries:
+                self._send_new(entry)
+            return
+        error = self._try_send(connection, [connection.identity, BATCH + frame])
+        for entry, reply in batch:
+            self._on_sent(entry, reply, error)
+
+    def release(self, entry: Entry) -> None:
+        """Forget a request, whose client has the answer or can't get it."""
+        self._pending.pop(entry.request_id, None)
+        entry.client.connection.unsent.pop(entry.request_id, None)
+        self.ledger.remove(entry)
+
+    def flush(self, connection: Connection) -> None:
+        """Send what waits, until the queue is full again."""
+        for request_id in list(connection.unsent):
+            entry = self.ledger.find(request_id)
+            if entry and not self._send_new(entry):
+                return
+            connection.unsent.pop(request_id, None)
+        while connection.replies:
+            if self._try_send(connection, connection.replies[0]) == zmq.EAGAIN:
+                return
+            connection.replies.popleft()
+
+    def cut_off_bad_clients(self) -> None:
+        """Disconnect clients that libzmq ignores, and clients whose messages do not end."""
+        waits, shortest = self.channel.has_message, self.connections.take_shortest_identity()
+        for connection, reason in self._watch.bad_clients(self.connections, waits, shortest):
+            self.connections.cut_off(connection, reason)
+
+    def retry_full(self) -> list[Connection]:
+        """Try full queues again. Return connections that have left too much unread.
+
+        Our HTTP servers are not among them: they drop their own clients.
+        """
+        full = [one for one in self.connections if one.is_full]
+        for connection in full:
+            connection.update_num_read()
+            self.flush(connection)
+        limit = self.max_unread_bytes
+        return [
+            one
+            for one in full
+            if not one.is_inner
+            and one.take_progress() < limit < self.num_unread_bytes(one) - one.largest
+        ]
+
+    def num_unread_bytes(self, connection: Connection) -> int:
+        """Return the bytes that wait for one connection, here and in libzmq's queue."""
+        entries = map(self.ledger.find, connection.unsent)
+        num_bytes = sum(len(frame) for frames in connection.replies for frame in frames)
+        num_bytes += sum(entry.num_unread_bytes for entry in entries if entry)
+        return connection.num_queued + num_bytes
+
+    def _send_new(self, entry: Entry) -> bool:
+        """Send all new output of a request, which may fail it; False if the queue is full."""
+        client = entry.client
+        try:
+            encoded = [(one, client.codec.encode(one)) for one in entry.unsent_replies()]
+        except Exception:  # noqa: BLE001
+            self.on_defect(entry)
+            return True
+        for reply, frame in encoded:
+            frames = reply_frames(client.envelope, frame)
+            if error := self._on_sent(entry, reply, self._try_send(client.connection, frames)):
+                return error != zmq.EAGAIN
+        return True
+
+    def _on_sent(self, entry: Entry, reply: Reply, error: int) -> int:
+        """Record the outcome of sending a reply; return `error`, an errno or 0."""
+        if error == zmq.EAGAIN:
+            entry.client.connection.unsent[entry.request_id] = None
+        elif error:  # the client is unreachable, whatever the monitor says
+            entry.client = entry.client._replace(connection=Connection(is_closed=True))
+        elif isinstance(reply, TextDelta):
+            entry.mark_delivered()
+        else:
+            self.release(entry)
+        return error
+
+    def _try_send(self, connection: Connection, frames: list[bytes]) -> int:
+        """As `Channel.try_send`; EAGAIN, too, where too much of what was sent is not read."""
+        error = 0
+        if connection.num_queued > self.max_unread_bytes:
+            connection.update_num_read()
+            if connection.num_queued > self.max_unread_bytes:
+                error = zmq.EAGAIN
+        error = error or self.channel.try_send(frames)
+        if not error:
+            num_bytes = len(frames[-1]) + self._frame_overhead * (len(frames) - 1)
+            connection.num_queued += num_bytes
+            connection.largest = max(connection.largest, num_bytes)
+        elif error == zmq.EAGAIN:
+            connection.retry_at = monotonic() + RETRY_INTERVAL
+        return error
+
+    def _connection_of(self, frame: zmq.Frame) -> Connection | None:
+        """Return the connection that a message came on; None if the message is to be dropped."""
+        try:
+            fd, identity = int(frame.get(zmq.SRCFD)), frame.bytes
+        except zmq.ZMQError:  # libzmq knows it for ZMTP 3 only
+            self.channel.count_bad_frame("its sender speaks ZMTP before version 3")
+            return None
+        connection = self.connections.by_fd.get(fd)
+        if connection is None or connection.identity != identity:
+            connection = self.connections.sender(fd, identity)
+        connection.num_messages += 1
+        return None if connection.is_cut_off else connection

@@ -1,0 +1,1 @@
+"""The life of requests: work for tokenizers, output, failures and the end."""

@@ -1,0 +1,143 @@
+"""Work for tokenizers, requests and queries: each piece goes to the tokenizer that has the fewest.
+
+Suspects, which may have killed a tokenizer, get a tokenizer for themselves; see `Poison`.
+"""
+
+from typing import Any
+
+from penstock.protocol.fair_queue import FairQueue
+from penstock.protocol.transport.channel import Channel
+from penstock.protocol.transport.peers import Peer, Peers
+from penstock.protocol.transport.process import predecessors
+from penstock.services.gateway.requests.failures import Failures, Poison
+from penstock.services.gateway.requests.queries import Work
+
+MAX_BYTES = 1 << 17
+"""of work that one tokenizer has at a time, if it is not one piece: other work can be dropped"""
+MAX_SILENT = 16
+"""tokenizers, the newest, whose work is remembered: one that was scaled down has no successor"""
+_LOST = 1 << 32
+"""subtracted from priorities: more than any two of them differ"""
+
+
+class Tokenizers:
+    """All tokenizers and the work of each. Other work waits here; clients take turns."""
+
+    def __init__(self, channel: Channel[Any], poison: Poison, failures: Failures) -> None:
+        self.peers: Peers[Work] = Peers()
+        self.unassigned: FairQueue[Work] = FairQueue()
+        self._num_losses = 0
+        self._num_bytes: dict[bytes, int] = {}
+        """bytes of each tokenizer's work"""
+        self._channel = channel
+        self._poison = poison
+        self._failures = failures
+        self._silent: dict[bytes, list[Work]] = {}
+        """work of tokenizers that fell silent: busy, or dead if a successor registers"""
+
+    def submit(self, work: Work) -> None:
+        """Send work to a tokenizer, now or when one has room."""
+        if self._poison.known:
+            self._poison.suspect_if_known(work)
+        self._enqueue(work, work.priority)
+        self._assign()
+
+    def alive(self, identity: bytes, name: str) -> None:
+        """Record a heartbeat; the first one registers a tokenizer."""
+        if self.peers.alive(identity, name):
+            self._num_bytes[identity] = 0
+            self._silent.pop(identity, None)
+            for dead in predecessors(identity, self._silent):
+                self._blame(dead, self._silent.pop(dead))
+            for dead in predecessors(identity, (peer.identity for peer in self.peers)):
+                self.lose(dead)
+            self._assign()
+
+    def lose_silent(self) -> None:
+        """Remove tokenizers that missed heartbeats; called at each heartbeat."""
+        for identity in self.peers.silent():
+            if lost := self.lose(identity, has_died=False):
+                self._silent[identity] = lost
+        while len(self._silent) > MAX_SILENT:
+            del self._silent[next(iter(self._silent))]
+
+    def done(self, identity: bytes, key: object) -> None:
+        """Record that a tokenizer has passed a request on, answered a query, or failed at it."""
+        for silent, lost in list(self._silent.items()):
+            self._silent[silent] = [work for work in lost if work.key != key]
+            if not self._silent[silent]:
+                del self._silent[silent]
+        if peer := self.peers.get(identity):
+            work = self._take_back(peer, key)
+            if work and self._poison.suspects:
+                self._poison.clear(work)
+            self._assign()
+
+    def forget(self, work: Work) -> None:
+        """Remove work that nobody waits for. A tokenizer that has it still reports it as done."""
+        self.unassigned.remove(work)
+
+    def lose(self, identity: bytes, has_died: bool = True) -> list[Work]:
+        """Remove a tokenizer. Return its work, which goes to another one first."""
+        had = self.peers.lost(identity)
+        if has_died and had:
+            had = self._blame(identity, had)
+        self._enqueue_first(had)
+        self._num_bytes.pop(identity, None)
+        self._failures.resubmit_passed_on_by(identity)
+        self._assign()
+        return had
+
+    def _blame(self, identity: bytes, lost: list[Work]) -> list[Work]:
+        """Suspect the work with which a tokenizer died. Return the work that is to be retried."""
+        if poison := self._poison.blame(identity, lost):
+            self._failures.on_poison(poison)
+            return []
+        return lost
+
+    def _assign(self) -> None:
+        while work := self.unassigned.first():
+            if not work.is_open:
+                self.unassigned.remove(work)
+                continue
+            having_room = [peer for peer in self.peers if self._has_room(peer, work)]
+            if not having_room:
+                return
+            self.unassigned.take()
+            self._send(work, min(having_room, key=lambda peer: len(peer.work)))
+
+    def _enqueue(self, work: Work, priority: int) -> None:
+        self.unassigned.remove(work)
+        self.unassigned.add(work, work.share.name, priority)
+
+    def _enqueue_first(self, lost: list[Work]) -> None:
+        self._num_losses += 1
+        for work in lost:
+            if work.is_open:
+                self._enqueue(work, work.priority - _LOST * self._num_losses)
+
+    def _has_room(self, peer: Peer[Work], work: Work) -> bool:
+        if not peer.work:
+            return True
+        if self._poison.suspects and self._poison.keeps_apart(work, list(peer.work.values())):
+            return False
+        return self._num_bytes[peer.identity] + work.size <= MAX_BYTES
+
+    def _send(self, work: Work, peer: Peer[Work]) -> None:
+        peer.work[work.key] = work
+        self._num_bytes[peer.identity] += work.size
+        try:
+            is_sent = self._channel.send(work.submission(), peer.identity)
+        except Exception:  # noqa: BLE001
+            self._take_back(peer, work.key)
+            self._failures.on_defect(work)
+        else:
+            if not is_sent:  # nobody died of this one
+                self._take_back(peer, work.key)
+                self._enqueue_first([work])
+                self.lose(peer.identity)
+
+    def _take_back(self, peer: Peer[Work], key: object) -> Work | None:
+        if work := peer.work.pop(key, None):
+            self._num_bytes[peer.identity] -= work.size
+        return work

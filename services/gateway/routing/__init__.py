@@ -1,0 +1,1 @@
+"""The replica of each request, by prefix and load."""

@@ -1,0 +1,209 @@
+"""The router: assigns each request to a replica, and releases it there. No clock."""
+
+import random
+from collections.abc import Collection
+from typing import Any, Literal
+
+from msgspec.structs import replace
+
+from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
+from penstock.protocol.messages.status import SchedulerStatus
+from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
+from penstock.services.gateway.admission.entry import Entry
+from penstock.services.gateway.routing.prefix_routing import Prefixes
+
+
+class Replica:
+    """One scheduler with its workers, as far as the gateway knows."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.first_attempt = 0
+        """the newest one that this gateway has sent to its scheduler"""
+        self.status: SchedulerStatus | None = None
+        self.entries: dict[str, Entry] = {}
+        self.num_given = 0
+        """requests assigned to it since the gateway's start"""
+        self.num_missed = 0
+        """heartbeats since its last status"""
+        self.num_absent = 0
+        """newest reports of the supervisor, in a row, without its scheduler"""
+
+    def load(self) -> tuple[int, int]:
+        """Return a key by which equally loaded replicas take turns."""
+        return len(self.entries), self.num_given
+
+    @property
+    def has_exited(self) -> bool:
+        """The scheduler was missing from two reports in a row; a restart takes less time."""
+        return self.num_absent > 1
+
+    @property
+    def is_silent(self) -> bool:
+        """Its scheduler has exited, or has missed too many heartbeats."""
+        return self.has_exited or self.num_missed > MAX_MISSED_HEARTBEATS
+
+    @property
+    def runs(self) -> bool:
+        """True if its workers are ready: a request that is assigned to it gets a token soon."""
+        return bool(self.status and self.status.workers_ready and not self.is_silent)
+
+    @property
+    def is_down(self) -> bool:
+        """The scheduler is silent, or has reported that it can't run anything soon."""
+        return self.is_silent or bool(self.status and not _runs_soon(self.status))
+
+    @property
+    def is_ready(self) -> bool:
+        """Its scheduler is ready, not silent, and serves no gateway that was started later."""
+        status = self.status
+        serves_us = status and status.first_attempt <= self.first_attempt
+        return bool(status and status.ready and serves_us and not self.is_silent)
+
+    @property
+    def awaits_claims(self) -> bool:
+        """Its scheduler has requests of an earlier gateway, which clients may claim."""
+        return not self.is_silent and self._unclaimed() != []
+
+    def may_have(self, request_id: str) -> bool:
+        """Return whether a client may claim this request; True if that is not known yet."""
+        unclaimed = self._unclaimed()
+        return not self.is_silent and (unclaimed is None or request_id in unclaimed)
+
+    def _unclaimed(self) -> list[str] | None:
+        """Return its unclaimed requests; None until its scheduler knows this gateway."""
+        if self.status is None or 0 < self.status.first_attempt < self.first_attempt:
+            return None
+        return self.status.unclaimed
+
+
+def _runs_soon(status: SchedulerStatus) -> bool:
+    """Return whether plans can be run, or may be soon, with the KV cache there was."""
+    return status.workers_ready or status.awaits_workers
+
+
+class Router:
+    """All replicas, and the open requests of each."""
+
+    def __init__(
+        self,
+        to_schedulers: list[Channel[Any]],
+        routing: Literal["prefix", "load", "random"],
+        first_attempt: int = 0,
+    ) -> None:
+        """to_schedulers: one a replica. first_attempt: of this gateway."""
+        self._replicas = [Replica(index) for index in range(len(to_schedulers))]
+        self._to_schedulers = to_schedulers
+        self._first_attempt = first_attempt
+        self._prefixes = Prefixes()
+        self._routing = routing
+
+    @property
+    def statuses(self) -> list[SchedulerStatus]:
+        """The newest ones; `ready` is False where the replica does not serve this gateway now."""
+        return [  # without ids of other clients' requests
+            replace(replica.status, ready=replica.is_ready, unclaimed=[])
+            for replica in self._replicas
+            if replica.status
+        ]
+
+    @property
+    def is_ready(self) -> bool:
+        return all(replica.is_ready for replica in self._replicas)
+
+    @property
+    def awaits_claims(self) -> bool:
+        return any(replica.awaits_claims for replica in self._replicas)
+
+    def may_have(self, request_id: str) -> bool:
+        return any(replica.may_have(request_id) for replica in self._replicas)
+
+    def introduce(self, replica: int, first_attempt: int) -> None:
+        """Have a scheduler serve this gateway, from this attempt on."""
+        self._replicas[replica].first_attempt = first_attempt
+        self._to_schedulers[replica].send(GatewayStarted(first_attempt))
+
+    def record_status(self, status: SchedulerStatus) -> bool | None:
+        """Record a status. True: its scheduler has restarted; None: the status is outdated."""
+        if status.replica >= len(self._replicas):
+            return None
+        replica = self._replicas[status.replica]
+        before = replica.status
+        if before and status.epoch < before.epoch:
+            return None
+        is_new = before is None or status.epoch > before.epoch
+        if before and (is_new or _runs_soon(before)) and not _runs_soon(status):
+            self._prefixes.forget(replica.index)
+        replica.status, replica.num_missed = status, 0
+        return is_new
+
+    def record_running(self, running: Collection[int]) -> None:
+        """Record which replicas have a scheduler that runs, as the supervisor reports."""
+        for replica in self._replicas:
+            replica.num_absent = 0 if replica.index in running else replica.num_absent + 1
+            if replica.has_exited:
+                replica.status = None
+
+    def covers_all(self, replicas: set[int]) -> bool:
+        return all(replica.index in replicas or replica.is_silent for replica in self._replicas)
+
+    def on_heartbeat(self) -> None:
+        """Count heartbeats, not seconds: a gateway that was stopped itself finds nobody silent."""
+        for replica in self._replicas:
+            replica.num_missed += 1
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [entry for replica in self._replicas for entry in replica.entries.values()]
+
+    def entries_of(self, replica: int) -> list[Entry]:
+        return list(self._replicas[replica].entries.values())
+
+    def stranded(self) -> list[Entry]:
+        """Return requests of replicas that can't run them, while another one can."""
+        if not any(replica.runs for replica in self._replicas):
+            return []
+        down = [replica for replica in self._replicas if replica.is_down]
+        return [entry for replica in down for entry in replica.entries.values()]
+
+    def assign(self, entry: Entry) -> None:
+        running = [replica for replica in self._replicas if replica.runs] or self._replicas
+        if self._routing == "random":
+            replica = random.choice(running)  # noqa: S311  no secret
+        elif self._routing == "prefix" and len(self._replicas) > 1:
+            loads = {replica.index: replica.load() for replica in running}
+            replica = self._replicas[self._prefixes.choose(entry.request, loads)]
+        else:
+            replica = min(running, key=Replica.load)
+        entry.replica = replica.index
+        replica.entries[entry.request_id] = entry
+        replica.num_given += 1
+
+    def migrate(self, entry: Entry) -> None:
+        """Leave a replica that can't run the request for one that can, if there is one."""
+        before = self._replicas[entry.replica]
+        if not before.is_down or not any(replica.runs for replica in self._replicas):
+            return
+        deaths = before.status.num_deaths if before.status else {}
+        entry.num_deaths = deaths.get(entry.request_id, 0)
+        entry.migrated_from[entry.attempt] = before.index
+        self.release_migrated(entry, entry.attempt)
+        self.unassign(entry)
+        self.assign(entry)
+
+    def unassign(self, entry: Entry) -> None:
+        self._replicas[entry.replica].entries.pop(entry.request_id, None)
+
+    def release(self, replica: int, request_id: str, attempt: int) -> None:
+        self._to_schedulers[replica].send(ReleaseRequest(request_id, attempt))
+
+    def release_migrated(self, entry: Entry, attempt: int) -> None:
+        """Release an attempt at a replica that the request has left."""
+        if (replica := entry.migrated_from.get(attempt)) is not None:
+            self.release(replica, entry.request_id, attempt)
+
+    def release_everywhere(self, request_id: str, attempt: int) -> None:
+        """Release a request that has ended, unless it is of an earlier gateway."""
+        if attempt >= self._first_attempt:
+            for replica in range(len(self._replicas)):
+                self.release(replica, request_id, attempt)

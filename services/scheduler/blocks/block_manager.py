@@ -1,0 +1,192 @@
+"""The block tables of sequences, over the pool of blocks."""
+
+from penstock.protocol.messages.packed import pack
+from penstock.services.scheduler.blocks.block_pool import BlockPool
+from penstock.services.scheduler.sequences.sequence import Sequence
+
+
+class BlockManager:
+    """Gives sequences their blocks, finds prefixes in the cache and publishes full blocks.
+
+    `watermark` is the number of blocks that admission leaves free for the sequences that run.
+    """
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, watermark: int = 0, caching: bool = True
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.watermark = watermark
+        self._caching = caching
+        self.records = pool.records if caching else None
+
+    def has_room(self, keep_watermark: bool) -> bool:
+        """Return whether `allocate` may succeed: every sequence needs a block of its own."""
+        return self.pool.num_free_blocks > (self.watermark if keep_watermark else 0)
+
+    def allocate(self, sequence: Sequence, keep_watermark: bool) -> bool:
+        """Allocate blocks for every known token, cached ones first. Return False if that fails."""
+        num_tokens = len(sequence.token_ids)
+        num_matchable = (num_tokens - 1) // self.block_size  # one token is always computed
+        if sequence.needs_prompt_logprobs:
+            num_matchable = 0  # these are computed with the prompt
+        full_blocks = self._full_blocks(sequence, num_matchable)
+        matched = self.pool.match(full_blocks)
+        offload, rest = self.pool.offload, full_blocks[len(matched) :]
+        loads = offload.match(sequence, [hash_ for hash_, _ in rest]) if offload and rest else []
+        if loads is None:
+            return False
+        last, num_kept = (-1, 0) if loads else self._match_recovered(sequence, matched)
+        tail = [last] if num_kept else []
+        num_new = -(-num_tokens // self.block_size) - len(matched) - len(tail)
+        num_left = self.pool.num_free_without(matched + tail) - num_new
+        if num_left < (self.watermark if keep_watermark else 0):
+            return False
+        sequence.has_fetched = False
+        if offload and loads:
+            sequence.loads.extend(loads)
+            offload.pin(loads)
+        sequence.published_content = self.pool.share(matched)
+        sequence.num_published_blocks = len(matched)
+        for block in tail:
+            self.pool.adopt(block)
+        sequence.block_table = matched + tail + [self.pool.take() for _ in range(num_new)]
+        sequence.num_prefill_tokens = num_tokens
+        num_found = len(matched) + len(loads)
+        sequence.num_planned_tokens = num_found * self.block_size + num_kept
+        sequence.num_computed_tokens = 0
+        self._record_tail(sequence, sequence.num_planned_tokens)
+        sequence.record_place = 0
+        return True
+
+    def _match_recovered(self, sequence: Sequence, matched: list[int]) -> tuple[int, int]:
+        """Return as `RecoveredBlocks.find`, for the block after those that matched.
+
+        Full blocks are taken, which others lose, for a sequence that had output.
+        """
+        recovered = self.pool.recovered
+        if not recovered or not self._caching or sequence.needs_prompt_logprobs:
+            return -1, 0
+        begin = len(matched) * self.block_size
+        end = min(begin + self.block_size, len(sequence.token_ids) - 1)
+        before = self._hash_before(sequence, len(matched))
+        tail, had_output = self.pool.hash_block(before, b""), sequence.num_lost_tokens > 0
+        keys = [tail, before] if had_output else [tail]
+        return recovered.find(self.pool.last_number(matched), keys, sequence.token_ids[begin:end])
+
+    def confirm(self, sequence: Sequence) -> None:
+        """Publish or record the newest token that is computed: workers have sampled the next one.
+
+        Called once a token.
+        """
+        num_computed = len(sequence.token_ids)
+        if num_computed // self.block_size > sequence.num_published_blocks:
+            self.pool.confirm(self.publish(sequence, num_computed))
+        elif self.records:
+            if place := sequence.record_place:
+                self.records.tokens[place] = sequence.token_ids[-1] + 1
+                sequence.record_place = place + 1
+            else:
+                self._record_tail(sequence, num_computed)
+
+    def _record_tail(self, sequence: Sequence, num_computed: int) -> None:
+        """Record the confirmed tokens of the block that is being filled, if there is one.
+
+        From now on, `record_place` is the place of the next token.
+        """
+        index, num_tokens = divmod(num_computed, self.block_size)
+        table = sequence.block_table
+        is_next = index == sequence.num_published_blocks and index < len(table)
+        if self.records and num_tokens and is_next:
+            before = self.pool.hash_block(self._hash_before(sequence, index), b"")
+            token_ids = sequence.token_ids[num_computed - num_tokens : num_computed]
+            self.records.write_tail(table[index], sequence.published_content, before, token_ids)
+            sequence.record_place = self.records.token_place(table[index], num_tokens)
+
+    def _hash_before(self, sequence: Sequence, num_blocks: int) -> bytes:
+        """Return the hash of the first blocks, to be chained."""
+        if len(sequence.full_blocks) < num_blocks:
+            self._full_blocks(sequence, num_blocks)
+        return sequence.full_blocks[num_blocks - 1][0] if num_blocks else sequence.cache_root
+
+    def has_place(self, sequence: Sequence) -> bool:
+        """Return whether the table has room for every known token."""
+        return len(sequence.token_ids) <= len(sequence.block_table) * self.block_size
+
+    def append(self, sequence: Sequence) -> int:
+        """Append a block to the table. Raises KeyError if none is free."""
+        block = self.pool.take()
+        sequence.block_table.append(block)
+        return block
+
+    def free(self, sequence: Sequence) -> None:
+        """Release all blocks.
+
+        Plans run in order on one stream, so the next plan may allocate them, whatever plans in
+        flight still write to them.
+        """
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        if self.pool.offload and sequence.loads:
+            self.pool.offload.unpin(sequence.loads)
+        sequence.loads.clear()
+
+    def forget(self, memory: int) -> None:
+        """Empty the cache, because the KV memory was replaced. No sequence may have blocks."""
+        if self.pool.records:
+            self.pool.records.begin(memory)
+        old = self.pool
+        self.pool = BlockPool(old.num_blocks, old.hash_block, old.records)
+        self.pool.offload = old.offload
+
+    def publish(self, sequence: Sequence, num_computed: int) -> list[tuple[int, int]]:
+        """Publish every block whose tokens are known and computed by the plans so far.
+
+        Return these blocks, with the numbers of their content, for `BlockPool.confirm`.
+
+        The plan that is being built counts: plans run in order. A sequence that was preempted
+        meanwhile has no blocks, and nothing is published.
+        """
+        num_full = min(num_computed // self.block_size, len(sequence.block_table))
+        full_blocks = self._full_blocks(sequence, num_full)
+        published: list[tuple[int, int]] = []
+        for index in range(sequence.num_published_blocks, len(full_blocks)):
+            block = sequence.block_table[index]
+            content = self.pool.publish(block, sequence.published_content, *full_blocks[index])
+            sequence.published_content = content
+            published.append((block, content))
+        sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
+        sequence.record_place = 0
+        return published
+
+    def is_published(self, sequence: Sequence, num_computed: int) -> bool:
+        """Return whether the sequence's published blocks are computed, and known to others."""
+        number = sequence.num_published_blocks
+        if not 0 < number <= min(len(sequence.full_blocks), num_computed // self.block_size):
+            return False
+        return self.pool.holds(sequence.full_blocks[number - 1][0], sequence.published_content)
+
+    def confirm_plan(self, published: list[tuple[int, int]], number: int) -> None:
+        """Note that a plan has run: `published` is computed, and its copies are made."""
+        self.pool.confirm(published)
+        if self.pool.offload:
+            self.pool.offload.confirm(number)
+
+    def unpublish(self, sequence: Sequence) -> None:
+        """Hide every block of the sequence, its prompt included, from others."""
+        self.pool.unpublish(hash_ for hash_, _ in sequence.full_blocks)
+        if self.records:
+            for block in sequence.block_table:
+                self.records.clear(block)
+
+    def _full_blocks(self, sequence: Sequence, num_blocks: int) -> list[tuple[bytes, bytes]]:
+        """Return (hash, token ids) of the first blocks; none without prefix caching."""
+        if not self._caching:
+            return []
+        known = sequence.full_blocks
+        for index in range(len(known), num_blocks):
+            start = index * self.block_size
+            token_ids = pack(sequence.token_ids[start : start + self.block_size])
+            parent = known[-1][0] if known else sequence.cache_root
+            sequence.full_blocks.append((self.pool.hash_block(parent, token_ids), token_ids))
+        return known[:num_blocks]

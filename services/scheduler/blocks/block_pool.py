@@ -1,0 +1,168 @@
+"""The pool of KV blocks, and the prefix cache in it."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+from penstock.services.scheduler.blocks.block_records import ROOT, BlockRecords, Content, hash_block
+from penstock.services.scheduler.blocks.offload_index import OffloadIndex
+from penstock.services.scheduler.blocks.recovered_blocks import RecoveredBlocks, recover
+
+
+class BlockPool:
+    """Reference counts, the free list, and the prefix cache over `num_blocks` blocks.
+
+    A free block keeps its content until it is allocated again. The free list is in order of last
+    use: blocks without content first, and of one sequence the last blocks first. So a block is not
+    evicted before the blocks that follow it. Every operation is O(1) a block.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        hash_block: Callable[[bytes, bytes], bytes] = hash_block,
+        records: BlockRecords | None = None,
+    ) -> None:
+        """Make a pool; records: of the blocks that earlier schedulers' workers have computed."""
+        self.num_blocks = num_blocks
+        self.hash_block = hash_block
+        self.records = records
+        self.offload: OffloadIndex | None = None
+        """the tier to which evicted content goes"""
+        self._ref_counts = [0] * num_blocks
+        self._contents: list[Content | None] = [None] * num_blocks
+        self._cached: dict[bytes, int] = {}
+        self._num_contents = ROOT
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        found = recover(records) if records else []
+        self.recovered = RecoveredBlocks(found, self._free) if found else None
+        """what an earlier scheduler has recorded, without blocks that were taken or hidden since"""
+        for block, one in found:
+            self._free.move_to_end(block)
+            if isinstance(one, Content):
+                self._num_contents = max(self._num_contents, one.number)
+                self._contents[block] = one
+                self._cached[one.hash] = block
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks without references; some may hold a cached prefix."""
+        return len(self._free)
+
+    def match(self, full_blocks: Iterable[tuple[bytes, bytes]]) -> list[int]:
+        """Return the cached blocks of the longest known prefix; the caller must `share` them next.
+
+        `full_blocks` are (hash, token ids) of the sequence's full blocks, in order.
+        """
+        blocks: list[int] = []
+        parent = ROOT
+        for hash_, token_ids in full_blocks:
+            block = self._cached.get(hash_)
+            content = None if block is None else self._contents[block]
+            if block is None or content is None:
+                break
+            if content.parent != parent or content.token_ids != token_ids:
+                break
+            blocks.append(block)
+            parent = content.number
+        return blocks
+
+    def adopt(self, block: int) -> None:
+        """Take a free block to write to, of which some tokens are kept; its content is hidden."""
+        del self._free[block]
+        self.hide([block])
+        self._ref_counts[block] = 1
+
+    def num_free_without(self, matched: Sequence[int]) -> int:
+        """Return the number of free blocks left when `matched` are shared."""
+        return len(self._free) - sum(not self._ref_counts[block] for block in matched)
+
+    def share(self, matched: Sequence[int]) -> int:
+        """Refer to matched blocks. Return the number of the last one's content."""
+        for block in matched:
+            if not self._ref_counts[block]:
+                del self._free[block]
+            self._ref_counts[block] += 1
+        return self.last_number(matched)
+
+    def last_number(self, matched: Sequence[int]) -> int:
+        """Return the number of the last block's content."""
+        content = self._contents[matched[-1]] if matched else None
+        return content.number if content else ROOT
+
+    def holds(self, hash_: bytes, number: int) -> bool:
+        """Return whether the content of this hash has this number."""
+        block = self._cached.get(hash_)
+        content = None if block is None else self._contents[block]
+        return content is not None and content.number == number
+
+    def take(self) -> int:
+        """Return a block to write to; its content is evicted. Raises KeyError if none is free."""
+        block, _ = self._free.popitem(last=False)
+        if self.offload and (content := self._contents[block]):
+            self.offload.store(block, content.hash)
+        self.hide([block])
+        self._ref_counts[block] = 1
+        if self.records:
+            self.records.clear(block)
+        return block
+
+    def store_ahead(self, offload: OffloadIndex) -> None:
+        """Copy content that is evicted next, while the step runs; no step has to wait for it."""
+        for block in islice(self._free, 2 * offload.copies_per_step):
+            if not offload.has_room_beside:
+                break
+            if content := self._contents[block]:
+                offload.store(block, content.hash, beside=True)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference to each block of a block table."""
+        for block in reversed(blocks):
+            self._ref_counts[block] -= 1
+            if not self._ref_counts[block]:
+                self._free[block] = None
+                if self._contents[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def publish(self, block: int, parent: int, hash_: bytes, token_ids: bytes) -> int:
+        """Make a full block visible to others. Return the number of its content.
+
+        If an equal block is published already, return its number; `block` stays private. Other
+        content of this hash is replaced: a collision, or a block whose parent was evicted, so that
+        it can't be found.
+        """
+        old_block = self._cached.get(hash_)
+        old = None if old_block is None else self._contents[old_block]
+        if old_block is not None and old is not None:
+            if old.parent == parent and old.token_ids == token_ids:
+                return old.number
+            self.hide([old_block])
+        self._num_contents += 1
+        self._contents[block] = Content(self._num_contents, parent, hash_, token_ids)
+        self._cached[hash_] = block
+        return self._num_contents
+
+    def unpublish(self, hashes: Iterable[bytes]) -> None:
+        """Hide the blocks of these hashes; sequences that have them keep them."""
+        hashes = list(hashes)
+        self.hide(self._cached[hash_] for hash_ in hashes if hash_ in self._cached)
+        if self.offload:
+            self.offload.discard(hashes)
+
+    def hide(self, blocks: Iterable[int]) -> None:
+        """Hide blocks, some of which may not be published; sequences that have them keep them."""
+        for block in blocks:
+            if self.recovered:
+                self.recovered.remove(block)
+            if content := self._contents[block]:
+                del self._cached[content.hash]
+                self._contents[block] = None
+                if self.records:
+                    self.records.clear(block)
+
+    def confirm(self, published: Iterable[tuple[int, int]]) -> None:
+        """Record blocks, with the numbers of their content, that workers have computed."""
+        for block, number in published:
+            content = self._contents[block]
+            if self.records and content and content.number == number:
+                self.records.write(block, content)

@@ -1,0 +1,264 @@
+"""The host tier of the prefix cache: the blocks that lie in host memory, and their copies. No I/O.
+
+Blocks go to the host before the pool gives them to another sequence, and are copied back on a hit.
+Workers run all copies in the order of the index: those of `before` between two steps, those of
+`beside` while the plan's step runs. So the index knows the content of every slot without a reply.
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
+from penstock.services.scheduler.blocks.block_records import ROOT, BlockRecords, Content
+from penstock.services.scheduler.blocks.folder_index import FolderIndex
+from penstock.services.scheduler.blocks.recovered_blocks import recover
+from penstock.services.scheduler.sequences.sequence import Sequence
+
+
+class _Entry(NamedTuple):
+    slot: int
+    number: int
+    """unique, of the copy that filled the slot"""
+
+
+class OffloadIndex:
+    """Blocks in host slots by the hash of the whole prefix, least recently used first.
+
+    Equal hashes mean equal prefixes (SHA-256), also after a restart of the scheduler. A copy is
+    certain, and recorded, when workers have confirmed it.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        copies_per_step: int,
+        memory: int = 0,
+        records: BlockRecords | None = None,
+    ) -> None:
+        """Make an index; copies_per_step: most copies that run beside a step.
+
+        memory: id of the slots. records: of the slots that earlier schedulers' workers have filled.
+        """
+        self.num_slots, self.memory = num_slots, memory
+        self.copies_per_step = copies_per_step
+        self.num_loaded = 0
+        """blocks that were copied back"""
+        self.is_pressed = False
+        """a block of the plan that is built had to be copied before its step"""
+        self._records = records
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._pins: Counter[bytes] = Counter()
+        """hashes that sequences load, whose slots stay"""
+        self._loaded: list[bytes] = []
+        """hashes whose pins end with the plan that is built"""
+        self._before: list[int] = []
+        self._beside: list[int] = []
+        self._new: dict[bytes, _Entry] = {}
+        """entries that the plan that is built copies to the host"""
+        self.folder: FolderIndex | None = None
+        self._request = FolderRequest(0)
+        """the next one"""
+        self.num_fetched = 0
+        """blocks that were read from files"""
+        self._uncertain: deque[tuple[int, list[tuple[bytes, _Entry]]]] = deque()
+        """(number of a plan; entries that are certain once it is confirmed)"""
+        self._num_copies = ROOT
+        for slot, content in recover(records) if records else ():
+            if isinstance(content, Content):
+                self._entries[content.hash] = _Entry(slot, content.number)
+                self._num_copies = max(self._num_copies, content.number)
+        used = {entry.slot for entry in self._entries.values()}
+        self._free = [slot for slot in range(num_slots) if slot not in used]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks on the host."""
+        return len(self._entries)
+
+    def match(self, sequence: Sequence, hashes: list[bytes]) -> list[bytes] | None:
+        """Return the first of these hashes, those of blocks that lie on the host.
+
+        Return None if the sequence waits: for files, or for another sequence that loads the blocks.
+        """
+        if self.is_loading(hashes[0]):
+            return None
+        found = self.find(hashes)
+        rest = hashes[len(found) :]
+        if rest and self.is_fetching(rest[0]):
+            return None
+        if self.folder and not sequence.has_fetched:
+            sequence.has_fetched = True
+            if self.fetch(rest):
+                return None
+        return found
+
+    def find(self, hashes: Iterable[bytes]) -> list[bytes]:
+        """Return the hashes of the longest prefix that lies on the host."""
+        found = []
+        for hash_ in hashes:
+            if hash_ not in self._entries:
+                break
+            found.append(hash_)
+        return found
+
+    def is_loading(self, hash_: bytes) -> bool:
+        """Return whether a sequence loads this block, and publishes it soon."""
+        return hash_ in self._pins
+
+    def store(self, block: int, hash_: bytes, beside: bool = False) -> None:
+        """Copy a block to the host, unless its content lies there or all slots are pinned."""
+        if hash_ in self._entries:
+            self._entries.move_to_end(hash_)
+        elif (slot := self._take_slot()) is not None:
+            self._new[hash_] = self._enter(hash_, slot)
+            (self._beside if beside else self._before).extend((block, slot))
+            self.is_pressed |= not beside
+
+    def _enter(self, hash_: bytes, slot: int) -> _Entry:
+        self._num_copies += 1
+        self._entries[hash_] = entry = _Entry(slot, self._num_copies)
+        return entry
+
+    def pin(self, hashes: Iterable[bytes]) -> None:
+        """Keep the slots of hashes that a sequence loads, until `load` or `unpin`."""
+        for hash_ in hashes:
+            self._pins[hash_] += 1
+            self._entries.move_to_end(hash_)
+
+    def unpin(self, hashes: Iterable[bytes]) -> None:
+        for hash_ in hashes:
+            self._pins[hash_] -= 1
+            if not self._pins[hash_]:
+                del self._pins[hash_]
+
+    def load(self, hash_: bytes, block: int, beside: bool) -> None:
+        """Copy a pinned slot into a block."""
+        self.num_loaded += 1
+        self._loaded.append(hash_)
+        copies = self._beside if beside else self._before
+        copies.extend((block, -1 - self._entries[hash_].slot))
+
+    def load_blocks(self, sequence: Sequence, block_size: int, beside: bool) -> None:
+        """Plan the copies of a sequence's blocks; beside: those for which the step has room."""
+        num_loads = len(sequence.loads)
+        begin = sequence.num_planned_tokens // block_size - num_loads
+        for block in sequence.block_table[begin : begin + num_loads]:
+            if beside and not self.has_room_beside:
+                break
+            self.load(sequence.loads.popleft(), block, beside)
+
+    @property
+    def has_room_beside(self) -> bool:
+        """True if more copies may run beside the step of the plan that is built."""
+        return len(self._beside) < 2 * self.copies_per_step
+
+    def flush(self, epoch: int, number: int) -> CopyBlocks | None:
+        """Return the copies of a plan, or None without any.
+
+        Copies beside a step have ended when the next step has.
+        """
+        self.unpin(self._loaded)
+        self._loaded.clear()
+        if not self._before and not self._beside:
+            return None
+        copies = CopyBlocks(epoch, pack(self._before), pack(self._beside))
+        if self._new:
+            self._uncertain.append((number + bool(self._beside), list(self._new.items())))
+        if self.folder:
+            by_slot = {entry.slot: hash_ for hash_, entry in self._new.items()}
+            slots = [*self._before[1::2], *self._beside[1::2]]
+            copies.hashes = [by_slot[slot] for slot in slots if slot >= 0]
+        self._before, self._beside, self._new, self.is_pressed = [], [], {}, False
+        return copies
+
+    def confirm(self, number: int) -> None:
+        """Note that workers have run a plan: its copies, and those beside the plan before it."""
+        while self._uncertain and self._uncertain[0][0] <= number:
+            for hash_, entry in self._uncertain.popleft()[1]:
+                if self._records and self._entries.get(hash_) == entry:
+                    self._records.write(entry.slot, Content(entry.number, ROOT, hash_, b""))
+
+    def lose(self) -> None:
+        """Forget the copies of plans in flight: the workers died."""
+        new = [entry for _, entries in self._uncertain for entry in entries]
+        for hash_, entry in (*new, *self._new.items()):
+            if self._entries.get(hash_) == entry:
+                del self._entries[hash_]
+                self._free.append(entry.slot)
+        for one in (
+            *(self._before, self._beside, self._new, self._loaded, self._pins, self._uncertain),
+        ):
+            one.clear()
+        self.use_folder(None)
+
+    # ---- the folder --------------------------------------------------------------------------
+
+    def use_folder(self, folder: FolderIndex | None) -> None:
+        """Use the files of other workers, which are requested to list them, or none."""
+        self._free += self.folder.slots if self.folder else []
+        self.folder, self._request = folder, FolderRequest(0, lists=folder is not None)
+
+    def fetch(self, hashes: Iterable[bytes]) -> bool:
+        """Let the longest prefix in the folder be read; return whether any of it is."""
+        slots = []
+        for hash_ in hashes:
+            if self.folder is None or hash_ not in self.folder or hash_ in self._entries:
+                break
+            if self.folder.is_reading(hash_) or (slot := self._take_slot()) is None:
+                break
+            self.folder.read(hash_, slot)
+            self._request.fetched.append(hash_)
+            slots.append(slot)
+        self._request.slots += pack(slots)
+        return bool(slots)
+
+    def is_fetching(self, hash_: bytes) -> bool:
+        return self.folder is not None and self.folder.is_reading(hash_)
+
+    def take_request(self, epoch: int) -> FolderRequest | None:
+        """Return what workers must get after the plan, if anything."""
+        request = self._request
+        if self.folder is None or not (request.fetched or request.removed or request.lists):
+            return None
+        self._request = FolderRequest(0)
+        request.epoch = epoch
+        return request
+
+    def on_report(self, report: FolderReport) -> None:
+        """Note files that ranks have read or failed to read."""
+        if self.folder is None or report.epoch != self.folder.epoch:
+            return
+        for hash_, slot, is_right in self.folder.on_report(report):
+            if not is_right or hash_ in self._entries:
+                self._free.append(slot)
+                continue
+            self.num_fetched += 1
+            entry = self._enter(hash_, slot)
+            if self._records:
+                self._records.write(slot, Content(entry.number, ROOT, hash_, b""))
+
+    def discard(self, hashes: Iterable[bytes]) -> None:
+        """Forget content that may be wrong, unless a sequence loads it."""
+        for hash_ in hashes:
+            if hash_ in self._entries and hash_ not in self._pins and hash_ not in self._new:
+                self._free.append(self._drop(hash_))
+            if self.folder and self.folder.remove(hash_):
+                self._request.removed.append(hash_)
+
+    def _take_slot(self) -> int | None:
+        """Return a free slot, or that of the content used least recently."""
+        if self._free:
+            return self._free.pop()
+        kept = self._pins, self._new
+        victims = (one for one in self._entries if one not in kept[0] and one not in kept[1])
+        victim = next(victims, None)
+        return None if victim is None else self._drop(victim)
+
+    def _drop(self, hash_: bytes) -> int:
+        """Forget content; it may be overwritten from now on. Return its slot."""
+        slot = self._entries.pop(hash_).slot
+        if self._records:
+            self._records.clear(slot)
+        return slot

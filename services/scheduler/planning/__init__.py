@@ -1,0 +1,1 @@
+"""The policy: the sequences of each step, and the plans in flight."""

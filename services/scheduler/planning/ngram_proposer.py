@@ -1,0 +1,87 @@
+"""The proposer of draft tokens, where a plan has room for them; `Speculation` guesses the tokens.
+
+A step verifies guesses while it decodes: each is a row of its own, which samples the next token.
+"""
+
+from penstock.protocol.config import Config
+from penstock.protocol.messages.plan import RowAdded
+from penstock.services.scheduler.blocks.block_manager import BlockManager
+from penstock.services.scheduler.planning.in_flight_plan import PlanBuilder
+from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler.sequences.speculative import KNOWN, Speculation
+
+
+class NgramProposer:
+    """Makes and counts the drafts of all sequences."""
+
+    def __init__(self, config: Config, blocks: BlockManager) -> None:
+        self.num_draft_tokens = 0
+        """sent to the workers"""
+        self.num_accepted_tokens = 0
+        """found right"""
+        self._max_tokens = config.num_speculative_tokens
+        self._blocks = blocks
+
+    def counters(self) -> dict[str, float]:
+        return {
+            "draft_tokens_total": self.num_draft_tokens,
+            "accepted_tokens_total": self.num_accepted_tokens,
+        }
+
+    def begin(self, sequence: Sequence, row: RowAdded) -> None:
+        """Prepare an admitted sequence; a row with extras gets one token a step."""
+        speculates = sequence.sampling.speculative and row.extras is None
+        sequence.speculation = Speculation() if speculates else None
+
+    def check(self, sequence: Sequence, speculation: Speculation) -> None:
+        """Compare a new token with its guess. A wrong guess voids the later ones."""
+        is_right = speculation.check(sequence.token_ids)
+        if is_right:
+            self.num_accepted_tokens += 1
+        elif is_right is False:
+            sequence.num_planned_tokens = len(sequence.token_ids) - 1
+
+    def add_drafts(self, running: list[Sequence], builder: PlanBuilder, num_left: int) -> None:
+        """Add drafts of decoding sequences; num_left: rows that the step may still get."""
+        for sequence in running:
+            if sequence.speculation and sequence.num_planned_tokens > sequence.num_prefill_tokens:
+                num_left -= self._add(sequence, sequence.speculation, builder, num_left)
+
+    def _add(
+        self,
+        sequence: Sequence,
+        speculation: Speculation,
+        builder: PlanBuilder,
+        num_left: int,
+    ) -> int:
+        """Return the number of rows it takes.
+
+        The plan already has a row for the sequence's next token, unless that is a guess, too.
+        """
+        token_ids, begin = sequence.token_ids, sequence.num_planned_tokens
+        has_row = sequence.last_step == builder.plan.number
+        limits = num_left, self._max_tokens + (not has_row), sequence.max_length - 1 - begin
+        number = max(0, min(limits))
+        may_guess = number and (speculation.look_up(token_ids) if has_row else speculation.matched)
+        number = self._make_room(sequence, builder, number if may_guess else 0)
+        if not has_row and number < 2:
+            return 0  # alone it would be decoded from, even if it is wrong
+        guesses = speculation.guess(token_ids, begin, begin + number)
+        first = [token_ids[-1] if speculation.is_paused else KNOWN] if has_row else []
+        if speculation.is_paused or guesses:
+            tokens = first + guesses
+            builder.drafts.extend((sequence.slot, begin - len(first), len(tokens), *tokens))
+        speculation.send([KNOWN] * len(first) + guesses)
+        builder.plan.sampled.extend([sequence] * number)
+        sequence.num_planned_tokens += number
+        sequence.last_step = builder.plan.number
+        self.num_draft_tokens += number
+        return number
+
+    def _make_room(self, sequence: Sequence, builder: PlanBuilder, num_tokens: int) -> int:
+        """Take free blocks, if any, for more tokens. Return the number of tokens that fit."""
+        blocks, size, table = self._blocks, self._blocks.block_size, sequence.block_table
+        end = sequence.num_planned_tokens + num_tokens
+        while end > len(table) * size and blocks.pool.num_free_blocks:
+            builder.append_block(sequence.slot, blocks.append(sequence))
+        return num_tokens - max(0, end - len(table) * size)

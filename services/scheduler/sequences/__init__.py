@@ -1,0 +1,1 @@
+"""Sequences: requests as growing lists of tokens, and guesses of their next tokens."""

@@ -1,0 +1,286 @@
+"""A request in the scheduler: a growing list of tokens."""
+
+from collections import deque
+from dataclasses import InitVar, dataclass, field
+from enum import Enum
+from hashlib import sha256
+from time import monotonic
+
+import xxhash
+
+from penstock.protocol.messages.client import ErrorReply, FinishReason
+from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.sampling import Pooling, SamplingParams
+from penstock.protocol.messages.scheduler import TokenizedRequest
+from penstock.protocol.messages.structured import Reasoning
+from penstock.services.scheduler.sequences.speculative import Speculation
+
+MAX_WORKER_DEATHS = 3
+"""deaths of workers in a row, without a token in between, after which a request is given up"""
+MAX_PREEMPTIONS = 4
+"""preemptions of a sequence by those with a better priority; then it keeps its blocks"""
+TOKEN_BYTES = 4
+"""of a packed token id"""
+MAX_PROMPT_LOGPROBS = 1 << 19
+"""logprobs of one prompt. A detokenizer handles this number in a second, and nothing else in this
+time. After five seconds it would be given up, and the next detokenizer, too."""
+
+
+class CannotFitError(ValueError):
+    """A request that could not run even alone; the message names the numbers."""
+
+    @property
+    def reply(self) -> ErrorReply:
+        message = str(self)
+        return ErrorReply(code="invalid", message=message, field=message.partition(":")[0])
+
+
+class Status(Enum):
+    """The state of a sequence."""
+
+    WAITING = "waiting"
+    """not in the persistent batch; new, or preempted"""
+    RUNNING = "running"
+    """has a slot; part of every plan until its end is planned, unless it is paused"""
+    DRAINING = "draining"
+    """its last token is in a plan in flight; it has blocks, but no slot"""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens, blocks and progress of one request.
+
+    Besides its own methods, these classes write its fields (a test compares):
+
+    - `SchedulerBase`: status, finish_reason, slot, num_lost_tokens, num_preemptions
+    - `RecoverableScheduler`: status, slot, last_step, num_prefill_tokens, num_planned_tokens,
+      num_computed_tokens, num_published_blocks, published_content
+    - `Scheduler`: status, token_ids, last_step, num_deaths, num_planned_tokens,
+      num_computed_tokens
+    - `BlockManager`: block_table, num_prefill_tokens, num_planned_tokens, num_computed_tokens,
+      num_published_blocks, published_content, record_place, loads, has_fetched, full_blocks
+    - `OffloadIndex`: has_fetched, loads
+    - `NgramProposer`: speculation, num_planned_tokens, last_step
+    - `WaitingQueue`: admission
+    - `Streams`: detokenizer, stream_id
+    - `RecoverableStreams`: detokenizer
+    - `SchedulerProcess`: attempt
+    - `Poison`: num_deaths
+    - `poison`: num_deaths
+    """
+
+    request: InitVar[TokenizedRequest]
+    eos_token_ids: InitVar[frozenset[int]]
+    request_id: str = field(init=False)
+    attempt: int = field(init=False)
+    client: str = field(init=False)
+    priority: int = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    seed: int = field(init=False)
+    reasoning: Reasoning = field(init=False)
+    bad_words: list[list[int]] = field(init=False)
+    pooling: Pooling | None = field(init=False)
+    """the sequence ends with its prompt, without a token"""
+    stop_token_ids: frozenset[int] = field(init=False)
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_deaths: int = field(init=False)
+    """deaths of workers at which it was in flight, since its last token"""
+    cache_root: bytes = b""
+    """prefix of the first block's tokens in its hash: other salts have other blocks"""
+    logprobs: list[PackedLogprobs | None] | None = None
+    """logprobs of each output token, None for tokens of an earlier attempt; None: not requested"""
+    prompt_logprobs: list[PackedLogprobs] | None = None
+    """known logprobs of the prompt tokens after the first; None: not requested"""
+    pooled: bytes | None = None
+    """result of `pooling`"""
+    arrived_at: float = field(default_factory=monotonic)
+    scheduled_at: float = 0.0
+    first_token_at: float = 0.0
+    """at the scheduler; 0: not yet"""
+    admission: int = -1
+    """number of its first admission to the running batch"""
+    max_length: int = 0
+    """limit of tokens, prompt and output; set when the scheduler takes the sequence"""
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    slot: int = -1
+    last_step: int = -1
+    """number of the last plan that includes it"""
+    num_prefill_tokens: int = 0
+    """tokens known when it was last admitted: these are prefilled, the rest is decoded"""
+    num_planned_tokens: int = 0
+    """positions whose KV is computed by the plans sent so far, or was found in the cache; some
+    may be those of guesses"""
+    num_computed_tokens: int = 0
+    """positions of the prefill whose KV a result has confirmed since its admission"""
+    num_lost_tokens: int = 0
+    """positions that were planned before a preemption or a death, also of a scheduler: where their
+    KV is not found, it is computed again"""
+    speculation: Speculation | None = None
+    """made at its admission, if it speculates"""
+    num_cached_tokens: int = 0
+    """prompt tokens found in the prefix cache when it was first admitted"""
+    num_preemptions: int = 0
+    block_table: list[int] = field(default_factory=list)
+    loads: deque[bytes] = field(default_factory=deque)
+    """hashes of its last planned blocks, whose copies from the host are still to be planned"""
+    has_fetched: bool = False
+    """its files have been requested"""
+    full_blocks: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """(hash, token ids) of its full blocks, as far as they have been needed"""
+    detokenizer: bytes | None = None
+    """identity of its detokenizer"""
+    stream_id: int = -1
+    num_published_blocks: int = 0
+    published_content: int = 0
+    """number of its last published block's content; see `BlockPool.publish`"""
+    record_place: int = 0
+    """place of its next token in `BlockRecords.tokens`; 0: its last block is not recorded"""
+
+    def __post_init__(self, request: TokenizedRequest, eos_token_ids: frozenset[int]) -> None:
+        self.request_id, self.attempt = request.request_id, request.attempt
+        self.client, self.priority = request.client, request.priority
+        self.sampling = sampling = request.sampling
+        own_seed = xxhash.xxh64_intdigest(request.request_id.encode()) >> 1  # after a restart, too
+        self.seed = own_seed if sampling.seed is None else sampling.seed
+        self.reasoning, self.bad_words = request.reasoning, request.bad_words
+        self.pooling = request.pooling
+        self.num_deaths = request.num_deaths
+        # After the end of a grammar, only these tokens can be sampled.
+        ignores_eos = sampling.ignore_eos and sampling.structured_outputs is None
+        eos = frozenset() if ignores_eos else eos_token_ids
+        self.stop_token_ids = eos | frozenset(sampling.stop_token_ids)
+        prompt, output = unpack(request.prompt_token_ids), unpack(request.output_token_ids)
+        self.token_ids = [*prompt, *output]
+        self.num_prompt_tokens = len(prompt)
+        if request.cache_salt:
+            self.cache_root = sha256(request.cache_salt.encode()).digest()
+        self.num_lost_tokens = len(self.token_ids) - 1 if output else 0
+        if sampling.logprobs is not None:
+            self.logprobs = [None] * len(output)
+        if sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = []
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def packed_token_ids(self) -> bytes:
+        """Return all token ids, packed; full blocks have been packed before."""
+        known = b"".join(token_ids for _, token_ids in self.full_blocks)
+        return known + pack(self.token_ids[len(known) // TOKEN_BYTES :])
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """Order of preemption, the highest first: by priority, then by admission.
+
+        The priority of a sequence that was preempted often does not count.
+        """
+        is_young = self.num_preemptions < MAX_PREEMPTIONS
+        return is_young, self.priority if is_young else 0, self.admission
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if it must run alone: it would be given up at the next death."""
+        return self.num_deaths >= MAX_WORKER_DEATHS - 1
+
+    @property
+    def is_paused(self) -> bool:
+        """True if a plan computes nothing of it unless a draft names it."""
+        return self.speculation is not None and self.speculation.is_paused
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """True if they are requested, and some are missing."""
+        known = self.prompt_logprobs
+        return known is not None and len(known) < self.num_prompt_tokens - 1
+
+    @property
+    def has_begun(self) -> bool:
+        """True if output may be passed on: not before all logprobs of the prompt are known."""
+        is_text = self.pooling is None and not self.needs_prompt_logprobs
+        return self.num_prefill_tokens > 0 and is_text
+
+    def limit_length(self, max_length: int) -> None:
+        """Set the length at which the sequence ends. Raises CannotFitError."""
+        room = 1 if self.pooling is None else 0
+        most = max_length - room
+        if self.num_prompt_tokens > most:
+            raise CannotFitError(
+                f"prompt: got {self.num_prompt_tokens} tokens, expected up to {most}, "
+                "which fit into the context and the KV pool"
+            )
+        max_tokens = (self.sampling.max_tokens or max_length) if room else 1
+        self.max_length = min(self.num_prompt_tokens + max_tokens, most + 1)
+
+    def check(self, vocab_size: int) -> None:
+        """Check the parameters that depend on the model. Raises CannotFitError.
+
+        The model must know each token id, and logprobs must not be too many.
+        """
+        most = f"expected up to {vocab_size - 1}"
+        if not self.num_prompt_tokens:
+            raise CannotFitError("prompt: got no token, expected one or more")
+        for extreme in (min(self.token_ids), max(self.token_ids)):
+            if not 0 <= extreme < vocab_size:  # every worker, and its successor, would exit
+                raise CannotFitError(f"prompt: got token id {extreme}, {most}")
+        named = {
+            "logit_bias": self.sampling.logit_bias,
+            "allowed_token_ids": self.sampling.allowed_token_ids or (),
+            "pooling.label_ids": self.pooling.label_ids if self.pooling else (),
+        }
+        for name, ids in named.items():
+            if (largest := max(ids, default=0)) >= vocab_size:
+                raise CannotFitError(f"{name}: got token id {largest}, {most}")
+        num_top = self.sampling.prompt_logprobs
+        if num_top is not None and (1 + num_top) * self.num_prompt_tokens > MAX_PROMPT_LOGPROBS:
+            raise CannotFitError(
+                f"prompt_logprobs: got {num_top} for a prompt of {self.num_prompt_tokens} tokens, "
+                f"expected up to {MAX_PROMPT_LOGPROBS} logprobs in total"
+            )
+
+    def admit(self, slot: int) -> None:
+        """Give the sequence, which has its blocks, a slot: it is part of the next plan."""
+        self.status = Status.RUNNING
+        self.slot = slot
+        self.scheduled_at = self.scheduled_at or monotonic()
+        if self.needs_prompt_logprobs:
+            self.prompt_logprobs = []  # all are computed again
+        if not self.num_preemptions:
+            self.num_cached_tokens = min(self.num_planned_tokens, self.num_prompt_tokens)
+
+    def phase_seconds(self) -> tuple[float, float]:
+        """Return seconds in the queue and of the prefill; 0 before the first result."""
+        has_text = len(self.token_ids) > self.num_prompt_tokens
+        if not self.scheduled_at or not (has_text or self.pooled):
+            return 0.0, 0.0
+        self.first_token_at = self.first_token_at or monotonic()
+        return self.scheduled_at - self.arrived_at, self.first_token_at - self.scheduled_at
+
+    def add_logprobs(self, packed: PackedLogprobs) -> None:
+        """Append logprobs of its next token, unless it has ended."""
+        if self.logprobs is not None and self.finish_reason is None:
+            self.logprobs.append(packed)
+
+    def add_prompt_logprobs(self, chunk: list[PackedLogprobs]) -> None:
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += chunk
+
+    def set_pooled(self, numbers: bytes) -> bool:
+        """Set the result of `pooling`. Return False if the sequence has ended."""
+        if self.finish_reason is None:
+            self.pooled, self.num_deaths = numbers, 0
+        return self.finish_reason is None
+
+    def is_requested_by(self, request: TokenizedRequest) -> bool:
+        """Return whether `request` is for this output, of which it knows no more."""
+        num_prompt_tokens = len(request.prompt_token_ids) // TOKEN_BYTES
+        known = [*unpack(request.prompt_token_ids), *unpack(request.output_token_ids)]
+        return (
+            (request.sampling, request.pooling) == (self.sampling, self.pooling)
+            and num_prompt_tokens == self.num_prompt_tokens
+            and known == self.token_ids[: len(known)]
+        )

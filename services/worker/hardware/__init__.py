@@ -1,0 +1,1 @@
+"""The device, and what it can compute: types, compiled layers, deterministic products."""

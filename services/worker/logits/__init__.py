@@ -1,0 +1,1 @@
+"""Logits: changes by slot, masks of grammars, sampling, logprobs and pooled results."""

@@ -1,0 +1,259 @@
+"""Bitmasks of the tokens that grammars allow (structured output)."""
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import consume_token_par
+
+from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.messages.structured import GRAMMAR_LIMITS, Reasoning, StructuredOutputs
+from penstock.services.worker.logits.mask_time import MAX_MASK_SECONDS, MaskFiller, TimedMatcher
+from penstock.services.worker.logits.processed_row import Bitmask, TokenBits
+
+TAGS = ("<think>", "</think>")
+"""tags around reasoning"""
+DEAD_END = (
+    "structured_outputs: the grammar allows no next token; if the text is complete, do not forbid "
+    "EOS (ignore_eos, min_tokens, allowed_token_ids)"
+)
+TOO_SLOW = (
+    f"structured_outputs: got a grammar whose masks take more than {MAX_MASK_SECONDS} s of CPU "
+    "time, expected less; it is ambiguous: let each text have one derivation"
+)
+
+
+class _State:
+    """Progress of a row's output in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, reasoning: Reasoning, tags: tuple[int, int]) -> None:
+        """Keep a compiled grammar; tags: as `Grammars._tags`."""
+        self.matcher = matcher
+        self.timed = TimedMatcher(matcher)
+        self.reasoning = reasoning if min(tags) >= 0 else "none"
+        """"open": the grammar begins after `</think>`; "optional": the next token may be `<think>`,
+        see `opening_tags`"""
+        self._tags = tags
+
+    def is_for_grammar(self, token_id: int) -> bool:
+        """Return True if the matcher must consume the row's new token, not the reasoning."""
+        begin, end = self._tags
+        if self.reasoning == "open":
+            self.reasoning = "none" if token_id == end else "open"
+            return False
+        may_open = self.reasoning == "optional" and token_id == begin
+        opens = may_open and not self.matcher.validate_tokens([begin])
+        self.reasoning = "open" if opens else "none"
+        return not opens
+
+
+class _Ends:
+    """The end tokens of some rows."""
+
+    def __init__(self, token_ids: frozenset[int], tokenizer: LLTokenizer) -> None:
+        self.token_ids = token_ids
+        own = {one for one in token_ids if one < tokenizer.vocab_size}
+        self.own = TokenBits(own)
+        self.all = TokenBits(own.union(tokenizer.eos_tokens))
+        """tokens that are forbidden where a grammar may not end; llguidance allows its own where
+        the grammar may end, has ended or has failed"""
+
+
+class _Row:
+    def __init__(self, compiled: "Future[_State]", ends: _Ends):
+        self.compiled = compiled
+        self.ends = ends
+        self.matcher: TimedMatcher | None = None
+        """set while it determines the masks: not in reasoning, nor at the end"""
+        self.is_done = False
+        """True if the text has ended or the row has failed"""
+        self.failure = ""
+
+    @cached_property
+    def state(self) -> _State:
+        """Waits for it."""
+        return self.compiled.result()
+
+    def find_matcher(self) -> TimedMatcher | None:
+        """Return the matcher if it determines the next mask."""
+        if not self.is_done and self.state.reasoning != "open":
+            self.matcher = self.state.timed
+        return self.matcher
+
+    def accept(self, token_id: int) -> bool:
+        """Return True if the matcher must consume the row's new token."""
+        if token_id in self.ends.token_ids:
+            self.end()
+        if self.is_done or self.state.reasoning == "none":
+            return not self.is_done
+        self.matcher = None
+        return self.state.is_for_grammar(token_id)
+
+    def end(self, failure: str = "") -> None:
+        self.is_done, self.matcher, self.failure = True, None, self.failure or failure
+
+    def may_end(self) -> bool:
+        """Return True if the mask must allow the end tokens; detects an end and a failure."""
+        if not self.matcher:
+            return self.is_done
+        matcher = self.matcher.matcher
+        if not matcher.is_stopped():
+            return matcher.is_accepting()
+        reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
+        reason = reason.replace("NoExtensionBias", "no text matches it; does it refer to itself?")
+        self.end(f"structured_outputs: the grammar failed: {reason}" if matcher.is_error() else "")
+        return True
+
+
+class Grammars:
+    """Matchers of the rows with a grammar, by slot; on rank 0 only.
+
+    llguidance matches bytes, so that special tokens match only their names in a Lark grammar. The
+    row's end tokens are allowed exactly where the grammar may end. A JSON schema keyword that
+    llguidance does not enforce is an error: `uniqueItems`, `not`, `if`, `contains`,
+    `propertyNames`, `dependentRequired`, `dependentSchemas`, `unevaluatedProperties`, unknown
+    formats, `oneOf` of schemas that may overlap, and in some places `minProperties` and
+    `patternProperties`. Unknown keywords have no effect, as in JSON Schema. One deviation from a
+    schema: keys that only `additionalProperties` or `patternProperties` describe may occur twice.
+
+    If an answer begins with reasoning, the grammar applies after `</think>`. Reasoning may contain
+    all tokens except the row's end tokens, so that every ended text matches its grammar.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Start to load the tokenizer in the compiler's thread; see `wait`."""
+        self._path = folder / "tokenizer.json"
+        self._rows: dict[int, _Row] = {}
+        self._compiler = ThreadPoolExecutor(1, "grammars")
+        self._executor = LLExecutor()
+        self._filler = MaskFiller(self._executor)
+        self._tokenizer = self._compiler.submit(LLTokenizer, str(self._path))
+        self._accepted: dict[int, tuple[LLMatcher, int]] = {}
+        """by slot: tokens that matchers have yet to consume"""
+        self._ends = lru_cache(64)(lambda ids: _Ends(ids, self._tokenizer.result()))
+
+    def wait(self) -> None:
+        """Wait for the tokenizer. Raises ModelError.
+
+        A large vocabulary takes over a second, in which no other thread runs. Call this before
+        requests are served.
+        """
+        try:
+            self._tokenizer.result()
+        except Exception as error:  # llguidance raises nothing more exact
+            raise ModelError(f"{self._path}: llguidance could not read it: {error}") from error
+
+    @cached_property
+    def num_words(self) -> int:
+        """Width of masks; waits for the tokenizer."""
+        return -(-self._tokenizer.result().vocab_size // 32)
+
+    def add(
+        self,
+        slot: int,
+        spec: StructuredOutputs,
+        output_token_ids: list[int],
+        end_token_ids: list[int],
+        reasoning: Reasoning = "none",
+    ) -> None:
+        """Start to compile the grammar of a row with these output tokens so far."""
+        compiled = self._compiler.submit(self._compile, spec, output_token_ids, reasoning)
+        self._rows[slot] = _Row(compiled, self._ends(frozenset(end_token_ids)))
+
+    def remove(self, slot: int) -> None:
+        self._accepted.pop(slot, None)
+        if row := self._rows.pop(slot, None):
+            row.compiled.cancel()
+
+    def clear(self) -> None:
+        for slot in list(self._rows):
+            self.remove(slot)
+
+    def accept(self, tokens: dict[int, int]) -> None:
+        """Advance rows by their new tokens, slot → token id; -1: the row failed.
+
+        Matchers consume them in the next `fill`, whose threads are then awake: that mask fails if
+        the grammar refuses the token.
+        """
+        for slot, token_id in tokens.items():
+            row = self._rows.get(slot)
+            if row and token_id >= 0 and row.accept(token_id):
+                self._accepted[slot] = row.state.matcher, token_id
+
+    def has(self, slot: int) -> bool:
+        """Return True for a row with a grammar."""
+        return slot in self._rows
+
+    def opening_tags(self, slots: list[int]) -> dict[int, int]:
+        """Return the token with which a row may start to reason now, slot → `<think>`.
+
+        The mask excludes this token; it may be drawn only if the model draws it from all tokens.
+        Otherwise a grammar that forbids the model's choice would make the tag likely.
+        """
+        optional = [slot for slot in slots if self._rows[slot].state.reasoning == "optional"]
+        return dict.fromkeys(optional, self._tags[0] if optional else -1)
+
+    def fill(self, masks: Bitmask, slots: list[int]) -> dict[int, str]:
+        """Write the allowed tokens of `slots`; return the reasons of failed rows, by slot.
+
+        Waits for grammars that are being compiled. The mask of a failed row allows all tokens.
+        masks: of all slots, `num_words` wide; further tokens of the model have no text.
+        """
+        matchers, with_ends = [], []
+        for slot in slots:
+            row = self._rows[slot]
+            if matcher := row.matcher or row.find_matcher():
+                matchers.append((matcher, slot))
+            else:
+                masks[slot] = 0 if row.is_done else -1
+                with_ends.append(slot)
+        if self._accepted:
+            consume_token_par(self._executor, list(self._accepted.values()))
+            self._accepted.clear()
+        for slot in self._filler.fill(masks, matchers):
+            self._rows[slot].end(TOO_SLOW)
+            with_ends.append(slot)
+        for ends, some in self._by_ends(slot for _, slot in matchers):
+            with_ends += ends.all.found(masks, some)
+        return self._fill_ends(masks, with_ends) if with_ends else {}
+
+    def _fill_ends(self, masks: Bitmask, slots: list[int]) -> dict[int, str]:
+        """Allow end tokens exactly where a text may end; return as `fill`."""
+        for ends, some in self._by_ends(slots):
+            ends.all.forbid(masks, some)
+            ends.own.allow(masks, [slot for slot in some if self._rows[slot].may_end()])
+        # most masks have a token among the first
+        for index in np.flatnonzero(~masks[slots, :64].any(axis=1)).tolist():
+            if not masks[slots[index]].any():
+                self._rows[slots[index]].end(DEAD_END)
+        failed = {slot: self._rows[slot].failure for slot in slots if self._rows[slot].failure}
+        masks[list(failed)] = -1
+        return failed
+
+    def _by_ends(self, slots: Iterable[int]) -> Iterable[tuple[_Ends, list[int]]]:
+        groups: dict[_Ends, list[int]] = {}
+        for slot in slots:
+            groups.setdefault(self._rows[slot].ends, []).append(slot)
+        return groups.items()
+
+    @cached_property
+    def _tags(self) -> tuple[int, int]:
+        """Token ids of `<think>` and `</think>`; -1: not in the vocabulary."""
+        tokenizer = self._tokenizer.result()
+        tags = [tokenizer.tokenize_str(tag, parse_special=True) for tag in TAGS]
+        begin, end = (ids[0] if len(ids) == 1 else -1 for ids in tags)
+        return begin, end
+
+    def _compile(
+        self, spec: StructuredOutputs, output_token_ids: list[int], reasoning: Reasoning
+    ) -> _State:
+        limits, tokenizer = LLParserLimits(**GRAMMAR_LIMITS), self._tokenizer.result()
+        matcher = LLMatcher(tokenizer, spec.to_llguidance(), log_level=0, limits=limits)
+        state = _State(matcher, reasoning, self._tags)
+        for token_id in output_token_ids:
+            if state.is_for_grammar(token_id):
+                matcher.consume_token(token_id)
+        return state

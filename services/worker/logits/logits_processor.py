@@ -1,0 +1,228 @@
+"""Rows with `RowExtras`: penalties, bias, restrictions, grammars and logprobs.
+
+The step's CUDA graph changes the logits of most of these rows, by the state of their slots
+(`penstock.kernels.sampling.logits`). Other rows are *deferred*: the graph leaves their logits as
+they are, and `LogitsProcessor.sample` changes and samples them, in a second graph. These are rows
+with a grammar or with bad words of several tokens, whose masks follow from the previous token, and
+rows whose raw logits are needed for logprobs. The host waits for the previous tokens, and computes
+the masks, while the GPU computes the step.
+
+Each rank changes its shard of the logits. Rank 0 gets the logits of deferred rows and samples them.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.kernels.layouts.sampling import DEFERRED
+from penstock.kernels.layouts.step import Slots
+from penstock.kernels.sampling.candidates import candidates_suffice
+from penstock.kernels.sampling.logits import apply_bitmask, process_logits
+from penstock.kernels.sampling.sampling import sample
+from penstock.models.qwen3 import Qwen3
+from penstock.protocol.messages.packed import unpack
+from penstock.protocol.messages.plan import BatchPlan, RowAdded
+from penstock.protocol.messages.sampling import Pooling
+from penstock.services.worker.logits.grammars import Grammars
+from penstock.services.worker.logits.logits_changes import LogitsChanges, TokenMasks
+from penstock.services.worker.logits.pooling import pool
+from penstock.services.worker.logits.processed_row import ProcessedRow, TokenBits
+from penstock.services.worker.step.cuda_graphs import Computed
+from penstock.services.worker.step.launched_step import integers_to_device, to_host
+from penstock.services.worker.step.step_output import PendingLogprobs, PendingOutput, pack_logprobs
+from penstock.services.worker.step.step_record import Integers, Rows
+
+MAX_ROWS = 64
+"""rows whose logits are copied at a time, which bounds the memory"""
+MAX_PROMPT_TOKENS = 256
+"""prompt tokens whose logits are processed at a time"""
+IS_DEFERRED, IS_AWAITED, HAS_LOGPROBS, HAS_PROMPT_LOGPROBS, IS_POOLED = range(5)
+"""columns of `LogitsProcessor._traits`"""
+
+
+class LogitsProcessor:
+    """The rows with extras, by slot. Changed by plans."""
+
+    def __init__(
+        self, model: Qwen3, slots: Slots, vocab_size: int, grammars: Grammars | None
+    ) -> None:
+        """Allocate the state of all slots; grammars: on rank 0, None on other ranks."""
+        self.rows: dict[int, ProcessedRow] = {}
+        self.grammars = grammars
+        self._model = model
+        self._slots = slots
+        self._device = slots.last_token.device
+        self._vocab_size = vocab_size
+        num_slots, shard = len(slots.seeds), (model.head.start, model.head.stop)
+        self._changes = LogitsChanges(num_slots, vocab_size, *shard, self._device)
+        self.state = self._changes.state
+        self._masks = TokenMasks(num_slots, vocab_size, self._device) if grammars else None
+        self._traits: NDArray[np.bool_] = np.zeros((num_slots, 5), np.bool_)
+        """by slot; False without a row"""
+        self._awaited: dict[int, int] = {}
+        """slot of a row that needs its tokens → index among the tokens sampled last"""
+        self._with_words: set[int] = set()
+        """slots of rows with bad words of several tokens"""
+        self._last_tokens: Callable[[], list[int]] = list
+        """waits for the tokens sampled last"""
+
+    def clear(self) -> None:
+        self._remove(list(self.rows))
+
+    def apply(self, plan: BatchPlan) -> None:
+        """Remove and add rows. Raises ValueError for an invalid plan."""
+        if self.rows:
+            self._remove([slot for slot in unpack(plan.removed) if slot in self.rows])
+        added = {}
+        for row in plan.added:
+            parameters = row.temperature, row.top_k, row.top_p, row.min_p
+            is_deferred = self._model.tp.spans_nodes and not candidates_suffice(*parameters)
+            if row.extras or is_deferred:
+                added[row.slot] = self._add(row, is_deferred)
+        self._changes.add(added)
+
+    def follow(self, tokens: Callable[[], list[int]]) -> None:
+        """Take the launched step's tokens, for which `tokens` waits, before the next step."""
+        self._last_tokens = tokens
+
+    def _add(self, added: RowAdded, is_deferred: bool) -> ProcessedRow:
+        slot = added.slot
+        row = self.rows[slot] = ProcessedRow(added, self._vocab_size, is_deferred)
+        extras = row.extras
+        is_deferred = row.flags & DEFERRED > 0
+        with_logprobs = extras.num_logprobs >= 0, extras.num_prompt_logprobs >= 0
+        is_pooled = extras.pooling is not None
+        self._traits[slot] = is_deferred, row.needs_tokens, *with_logprobs, is_pooled
+        if row.has_bad_words:
+            self._with_words.add(slot)
+        grammar = extras.structured_outputs
+        if grammar and self.grammars:
+            output = row.token_ids[extras.num_prompt_tokens :].tolist()
+            self.grammars.add(slot, grammar, output, extras.end_token_ids, extras.reasoning)
+        if is_deferred and self._masks:
+            self._masks.add(slot, grammar is not None)
+        return row
+
+    def _remove(self, slots: list[int]) -> None:
+        for slot in slots:
+            row = self.rows.pop(slot)
+            self._awaited.pop(slot, None)
+            self._with_words.discard(slot)
+            if row.extras.structured_outputs and self.grammars:
+                self.grammars.remove(slot)
+        self._traits[slots] = False
+        self._changes.remove(slots)
+
+    def handles(self, rows: Rows) -> bool:
+        """Return True if `run` has to be called after a step of these rows."""
+        return bool(self._traits[rows.table[:, 0]].any())
+
+    def run(self, rows: Rows, computed: Computed) -> PendingOutput:
+        """Overwrite the tokens of deferred rows, in `computed` and in the persistent batch."""
+        output = PendingOutput([], {}, [], [])
+        slots = rows.table[:, 0]
+        for row in rows.table[self._traits[slots, HAS_PROMPT_LOGPROBS]].tolist():
+            self._prompt_logprobs(row, computed.hidden_states, output)
+        self._accept()
+        slots = slots[rows.sampled]
+        is_deferred, is_awaited, has_logprobs, _, is_pooled = self._traits[slots].T
+        if is_deferred.any():
+            which = np.flatnonzero(is_awaited)
+            self._awaited = dict(zip(slots[which].tolist(), which.tolist(), strict=True))
+            output.failed.extend(self._restrict())
+            if computed.sample_deferred and not (is_deferred & has_logprobs).any():
+                computed.sample_deferred()
+            else:
+                self._sample_copies(rows.sampled[is_deferred], computed)
+        which = np.flatnonzero(has_logprobs)
+        for begin in range(0, len(which), MAX_ROWS):
+            some = which[begin : begin + MAX_ROWS]
+            numbers = [self.rows[slot].extras.num_logprobs for slot in slots[some].tolist()]
+            packed = self._logprobs(rows.sampled[some], max(numbers), computed)
+            if packed is not None:
+                output.logprobs.append(PendingLogprobs(some.tolist(), numbers, packed))
+        if is_pooled.any():
+            at = zip(np.flatnonzero(is_pooled).tolist(), slots[is_pooled].tolist(), strict=True)
+            poolings = {index: self.rows[slot].extras.pooling or Pooling() for index, slot in at}
+            output.pooled.extend(pool(self._model, poolings, rows, computed))
+        return output
+
+    def sample(
+        self, logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor, newest: Tensor
+    ) -> None:
+        """Overwrite logits and tokens of deferred rows; other rows are left as they are.
+
+        logits: this rank's shard. tokens: of the rows, as drawn from all tokens; on rank 0, the
+        result. slots, positions, newest: as for `process_logits`.
+        """
+        slots = self._changes.deferred[slots]
+        process_logits(logits, slots, positions, newest, self.state, deferred=True)
+        joined = self._model.head.join(logits)
+        if joined is not None and self._masks:
+            slots.masked_fill_(tokens == self._masks.tags[slots], -1)
+            apply_bitmask(joined, self._masks.bitmask, slots)
+            sample(joined, slots, positions, self._slots.sampling(), tokens)
+
+    def _sample_copies(self, order: Integers, computed: Computed) -> None:
+        """Sample some rows from copies of their logits, which peers may still read."""
+        for begin in range(0, len(order), MAX_ROWS):
+            (some,) = integers_to_device((order[begin : begin + MAX_ROWS],), self._device)
+            tokens = computed.tokens[some]
+            self.sample(computed.logits[some], tokens, *(one[some] for one in computed.rows))
+            computed.tokens[some] = tokens
+
+    def _logprobs(self, order: Integers, number: int, computed: Computed) -> Tensor | None:
+        """Return packed logprobs of some rows by their raw logits, or None on other ranks."""
+        (some,) = integers_to_device((order,), self._device)
+        raw = self._model.head.join(computed.logits[some])
+        if raw is None:
+            return None
+        tokens = computed.tokens[some].clamp(min=0)  # -1 of a failed row
+        return to_host(pack_logprobs(raw, tokens, number))
+
+    def _prompt_logprobs(
+        self, row: list[int], hidden_states: Tensor, output: PendingOutput
+    ) -> None:
+        """Compute logprobs of the prompt tokens that a chunk predicts; row: as in the record."""
+        slot, start, count, first = row[:4]
+        token_ids, extras = self.rows[slot].token_ids, self.rows[slot].extras
+        end = min(start + count, extras.num_prompt_tokens - 1)
+        for begin in range(start, end, MAX_PROMPT_TOKENS):
+            stop = min(begin + MAX_PROMPT_TOKENS, end)
+            some = slice(first + begin - start, first + stop - start)
+            logits = self._model.head.join(self._model.compute_logits(hidden_states[some]))
+            if logits is not None:
+                (next_ids,) = integers_to_device([token_ids[begin + 1 : stop + 1]], self._device)
+                packed = pack_logprobs(logits, next_ids, extras.num_prompt_logprobs)
+                output.prompt_logprobs.setdefault(slot, []).append(to_host(packed))
+
+    def _accept(self) -> None:
+        """Advance grammars and bad words by the tokens drawn last."""
+        if not self._awaited or not self.grammars:
+            return
+        token_ids = self._last_tokens()
+        drawn = {slot: token_ids[index] for slot, index in self._awaited.items()}
+        for slot in self._with_words & drawn.keys():
+            self.rows[slot].accept(drawn[slot])
+        self.grammars.accept(drawn)
+        self._awaited.clear()
+
+    def _restrict(self) -> list[tuple[int, str]]:
+        """Write the masks of `_awaited`; return indices and reasons of failed rows."""
+        if not self._masks or not self.grammars:
+            return []
+        self._last_tokens()  # the last step has then read its masks
+        slots = list(self._awaited)
+        masks = self._masks.on_host(self.grammars.num_words)
+        with_grammar = [slot for slot in slots if self.grammars.has(slot)]
+        failed = self.grammars.fill(masks, with_grammar)
+        for slot in self._with_words & self._awaited.keys():
+            if not self.grammars.has(slot):
+                masks[slot] = -1
+            bad = self.rows[slot].bad_tokens()
+            TokenBits(one for one in bad if one < 32 * masks.shape[1]).forbid(masks, [slot])
+        tags = self.grammars.opening_tags(with_grammar).items()
+        self._masks.copy(slots, {slot: tag for slot, tag in tags if self.rows[slot].allows(tag)})
+        return [(self._awaited[slot], reason) for slot, reason in failed.items()]

@@ -1,0 +1,138 @@
+"""Size and allocation of the KV cache."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.device import this_device
+from penstock.kernels.layouts.kv_cache import KVCache
+from penstock.kernels.quantize.types import FP8
+from penstock.protocol.checkpoint import ModelConfig, ModelError
+from penstock.protocol.messages.plan import MAX_BLOCKS
+from penstock.services.worker.memory.kept_memory import Region
+
+log = logging.getLogger(__name__)
+STANDBY_BYTES = 1 << 30
+"""of a standby worker's CUDA context, with kernels and the memory of cuBLAS and NCCL"""
+
+
+class KVMemory(NamedTuple):
+    """The KV cache of one rank: [num_layers, 2, num_blocks, ...]."""
+
+    values: Tensor
+    """[..., block_size, num_kv_heads, head_dim]"""
+    scales: Tensor | None
+    """of FP8: float32 [..., num_kv_heads, block_size]"""
+
+    @property
+    def layers(self) -> list[KVCache]:
+        if self.scales is None:
+            return [KVCache(*layer) for layer in self.values]
+        pairs = zip(self.values, self.scales, strict=True)
+        return [KVCache(k, v, (ks, vs)) for (k, v), (ks, vs) in pairs]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [one for one in self if one is not None]
+
+
+class KVLayout(NamedTuple):
+    """The form of a rank's KV blocks."""
+
+    model: ModelConfig
+    tp_size: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def block_shape(self) -> tuple[int, int, int]:
+        """Shape of a block's keys in a layer: (block_size, a rank's KV heads, head_dim)."""
+        num_kv_heads = max(1, self.model.num_key_value_heads // self.tp_size)
+        return self.block_size, num_kv_heads, self.model.head_dim
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in all layers, including scales."""
+        block_size, num_kv_heads, head_dim = self.block_shape
+        scale_bytes = torch.float32.itemsize if self.dtype == FP8 else 0
+        head_bytes = head_dim * self.dtype.itemsize + scale_bytes
+        return 2 * self.model.num_hidden_layers * block_size * num_kv_heads * head_bytes
+
+    def num_fitting_blocks(self, num_bytes: float) -> int:
+        """Return the number of blocks that fit into `num_bytes`. Raises ModelError if none fits."""
+        if num_bytes < self.block_bytes:
+            raise ModelError(
+                f"KV cache: got {num_bytes / 2**30:.2f} GiB, expected "
+                f"{self.block_bytes / 2**30:.2f} or more for one block; raise "
+                "--gpu-memory-utilization or --kv-cache-gib, or use more GPUs"
+            )
+        return min(int(num_bytes / self.block_bytes), MAX_BLOCKS)
+
+    def allocate(
+        self, num_blocks: int, device: torch.device, region: Region | None = None
+    ) -> KVMemory:
+        """Return one rank's KV cache, in `region` or filled with zeros."""
+        log.info(
+            "KV cache: %d blocks of %d tokens, %.2f GiB",
+            num_blocks,
+            self.block_size,
+            num_blocks * self.block_bytes / 2**30,
+        )
+        block_size, num_kv_heads, head_dim = self.block_shape
+        size = (self.model.num_hidden_layers, 2, num_blocks)
+        values = (*size, block_size, num_kv_heads, head_dim)
+        kv = region.view(0, values, self.dtype) if region else _zeros(values, self.dtype, device)
+        if self.dtype != FP8:
+            return KVMemory(kv, None)
+        scale_shape = (*size, num_kv_heads, block_size)
+        if region:
+            scales = region.view(kv.nbytes, scale_shape, torch.float32)
+        else:
+            scales = _zeros(scale_shape, torch.float32, device)
+        return KVMemory(kv, scales)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if device.type == "cpu":
+        # the kernel allocates pages of numpy's zeros when they are first written
+        return torch.from_numpy(np.zeros(num_bytes, "u1")).view(dtype).view(shape)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
+
+
+def free_gpu_bytes(
+    worst_cases: Sequence[Callable[[], object]],
+    utilization: float,
+    device: torch.device,
+    *,
+    has_standby: bool,
+) -> int:
+    """Return the bytes that remain for the KV cache on a GPU.
+
+    worst_cases: run the largest step of rows without extras, for which CUDA graphs have their own
+    memory, then of rows with all extras. utilization: share of the GPU's memory that all processes
+    together may use. has_standby: another worker is to share weights and KV cache.
+    """
+    before = torch.cuda.memory_allocated(device)
+    peaks = []
+    for worst_case in worst_cases:
+        torch.cuda.reset_peak_memory_stats(device)
+        worst_case()
+        torch.cuda.synchronize(device)
+        peaks.append(torch.cuda.max_memory_allocated(device) - before)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    used = total - free
+    log.info("the largest step takes %.2f GiB in addition to the weights", max(peaks) / 2**30)
+    # once for the CUDA graphs' pool, once for eager steps and the logits processor
+    steps = peaks[0] + max(peaks)
+    # `before` is the size of the steps' buffers: torch has not allocated the weights
+    standby = has_standby * (STANDBY_BYTES + before + steps)
+    if has_standby:
+        log.info("the standby worker has %.2f GiB", standby / 2**30)
+    size = this_device().memory_bytes or total
+    return int(utilization * min(size, total) - used - steps - standby)

@@ -1,0 +1,207 @@
+"""The host tier of the KV cache: slots of host memory, and copies between them and KV blocks.
+
+The scheduler knows what lies where; see `penstock.services.scheduler.blocks.offload_index`. On a
+GPU the slots are pinned, and copies have their own stream.
+"""
+
+import hashlib
+import logging
+import mmap
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.config import Config
+from penstock.protocol.messages.packed import unpack
+from penstock.protocol.messages.worker import CopyBlocks, FolderRequest
+from penstock.services.worker.memory.kept_memory import KeptMemory
+from penstock.services.worker.memory.kv_folder import KvFolder
+
+log = logging.getLogger(__name__)
+PAGE = 4096
+PINNED_AT_ONCE = 1 << 26
+"""bytes, after which steps continue: the driver holds a lock meanwhile"""
+
+
+class KvOffload:
+    """Copies of blocks in the order in which the scheduler plans them."""
+
+    folder: KvFolder | None = None
+
+    def __init__(self, kv: Sequence[Tensor], host: Tensor, num_slots: int, memory: int) -> None:
+        """Use host memory, uint8 [num_slots * slot_bytes(kv)]; memory: its id.
+
+        kv: the tensors of the KV cache, [num_layers, 2, num_blocks, ...].
+        """
+        self._kv = [_words(one) for one in kv]
+        self._host = host.view(num_slots, -1)
+        begin, self._slots = 0, []
+        for words in self._kv:
+            num_bytes = words[:, :, 0].nbytes
+            part = self._host[:, begin : begin + num_bytes].view(words.dtype)
+            self._slots.append(part.view(num_slots, *words.shape[:2], -1))
+            begin += -(-num_bytes // 16) * 16
+        self.memory = memory
+        self.num_slots = 0
+        """0 until they are pinned"""
+        self.pinning: threading.Thread | None = None
+        self._device = kv[0].device
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+        """the end of the copies for which a step has to wait"""
+        self._are_new = False
+        """they run beside the next step"""
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self.pinning = threading.Thread(target=self._pin, args=(num_slots,), daemon=True)
+            self.pinning.start()
+        else:
+            self.num_slots = num_slots
+
+    def use_folder(self, config: Config, memory: KeptMemory, *facts: object) -> None:
+        """Keep blocks in files, too; facts: of their content, in addition to the checkpoint."""
+        is_cuda = self._device.type == "cuda"
+        name = torch.cuda.get_device_name(self._device) if is_cuda else "cpu"
+        options = config.dtype, config.quantization, config.attention, config.enable_expert_parallel
+        versions = version("penstock"), torch.__version__, config.deterministic
+        all_facts = memory.lasting_facts, options, versions, name, facts
+        digest = hashlib.sha256(repr(all_facts).encode()).digest()
+        path, num_bytes = Path(config.kv_offload_folder), config.kv_offload_folder_gib * 2**30
+        self.folder = KvFolder(path, digest, num_bytes, self._host.numpy())
+        if not self.folder.max_files:
+            raise ModelError(
+                f"--kv-offload-folder-gib: got {config.kv_offload_folder_gib}, expected "
+                f"{self._host.shape[1] / 2**30:.2g} or more for one block"
+            )
+
+    def work(self, request: FolderRequest) -> None:
+        """Start what a request says."""
+        if self.folder is None:
+            return
+        if request.lists:
+            self.folder.restart()
+        self.folder.remove(request.removed)
+        self.folder.fetch(request.fetched, unpack(request.slots), self._end())
+
+    def clear(self) -> None:
+        """Forget requests: slots belong to another scheduler from now on."""
+        if self.folder:
+            self.folder.restart()
+
+    def _end(self) -> Callable[[], object]:
+        """Return a function that waits for the copies so far."""
+        return self._stream.record_event().synchronize if self._stream else int
+
+    def copy(self, copies: CopyBlocks) -> None:
+        """Run copies; on a GPU they are launched."""
+        slots = [slot for one in (copies.before, copies.beside) for slot in unpack(one)[1::2]]
+        written = [slot for slot in slots if slot >= 0]
+        if self.folder:
+            self.folder.overwrite(written)
+        self._launch(copies)
+        if self.folder:
+            self.folder.store(copies.hashes, written, self._end())
+
+    def _launch(self, copies: CopyBlocks) -> None:
+        if self._stream is None:
+            self._run(copies.before)
+            self._run(copies.beside)
+            return
+        step = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(step)
+        with torch.cuda.stream(self._stream):
+            self._run(copies.before)
+            step.wait_stream(self._stream)
+            self._run(copies.beside)
+            self._copied = self._stream.record_event()
+        self._are_new = True
+
+    def before_step(self) -> None:
+        """Let a step wait for the copies that ran beside the last one."""
+        if self._copied and not self._are_new:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._copied = None
+        self._are_new = False
+
+    def _run(self, packed: bytes) -> None:
+        """Run copies, on the current stream."""
+        numbers = iter(unpack(packed))
+        for block, slot in zip(numbers, numbers, strict=True):
+            for words, slots in zip(self._kv, self._slots, strict=True):
+                there = words[:, :, block]
+                if slot < 0:
+                    here = slots[-1 - slot]
+                    there.copy_(here.to(self._device, non_blocking=True))
+                elif self._stream is None:
+                    slots[slot].copy_(there)
+                else:
+                    slots[slot].copy_(there.contiguous(), non_blocking=True)
+
+    def _pin(self, num_slots: int) -> None:
+        """Pin the slots, a part at a time."""
+        torch.cuda.set_device(self._device)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        step = max(1, PINNED_AT_ONCE // self._host.shape[1])
+        for begin in range(0, num_slots, step):
+            part = self._host[begin : begin + step]
+            if int(code := runtime.cudaHostRegister(part.data_ptr(), part.nbytes, 0)):
+                log.warning("no host tier: its memory can't be pinned: %s", code)
+                return
+        self.num_slots = num_slots
+        log.info("host tier: %d blocks are pinned", num_slots)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return [num_layers, 2, num_blocks, words of a block], the widest words that fit."""
+    raw = tensor.view(torch.uint8).flatten(3)
+    wide = next(
+        t for t in (torch.int64, torch.int32, torch.uint8) if raw.shape[3] % t.itemsize == 0
+    )
+    return raw.view(wide)
+
+
+def slot_bytes(kv: Sequence[Tensor]) -> int:
+    """Return the bytes of a slot, whole pages."""
+    num_bytes = sum(-(-one[:, :, 0].nbytes // 16) * 16 for one in kv)
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def make_offload(config: Config, memory: KeptMemory, kv: Sequence[Tensor]) -> KvOffload:
+    """Return the host tier, in the last worker's memory or in new memory. Raises ModelError."""
+    size = slot_bytes(kv)
+    num_slots = int(config.kv_offload_gib * 2**30 / size)
+    if not num_slots:
+        raise ModelError(
+            f"--kv-offload-gib: got {config.kv_offload_gib}, expected {size / 2**30:.2g} or more "
+            "for one block"
+        )
+    facts: list[object] = [(str(one.dtype), one.shape[:2], one.shape[3:]) for one in kv]
+    offload = _make_host(config, memory.on_host(), kv, num_slots, facts)
+    if config.kv_offload_folder:
+        offload.use_folder(config, memory, *facts)
+    return offload
+
+
+def _make_host(
+    config: Config, memory: KeptMemory, kv: Sequence[Tensor], num_slots: int, facts: list[object]
+) -> KvOffload:
+    size = slot_bytes(kv)
+    if kept := memory.take("host", *facts):
+        return KvOffload(kv, kept.memory, num_slots, kept.manifest.number)
+    new = memory.allocate("host", num_slots * size, *facts)
+    if new is None:
+        try:
+            host = torch.frombuffer(mmap.mmap(-1, num_slots * size), dtype=torch.uint8)
+        except OSError as error:
+            raise ModelError(
+                f"--kv-offload-gib: got {config.kv_offload_gib}, expected less: {error}"
+            ) from error
+        return KvOffload(kv, host, num_slots, 1 + secrets.randbits(53))
+    new.keep()
+    return KvOffload(kv, new.region.memory, num_slots, new.region.manifest.number)

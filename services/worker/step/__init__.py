@@ -1,0 +1,1 @@
+"""Steps: their records, the persistent batch, CUDA graphs and outputs."""

@@ -1,0 +1,226 @@
+"""The persistent batch: the sequence of every slot, kept between steps.
+
+The host knows all lengths without reading from the device, because each step adds a known number of
+tokens to a row. The tensors of the model and the sampler stay on the device; each step updates them
+with the record that `penstock.kernels.step.apply_plan` describes.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.protocol.messages.plan import BLOCK_BITS, MAX_BLOCKS, BatchPlan, RowAdded
+from penstock.services.worker.step.drafts import Decoding, drafted_rows, merged
+from penstock.services.worker.step.step_record import (
+    Changes,
+    DecodingRows,
+    Integers,
+    Record,
+    Rows,
+    check_range,
+    integers,
+    make_record,
+    parameters_of,
+    shape_of,
+)
+
+
+class PersistentBatch:
+    """State of the rows on the host, by slot. Changed by plans only."""
+
+    def __init__(
+        self, num_slots: int, max_blocks: int, block_size: int, num_blocks: int, vocab_size: int
+    ) -> None:
+        """Make an empty batch; max_blocks: of one row; num_blocks: of the KV cache."""
+        self.num_slots, self.block_size = num_slots, block_size
+        self.num_blocks = num_blocks
+        self.max_blocks = max_blocks
+        self.vocab_size = vocab_size
+        self._active = np.zeros(num_slots, np.bool_)
+        self._num_row_blocks = np.zeros(num_slots, np.int64)
+        self._num_prefill_tokens = np.zeros(num_slots, np.int64)
+        self._num_computed = np.zeros(num_slots, np.int64)
+        self._is_paused = np.zeros(num_slots, np.bool_)
+        """computes nothing until a draft includes the slot"""
+        self._given: dict[int, Record] = {}
+        """prefill tokens of the rows that have not computed all of them"""
+        self._changes = Changes([], [])
+        self._decoding_rows: DecodingRows | None = None
+        """of the last step; None: rows have come, left or changed since"""
+
+    def clear(self) -> None:
+        self._active[:] = False
+        self._decoding_rows = None
+        self._given.clear()
+        self._changes.clear()
+
+    def apply(self, plan: BatchPlan) -> None:
+        """Remove rows, add rows, append blocks. Raises ValueError for an invalid plan."""
+        if plan.removed:
+            removed = integers(plan.removed)
+            self._check_active(removed)
+            self._active[removed] = False
+            self._decoding_rows = None
+            self._changes.forget(removed)
+        if plan.added:
+            tables = [self._add(row) for row in plan.added]
+            slots = [row.slot for row in plan.added]
+            self._append(np.repeat(slots, list(map(len, tables))), np.concatenate(tables))
+        if plan.appended:
+            appended = integers(plan.appended)
+            self._append(appended >> BLOCK_BITS, appended & (MAX_BLOCKS - 1))
+
+    def advance(self, chunks: bytes, drafts: bytes = b"") -> Rows | None:
+        """Return the next step, or None without any rows; the rows count as computed.
+
+        chunks, drafts: as in `BatchPlan`; each token of a draft becomes a row, and a chunk of one
+        token is a row that decodes. Raises ValueError for an invalid plan.
+        """
+        if not chunks and not drafts:
+            return self._advance_decoding()
+        self._decoding_rows = None
+        prefilling, lengths = integers(chunks).reshape(-1, 2).T
+        self._check_chunks(prefilling, lengths)
+        decoding = self._decoding(drafts)
+        if (is_single := lengths == 1).any():  # faster as decode rows
+            decoding = merged(decoding, [self._single(prefilling[is_single])])
+            prefilling, lengths = prefilling[~is_single], lengths[~is_single]
+        order = np.argsort(prefilling)
+        slots = np.concatenate([decoding.slots, prefilling[order]])
+        if not slots.size:
+            return None
+        if len(slots) > len(self._active):
+            raise ValueError(f"rows: got {len(slots)}, expected at most {len(self._active)}")
+        counts = np.concatenate([np.ones_like(decoding.slots), lengths[order]])
+        begins = np.concatenate([decoding.positions, self._num_computed[prefilling[order]]])
+        ends = begins + counts
+        self._check_room(slots, ends)
+        rows = self._rows(slots, counts, ends, decoding.token_ids)
+        self._num_computed[slots] = ends  # the last of equal slots wins
+        return rows
+
+    def _advance_decoding(self) -> Rows | None:
+        """Compute `advance` of a step that only decodes, without drafts: fast, for most steps."""
+        rows = self._decoding_rows
+        if rows is None:
+            slots = np.flatnonzero(self._decodes() & ~self._is_paused)
+            if not slots.size:
+                return None
+            rows = self._decoding_rows = DecodingRows(slots, self._num_computed[slots])
+        if not rows.steps_left:
+            self._check_room(rows.slots, rows.ends + 1)
+            room = self._num_row_blocks[rows.slots] * self.block_size
+            rows.steps_left = int((room - rows.ends).min())
+        step = rows.step(self._changes)
+        self._num_computed[rows.slots] = rows.ends
+        return step
+
+    def _decodes(self) -> NDArray[np.bool_]:
+        return self._active & (self._num_computed >= self._num_prefill_tokens)
+
+    def _decoding(self, drafts: bytes) -> Decoding:
+        decodes, drafted = self._decodes(), None
+        if drafts:
+            limits = self._num_prefill_tokens, self._num_computed
+            drafted = drafted_rows(drafts, decodes, self._is_paused, *limits, self.vocab_size)
+        slots = np.flatnonzero(decodes & ~self._is_paused)
+        plain = Decoding(slots, self._num_computed[slots], np.full_like(slots, -1))
+        return plain if drafted is None else merged(plain, drafted)
+
+    def _single(self, slots: Integers) -> Decoding:
+        """Return the rows of chunks with one token, which is given."""
+        taken, _ = self._take_given(slots, np.ones_like(slots))
+        return Decoding(slots, self._num_computed[slots], np.concatenate(taken, dtype=np.int64))
+
+    def _add(self, row: RowAdded) -> Integers:
+        """Take a row; return its block table, which is to be appended."""
+        slot, token_ids, block_ids = row.slot, integers(row.token_ids), integers(row.block_ids)
+        if not 0 <= slot < len(self._active) or self._active[slot]:
+            raise ValueError(f"slot: got {slot}, expected a free slot below {len(self._active)}")
+        if not 0 <= row.num_computed_tokens < len(token_ids) <= len(block_ids) * self.block_size:
+            raise ValueError(
+                f"slot {slot}: got {row.num_computed_tokens} computed of {len(token_ids)} tokens, "
+                f"expected fewer, and room in {len(block_ids)} blocks of {self.block_size}"
+            )
+        check_range(f"token id of slot {slot}", token_ids, self.vocab_size)
+        self._active[slot] = True
+        self._num_prefill_tokens[slot] = len(token_ids)
+        self._num_computed[slot] = row.num_computed_tokens
+        self._is_paused[slot] = False
+        self._num_row_blocks[slot] = 0
+        self._given[slot] = token_ids.astype(np.int32)
+        self._changes.parameters.append(parameters_of(row))
+        return block_ids
+
+    def _append(self, slots: Integers, block_ids: Integers) -> None:
+        """Append blocks to their rows' tables, in the given order."""
+        self._check_active(slots)
+        check_range("block id", block_ids, self.num_blocks)
+        order = np.argsort(slots, kind="stable")
+        slots, block_ids = slots[order], block_ids[order]
+        num_before = np.arange(len(slots)) - np.searchsorted(slots, slots)  # of the same row
+        columns = self._num_row_blocks[slots] + num_before
+        check_range("block of a row", columns, self.max_blocks)
+        np.add.at(self._num_row_blocks, slots, 1)
+        entries = np.stack([slots, columns, block_ids], 1).astype(np.int32)
+        self._changes.appended.append(entries.ravel())
+
+    def _rows(self, slots: Integers, counts: Integers, ends: Integers, decoded: Integers) -> Rows:
+        """Return the step as a record.
+
+        ends: lengths of the rows after the step; decoded: token ids of rows that decode, or -1.
+        """
+        num_decode, explicit = len(decoded), decoded >= 0
+        bounds = np.concatenate([[0], np.cumsum(counts)])
+        key_bounds = np.concatenate([[0], np.cumsum(ends)])
+        samples = ends >= self._num_prefill_tokens[slots]
+        given, offsets = self._take_given(slots[num_decode:], counts[num_decode:])
+        explicit_ids = decoded[explicit].astype(np.int32)
+        record, rows = make_record(len(slots), self._changes, [explicit_ids, *given])
+        rows[:, 7] = 0
+        rows[:, 0] = slots
+        rows[:, 1] = ends - counts
+        rows[:, 2] = counts
+        rows[:, 3] = bounds[:-1]
+        rows[:num_decode, 4] = np.where(explicit, -1 - np.cumsum(explicit), -1)
+        rows[num_decode:, 4] = np.count_nonzero(explicit) + offsets
+        rows[:, 5] = key_bounds[:-1]
+        rows[:, 6] = np.where(samples, slots, -1)
+        sampled = np.flatnonzero(samples)
+        shape = shape_of(counts, num_decode, int(ends.max()))
+        order = np.argsort(slots[sampled], kind="stable")
+        return Rows(record, rows, shape, sampled[order])
+
+    def _take_given(self, slots: Integers, counts: Integers) -> tuple[list[Record], Integers]:
+        """Return the prefill tokens of chunks, and the index of each chunk's first token."""
+        taken = []
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            given, begin = self._given[slot], int(self._num_computed[slot])
+            taken.append(given[begin : begin + count])
+            if begin + count == len(given):
+                del self._given[slot]
+        return taken, np.cumsum(counts) - counts
+
+    def _check_chunks(self, slots: Integers, lengths: Integers) -> None:
+        self._check_active(slots)
+        num_left = self._num_prefill_tokens[slots] - self._num_computed[slots]
+        wrong = (lengths < 1) | (lengths > num_left)
+        if wrong.any():
+            slot, length, left = slots[wrong][0], lengths[wrong][0], num_left[wrong][0]
+            raise ValueError(f"chunk of slot {slot}: got {length} tokens, expected 1 to {left}")
+        if len(np.unique(slots)) != len(slots):
+            raise ValueError(f"chunks: got slots {slots.tolist()}, expected different slots")
+
+    def _check_active(self, slots: Integers) -> None:
+        check_range("slot", slots, len(self._active))
+        if not self._active[slots].all():
+            raise ValueError(
+                f"slot: got {slots[~self._active[slots]][0]}, expected a slot with a row"
+            )
+
+    def _check_room(self, slots: Integers, ends: Integers) -> None:
+        room = self._num_row_blocks[slots] * self.block_size
+        if (ends > room).any():
+            row = int((ends > room).argmax())
+            raise ValueError(
+                f"blocks of slot {slots[row]}: got {room[row]} tokens, expected {ends[row]}"
+            )

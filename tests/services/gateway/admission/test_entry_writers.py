@@ -1,0 +1,19 @@
+"""The docstring of `Entry` names the writers of its fields, and no other code writes them."""
+
+from pathlib import Path
+
+from penstock.protocol.messages.client import GenerateRequest
+from penstock.protocol.messages.codec import JSON
+from penstock.services.gateway.admission import entry as entry_module
+from penstock.services.gateway.admission.client import Client, Connection
+from penstock.services.gateway.admission.entry import Entry
+from tests.services.field_writers import found_writers, stated_writers
+
+FOLDER = Path(str(entry_module.__file__)).parents[1]
+NAMES = "entry|work"
+"""of variables that are entries: other classes have fields of the same names"""
+
+
+def test_the_docstring_names_every_writer() -> None:
+    fields = {"totals", *vars(Entry(GenerateRequest(), "", Client((b"c",), JSON, Connection())))}
+    assert found_writers(FOLDER, fields, named=NAMES) == stated_writers(Entry)

@@ -1,0 +1,119 @@
+"""Shares of clients, and who may name clients."""
+
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.codec import JSON
+from penstock.services.gateway.admission.client import Client
+from penstock.services.gateway.admission.ledger import RESERVED, exceeds
+from penstock.services.gateway.clients.connections import Connections
+from penstock.services.gateway.requests.tokenizers import MAX_BYTES
+from tests.services.gateway.conftest import GatewayHarness, request
+
+
+@given(st.lists(st.sampled_from("abcd"), max_size=200), st.integers(1, 40))
+def test_whoever_has_few_gets_a_place_after_one_has_filled_the_limit(
+    asking: str, limit: int
+) -> None:
+    """Each client leaves as much of the reserve free as it has, as far as possible."""
+    own = dict.fromkeys(["greedy", *"abcd"], 0)
+
+    def ask(client: str) -> bool:
+        total = sum(own.values())
+        is_let_in = not exceeds(1, own[client], total, limit)
+        own[client] += is_let_in
+        return is_let_in
+
+    while ask("greedy"):
+        pass
+    assert own["greedy"] == limit
+    reserved = -(-limit // RESERVED)
+    for client in asking:
+        free = limit + reserved - sum(own.values())
+        has_few = own[client] < free
+        assert ask(client) == has_few
+    assert sum(own.values()) <= limit + reserved
+
+
+def test_shares_are_forgotten_with_their_requests() -> None:
+    connections = Connections(None)  # type: ignore[arg-type]
+    client = Client((b"c",), JSON, connections.open(5, is_inner=True))
+    share = connections.named_client(client, "10.0.0.1").named
+    assert connections.named_client(client, "10.0.0.1").named is share
+    del share
+    assert not len(connections._shares)
+    names = {connections.open(fd).share.name for fd in range(3)}
+    assert len(names) == 3
+
+
+def test_one_client_that_fills_all_places_leaves_one(
+    start_gateway: Callable[..., GatewayHarness],
+) -> None:
+    harness = start_gateway(max_num_seqs=2, max_waiting_requests=2)
+    greedy, other = harness.connect(), harness.connect()
+    harness.submit(greedy, "a", "b", "c", "d")
+    harness.send(greedy, request("e"))
+    refused = harness.receive_reply(greedy)
+    assert isinstance(refused, ErrorReply)
+    assert refused.code == "overloaded"
+    harness.submit(other, "mine")
+    harness.send(other, request("more"))
+    assert harness.receive_reply(other).code == "overloaded"
+    for request_id in ("a", "mine"):
+        harness.send_tokens(request_id, 0, 1, finish_reason="stop")
+    harness.submit(greedy, "e")
+    assert [share.num_open for share in map(share_of(harness), ("b", "e"))] == [4, 4]
+
+
+def share_of(harness: GatewayHarness) -> Callable[[str], object]:
+    return lambda request_id: harness.gateway.ledger.get(request_id).share  # type: ignore[union-attr]
+
+
+def test_shares_end_at_nothing(start_gateway: Callable[..., GatewayHarness]) -> None:
+    harness = start_gateway()
+    socket = harness.connect()
+    harness.submit(socket, "a", "b", "c")
+    share = share_of(harness)("a")
+    harness.tokenize()
+    harness.send_tokens("a", 0, 3)
+    assert share.num_open == 3  # type: ignore[attr-defined]
+    for request_id in "abc":
+        harness.send_tokens(request_id, 0, 4, finish_reason="stop")
+    assert vars(share) == {
+        "name": "connection 1",
+        "num_open": 0,
+        "num_waiting_tokens": 0,
+        "num_bytes": 0,
+    }
+
+
+def test_only_our_own_processes_name_clients(start_gateway: Callable[..., GatewayHarness]) -> None:
+    harness = start_gateway()
+    outside = harness.connect()
+    harness.send(outside, request("a", client="10.0.0.1"))
+    refused = harness.receive_reply(outside)
+    assert (refused.code, refused.field) == ("invalid", "client")
+    inside = harness.connect_inside()
+    harness.submit(inside, "b", client="10.0.0.1")
+    harness.submit(inside, "c", client="10.0.0.1", priority=-3)
+    harness.submit(inside, "d", client="10.0.0.2")
+    tasks = [harness.tokenize() for _ in range(3)]
+    found = [(task.request_id, task.client, task.priority) for task in tasks]
+    assert found == [("c", "10.0.0.1", -3), ("d", "10.0.0.2", 0), ("b", "10.0.0.1", 0)]
+
+
+def test_one_client_does_not_block_the_tokenizers_for_another(
+    start_gateway: Callable[..., GatewayHarness],
+) -> None:
+    harness = start_gateway()
+    greedy, other = harness.connect(), harness.connect()
+    first = harness.connect()
+    harness.submit(first, "first")
+    assert harness.tokenize().request_id == "first"
+    long = "word " * (MAX_BYTES // 8)
+    harness.submit(greedy, *(f"long {n}" for n in range(20)), prompt=long)
+    harness.submit(other, "short")
+    assert "short" in [harness.tokenize().request_id for _ in range(3)]

@@ -1,0 +1,148 @@
+"""The host tier: evicted blocks are copied to the host, and back on a hit."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, run_state_machine_as_test
+
+from penstock.services.scheduler.blocks.offload_index import OffloadIndex
+from tests.services.scheduler.builders import long_prompt
+from tests.services.scheduler.packed_plans import pairs
+from tests.services.scheduler.simulation import Simulation
+from tests.services.scheduler.test_model import SchedulerMachine, simulations
+
+
+def offload_of(sim: Simulation) -> OffloadIndex:
+    offload = sim.pool.offload
+    assert offload
+    return offload
+
+
+def fill(sim: Simulation) -> None:
+    """Run other prompts until nothing of earlier ones is left in the blocks."""
+    for first in (2, 3):
+        sim.add([first, *long_prompt(sim.limit - 3)], max_tokens=1)
+        sim.run()
+
+
+def test_an_evicted_prefix_comes_back_from_the_host() -> None:
+    sim = Simulation(num_blocks=8, num_host_slots=32)
+    sim.add(long_prompt(17), max_tokens=1)
+    sim.run()
+    fill(sim)
+    again = sim.add(long_prompt(17), max_tokens=2)
+    plan = sim.send()
+    assert plan and plan.added[0].num_computed_tokens == again.num_cached_tokens == 16
+    copies = sim.scheduler.copies
+    assert copies and [slot < 0 for _, slot in pairs(copies.before)].count(True) == 4
+    sim.run()
+    assert offload_of(sim).num_loaded == 4
+
+
+def test_copies_run_beside_the_step_of_others() -> None:
+    """A sequence computes when its blocks are there; meanwhile it delays nobody."""
+    sim = Simulation(num_blocks=24, max_model_len=60, num_host_slots=64, max_num_batched_tokens=8)
+    sim.add(long_prompt(33), max_tokens=1)
+    sim.run()
+    fill(sim)
+    sim.add([1], max_tokens=20, ignore_eos=True)
+    sim.step()
+    again = sim.add(long_prompt(33), max_tokens=1)
+    num_beside = []
+    while not again.output_token_ids:
+        plan = sim.send()
+        if plan and sim.scheduler.copies:
+            copies = pairs(sim.scheduler.copies.beside)
+            num_beside.append(sum(slot < 0 for _, slot in copies))
+            assert all(slot >= 0 for _, slot in pairs(sim.scheduler.copies.before))
+        if sim.has_result:
+            sim.receive()
+    assert sum(num_beside) == 8
+    assert max(num_beside) == 2 == 8 // sim.config.block_size
+    sim.run()
+
+
+def test_a_preempted_sequence_gets_its_blocks_back() -> None:
+    sim = Simulation(num_blocks=8, num_host_slots=32)
+    old = sim.add(long_prompt(13), max_tokens=12, ignore_eos=True)
+    new = sim.add([2, *long_prompt(12)], max_tokens=12, ignore_eos=True)
+    sim.run()
+    assert (old.num_preemptions, new.num_preemptions) == (0, 1)
+    assert sim.scheduler.num_recomputed_tokens <= sim.config.block_size
+    assert offload_of(sim).num_loaded > 0
+
+
+@pytest.mark.parametrize("of_scheduler", [False, True])
+def test_the_host_tier_outlives_workers_and_scheduler(of_scheduler: bool) -> None:
+    sim = Simulation(num_blocks=8, num_host_slots=32)
+    sim.add(long_prompt(17), max_tokens=1)
+    sim.run()
+    fill(sim)
+    sim.step()
+    if of_scheduler:
+        sim.restart_scheduler()
+    else:
+        sim.restart(keeps_memory=True)
+    again = sim.add(long_prompt(17), max_tokens=2)
+    sim.run()
+    assert again.num_cached_tokens == 16
+
+
+def test_copies_in_flight_are_void_after_a_death() -> None:
+    sim = Simulation(num_blocks=8, num_host_slots=32)
+    sim.add(long_prompt(17), max_tokens=1)
+    sim.run()
+    sim.add([2, *long_prompt(28)], max_tokens=1)
+    sim.send()
+    copies = sim.scheduler.copies
+    assert copies and copies.before and offload_of(sim).num_blocks > 0
+    sim.restart(keeps_memory=True)
+    assert offload_of(sim).num_blocks == 0
+    sim.run()
+
+
+class OffloadMachine(SchedulerMachine):
+    """All faults, with a host tier and few blocks."""
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self.num_plans = data.draw(st.sampled_from([1, 2, 4]))
+        self.sim = data.draw(simulations(self.num_plans, st.sampled_from([1, 2, 5, 12, 60])))
+
+
+@pytest.mark.search
+@pytest.mark.timeout(3600)
+def test_the_host_tier_against_the_reference() -> None:
+    run_state_machine_as_test(OffloadMachine, settings=settings.get_profile("scheduler"))
+
+
+def test_a_prefix_comes_from_files_after_everything_was_lost() -> None:
+    """Workers have new memory, and the scheduler is another one."""
+    sim = Simulation(num_blocks=8, num_host_slots=12, kv_offload_folder="folder")
+    sim.add(long_prompt(17), max_tokens=1)
+    sim.run()
+    fill(sim)
+    files = sim.worker.host.files
+    sim.restart(keeps_memory=False)
+    sim.worker.host.files = files
+    assert offload_of(sim).num_blocks == 0
+    sim.send()
+    sim.answer()
+    again = sim.add(long_prompt(17), max_tokens=2)
+    assert sim.send() is None, "it waits for its files"
+    assert sim.answer()
+    sim.run()
+    assert (again.num_cached_tokens, offload_of(sim).num_fetched) == (16, 4)
+
+
+def test_damaged_files_are_computed_again() -> None:
+    sim = Simulation(num_blocks=8, num_host_slots=4, kv_offload_folder="folder")
+    sim.add(long_prompt(17), max_tokens=1)
+    sim.run()
+    fill(sim)
+    sim.answer()
+    again = sim.add(long_prompt(17), max_tokens=2)
+    sim.send()
+    assert sim.answer(fails=True)
+    sim.run()
+    assert again.num_cached_tokens == 4

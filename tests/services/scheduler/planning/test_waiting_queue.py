@@ -1,0 +1,153 @@
+"""Who is admitted next, under clients that want everything."""
+
+from collections import deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.services.scheduler.planning.waiting_queue import WaitingQueue
+from penstock.services.scheduler.sequences.sequence import Sequence
+from tests.services.scheduler.builders import make_sequence
+
+CAPACITY = 40
+"""tokens that run at once"""
+
+
+class Pool:
+    """Admits what fits; what has run longest ends first."""
+
+    def __init__(self) -> None:
+        self.queue = WaitingQueue()
+        self.running: deque[Sequence] = deque()
+        self.admitted: list[Sequence] = []
+        self.held_at: dict[Sequence, int] = {}
+        """held sequence → sequences that were admitted before"""
+
+    @property
+    def num_free(self) -> int:
+        return CAPACITY - sum(len(one.token_ids) for one in self.running)
+
+    def add(self, length: int, client: str = "", priority: int = 0) -> Sequence:
+        sequence = make_sequence([1] * length, client=client, priority=priority)
+        self.queue.add(sequence)
+        return sequence
+
+    def step(self) -> None:
+        was_idle, had_work = not self.running, len(self.queue)
+        for sequence in self.queue.candidates():
+            if len(sequence.token_ids) > self.num_free:
+                self.queue.hold(sequence)
+                if sequence in self.queue._held:
+                    self.held_at.setdefault(sequence, len(self.admitted))
+                continue
+            self.queue.admit(sequence)
+            self.running.append(sequence)
+            self.admitted.append(sequence)
+        assert self.running or not (was_idle and had_work), "nothing runs, and something waits"
+
+    def end_oldest(self) -> None:
+        if self.running:
+            self.running.popleft()
+
+    def run(self) -> None:
+        while len(self.queue):
+            self.step()
+            self.end_oldest()
+
+
+lengths = st.sampled_from([1, 1, 1, 2, 5, 20, 39, 40])
+moves = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from("abcd"), st.integers(-1, 1), lengths),
+        st.sampled_from(["step", "step", "end", "abort", "preempt"]),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=300)
+@given(moves)
+def test_nobody_starves(moves: list[tuple[str, int, int] | str]) -> None:
+    """With up to four clients all that waits for blocks is retried in every step."""
+    pool = Pool()
+    sequences, gone = [], set()
+    for move in moves:
+        if isinstance(move, tuple):
+            sequences.append(pool.add(move[2], move[0], move[1]))
+        elif move == "step":
+            pool.step()
+        elif move == "end":
+            pool.end_oldest()
+        elif move == "preempt" and pool.running:
+            pool.queue.put_back(victim := pool.running.pop())
+            pool.admitted.remove(victim)
+        elif move == "abort" and len(pool.queue):
+            gone.add(victim := list(pool.queue)[len(pool.queue) // 2])
+            pool.queue.remove(victim)
+    pool.run()
+    assert sorted(map(id, pool.admitted)) == sorted(id(s) for s in sequences if s not in gone)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.one_of(st.tuples(st.sampled_from("abcd"), lengths), st.none()), max_size=80))
+def test_a_held_sequence_is_passed_by_no_more_tokens_than_it_has(
+    moves: list[tuple[str, int] | None],
+) -> None:
+    """The last request that passes may be longer than what was left."""
+    pool = Pool()
+    for move in moves:
+        if move:
+            pool.add(move[1], move[0])
+        else:
+            pool.end_oldest()
+        pool.step()
+    pool.run()
+    order = {sequence: number for number, sequence in enumerate(pool.held_at)}
+    for index, sequence in enumerate(pool.admitted):
+        passed = [
+            len(one.token_ids)
+            for one in pool.admitted[pool.held_at.get(sequence, index) : index]
+            if order.get(one, len(order)) > order[sequence]
+        ]
+        assert sum(passed[:-1]) < len(sequence.token_ids)
+
+
+def test_a_client_with_a_thousand_sequences_leaves_every_other_place_to_another_one() -> None:
+    pool = Pool()
+    for _ in range(1000):
+        pool.add(1, "many")
+    pool.step()
+    one = [pool.add(1, "one") for _ in range(5)]
+    for _ in range(10):
+        pool.end_oldest()
+        pool.step()
+    assert all(sequence in pool.admitted for sequence in one)
+    assert len(pool.admitted) == CAPACITY + 10  # no place stays empty
+
+
+def test_held_sequences_are_retried_before_new_ones() -> None:
+    pool = Pool()
+    pool.add(30, "a")
+    long = pool.add(20, "b")
+    short = pool.add(5, "c")
+    pool.step()
+    assert pool.admitted[1:] == [short]
+    assert list(pool.queue) == [long]
+    new = pool.add(15, "c")
+    pool.end_oldest()
+    pool.step()
+    assert pool.admitted[2:] == [long, new]
+
+
+def test_nothing_passes_a_preempted_sequence() -> None:
+    pool = Pool()
+    pool.add(30)
+    pool.step()
+    preempted = make_sequence([1] * 20)
+    pool.queue.put_back(preempted)
+    pool.add(1, "other")
+    pool.step()
+    assert len(pool.admitted) == 1
+    pool.end_oldest()
+    pool.step()
+    assert pool.admitted[1] is preempted

@@ -1,0 +1,99 @@
+"""Copies between KV blocks and host slots, with the tensors of real KV caches."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from penstock.kernels.quantize.types import FP8
+from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.config import Config
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.worker import CopyBlocks, WorkerAssignment
+from penstock.services.worker.memory.kept_memory import KeptMemory
+from penstock.services.worker.memory.kv_cache import KVMemory
+from penstock.services.worker.memory.kv_offload import PAGE, KvOffload, make_offload, slot_bytes
+
+NUM_BLOCKS = 6
+
+
+def random_kv(dtype: torch.dtype, block_size: int = 3) -> KVMemory:
+    """Return a KV cache of 2 layers and 2 heads, its bits random."""
+    shape = (2, 2, NUM_BLOCKS, block_size, 2, 4)
+    bits = torch.randint(0, 256, (torch.Size(shape).numel() * dtype.itemsize,), dtype=torch.uint8)
+    scales = torch.rand(2, 2, NUM_BLOCKS, 2, block_size) if dtype == FP8 else None
+    return KVMemory(bits.view(dtype).view(shape), scales)
+
+
+def bits_of(kv: KVMemory, block: int) -> list[bytes]:
+    return [one[:, :, block].contiguous().view(torch.uint8).numpy().tobytes() for one in kv.tensors]
+
+
+def tier_of(kv: KVMemory, num_slots: int) -> KvOffload:
+    host = torch.zeros(num_slots * slot_bytes(kv.tensors), dtype=torch.uint8)
+    return KvOffload(kv.tensors, host, num_slots, memory=1)
+
+
+def copies(before: list[int], beside: list[int]) -> CopyBlocks:
+    return CopyBlocks(1, pack(before), pack(beside))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+def test_a_block_comes_back_bit_by_bit(dtype: torch.dtype) -> None:
+    kv = random_kv(dtype)
+    old = [bits_of(kv, block) for block in range(NUM_BLOCKS)]
+    assert old[1] != old[2]
+    tier = tier_of(kv, 3)
+    tier.copy(copies([1, 2, 2, 0], [4, 1]))
+    tier.before_step()
+    for one in kv.tensors:
+        one[:, :, [1, 2, 4]] = 0
+    tier.copy(copies([5, -3, 1, -1], [0, -2]))
+    new = [bits_of(kv, block) for block in range(NUM_BLOCKS)]
+    assert new[5] == old[1]
+    assert new[1] == old[2]
+    assert new[0] == old[4]
+    assert new[3] == old[3]
+
+
+def test_copies_run_in_order() -> None:
+    """A slot that is read is overwritten after that."""
+    kv = random_kv(torch.float32)
+    old = [bits_of(kv, block) for block in range(NUM_BLOCKS)]
+    tier_of(kv, 1).copy(copies([0, 0, 1, -1, 2, 0, 3, -1], [4, 0, 5, -1]))
+    new = [bits_of(kv, block) for block in range(NUM_BLOCKS)]
+    assert new == [old[0], old[0], old[2], old[2], old[4], old[4]]
+
+
+def test_slots_are_whole_pages() -> None:
+    """Parts of the host's memory are pinned one by one, and pinned memory consists of pages."""
+    for dtype in (torch.float32, FP8):
+        assert slot_bytes(random_kv(dtype).tensors) % PAGE == 0
+
+
+def folder_of(config: Config) -> Path:
+    """Return the folder of the files of a worker."""
+    kv = random_kv(torch.float32).tensors
+    assignment = WorkerAssignment(1, "1", 0, 1, "")
+    memory = KeptMemory(config, assignment, torch.device("cpu"), None)
+    folder = make_offload(config, memory, kv).folder
+    assert folder
+    return folder._disk.folder
+
+
+BOTH = Config(kv_offload_gib=0.001, kv_offload_folder="folder")
+
+
+def test_deterministic_steps_do_not_use_files_of_others() -> None:
+    """Their bits must not depend on kernels that are not deterministic."""
+    assert folder_of(BOTH) == folder_of(replace(BOTH, num_blocks=7))
+    assert folder_of(BOTH) != folder_of(replace(BOTH, deterministic=True))
+
+
+@pytest.mark.parametrize("field", ["kv_offload_gib", "kv_offload_folder_gib"])
+def test_memory_and_folder_have_room_for_a_block(field: str) -> None:
+    with pytest.raises(
+        ModelError, match=f"--{field}: got 1e-08, expected 3.8e-06".replace("_", "-")
+    ):
+        folder_of(replace(BOTH, **{field: 1e-8}))

@@ -1,0 +1,53 @@
+"""Chunks of one token, which are rows that decode."""
+
+from pathlib import Path
+
+from penstock.kernels.layouts.forward_batch import BatchShape
+from penstock.protocol.messages.packed import pack
+from tests.services.worker.driver import Driver, make_runner
+from tests.services.worker.plans import plan, row
+from tests.services.worker.step.device_batch import Batch, run
+
+
+def test_a_chunk_of_one_token_is_a_row_that_decodes() -> None:
+    batch = Batch()
+    run(batch, plan(added=[row(2, [20, 21], [2])], chunks=[(2, 2)]))
+    batch.last_token[2] = 22
+    added = [
+        row(3, range(30, 34), [3]),
+        row(1, range(10, 15), [1, 9], num_computed_tokens=4),
+        row(0, range(3), [0]),
+    ]
+    step, sampled = run(batch, plan(added=added, chunks=[(3, 1), (1, 1), (0, 3)]))
+    assert step.input_ids.tolist() == [14, 22, 30, 0, 1, 2]
+    assert step.positions.tolist() == [4, 2, 0, 0, 1, 2]
+    assert step.shape == BatchShape(4, 6, 3, 1, 64, max_seqlen_q=3, max_seqlen_k=5)
+    assert step.decode_lens.tolist() == [5, 3, 1]
+    assert (sampled.slots, sampled.last_tokens) == ([0, 1, 2], [5, 0, 1])
+    step, sampled = run(batch, plan(chunks=[(3, 3)]))
+    assert step.input_ids[-3:].tolist() == [31, 32, 33]
+    assert sampled.slots == [0, 1, 2, 3]
+
+
+def test_only_a_row_with_a_sampled_token_follows_the_last_step() -> None:
+    batch = Batch()
+    batch.apply(plan(added=[row(2, [20], [2])]))
+    rows = batch.advance(pack([2, 1]))
+    assert rows and rows.shape.num_decode and not rows.follows_last_step
+    rows = batch.advance(b"")
+    assert rows and rows.follows_last_step
+
+
+def test_a_chunk_that_ends_no_prompt_has_no_token(folder: Path) -> None:
+    """Also on a CPU, whose compiled step computes a token for each row."""
+    whole, cut = (Driver(make_runner(folder)) for _ in range(2))
+    added = [row(0, range(5), [0]), row(2, range(10, 13), [1])]
+    for driver in whole, cut:
+        driver.step(plan(added=added, chunks=[(0, 5)]), 0)
+    whole.step(plan(chunks=[(2, 3)]), 0, 2)
+    cut.step(plan(chunks=[(2, 1)]), 0)
+    cut.step(plan(chunks=[(2, 1)]), 0)
+    cut.step(plan(chunks=[(2, 1)]), 0, 2)
+    cut.decode(2, 0, 2)
+    whole.decode(4, 0, 2)
+    assert cut.tokens == {0: whole.tokens[0], 2: whole.tokens[2][:3]}
