@@ -18,6 +18,10 @@ LAUNCH: dict[str, bool] = {"launch_pdl": True} if _SUPPORTED else {}
 PDL = tl.constexpr(_SUPPORTED)
 
 
+LINE = tl.constexpr(128)
+"""bytes of one prefetch into the L2"""
+
+
 @triton.jit
 def launch_dependents():
     """Lets the next kernel start after every program of this kernel has called this."""
@@ -30,3 +34,22 @@ def wait():
     """Wait for the results of all earlier kernels."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def prefetch(addresses):
+    """Prefetch the lines at addresses into the L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def prefetch_rows(weight, rows, begin, end, K, COUNT: tl.constexpr):
+    """Prefetches `COUNT` elements of each row from `begin` on into the L2."""
+    if PDL:
+        PER_LINE: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
+        LINES: tl.constexpr = (COUNT + PER_LINE - 1) // PER_LINE
+        k = tl.minimum(begin + tl.arange(0, LINES) * PER_LINE, end - 1)
+        prefetch(weight + rows[:, None] * K + k[None, :])

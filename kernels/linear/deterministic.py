@@ -2,14 +2,22 @@
 
 A row's sums depend on the order of the additions only, and this on the weight's shape only: each
 range of the inner dimension is added up in steps of 16 by tensor cores, from the front, and the
-ranges in turn. The tile sizes, which follow from the number of rows, change no sum. Up to 64 rows a
-range has a program (`triton_small_m_gemm`), beyond that a program computes all ranges
-(`triton_ranged_gemm`). The norm is a kernel of its own, and activations stay in 16 bits.
+ranges in turn. The tile sizes, which follow from the number of rows, change no sum. Activations
+stay in 16 bits.
+
+A small weight has four ranges. For up to 16 rows, one program computes all ranges of its columns,
+each in a warp, and the norm: `rms_norm(x) @ w.T = (x * norm_weight) @ w.T / rms(x)`. For more rows,
+another kernel first computes `x * norm_weight` and `1 / rms(x)`. The norm before a large weight is
+a kernel of its own.
+
+Otherwise a range has a program for up to 64 rows (`triton_small_m_gemm`). Beyond that, a program
+computes all ranges (`triton_ranged_gemm`).
 """
 
 from functools import cache
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
@@ -19,12 +27,20 @@ from penstock.kernels.linear.gemm_candidates import GemmShape
 from penstock.kernels.linear.gemm_config import MAX_ROWS, GemmConfig, row_block
 from penstock.kernels.linear.small_m_gemm import Product, empty_product, launch
 from penstock.kernels.linear.triton_block_scales import GROUP
-from penstock.kernels.linear.triton_ranged_gemm import ranged_gemm_kernel
+from penstock.kernels.linear.triton_ranged_gemm import (
+    RANGES,
+    ROWS,
+    ranged_gemm_kernel,
+    scaled_rows_kernel,
+)
 from penstock.kernels.quantize.triton_e4m3 import as_operand
 from penstock.kernels.quantize.types import Quantized, Rows, parts
 from penstock.kernels.triton_pdl import LAUNCH
 
-RANGES = (1, 2, 4)
+FEW_ROWS: int = ROWS.value
+NUM_RANGES: int = RANGES.value
+SMALL_WEIGHT = 8 << 20
+"""maximum elements of a weight with four ranges"""
 MIN_PROGRAMS = 96
 """programs of a product of few rows, for which the inner dimension has several ranges"""
 BN = 32
@@ -41,6 +57,9 @@ class RangedTile(NamedTuple):
     """columns; with two weights, of both together"""
     num_warps: int
     num_stages: int
+    bk: int = 64
+    one_loop: bool = False
+    """the loop over the inner dimension continues at the end of a range"""
 
 
 TILES = (
@@ -55,10 +74,18 @@ TILES = (
 BK = 64
 
 
+def is_small(shape: GemmShape) -> bool:
+    """Return whether a weight has few elements and four ranges."""
+    is_divisible = shape.inner % (2 * BK * NUM_RANGES) == 0
+    return is_divisible and shape.num_weights * shape.inner <= SMALL_WEIGHT
+
+
 def num_ranges(shape: GemmShape) -> int:
     """Return the ranges of the inner dimension, by the weight's shape alone."""
+    if is_small(shape):
+        return NUM_RANGES
     tiles = triton.cdiv(shape.num_columns, BN)
-    possible = [one for one in RANGES if shape.inner % (2 * BK * one) == 0]
+    possible = [one for one in (1, 2, NUM_RANGES) if shape.inner % (2 * BK * one) == 0]
     enough = (one for one in possible if tiles * one >= MIN_PROGRAMS)
     return next(enough, max(possible, default=1))
 
@@ -67,17 +94,19 @@ def num_ranges(shape: GemmShape) -> int:
 def config_of(
     shape: GemmShape, num_rows: int, weight_bytes: int = 2, device: Device | None = None
 ) -> GemmConfig:
-    """Return the tile sizes for up to 64 rows that fit the device; split_k is `num_ranges`."""
+    """Return the tile sizes for up to 64 rows that fit the device, for `num_ranges`."""
     device, rows, split_k = device or this_device(), row_block(num_rows), num_ranges(shape)
     is_wide = shape.num_columns >= MANY_COLUMNS
     bn = (4 if is_wide else 1) * BN
-    tiles = [(256, 5), (256, 3)] if rows <= 16 and not is_wide else []
+    tiles = [(256, 5), (256, 3)] if rows <= FEW_ROWS and not is_wide else []
     tiles += [(128, 5)] if not is_wide else []
     ways = [
         GemmConfig("mma", bn, bk, split_k, 4, num_stages, 512)
         for bk, num_stages in [*tiles, (128, 3), (64, 3), (64, 2), (32, 2)]
         if shape.inner % (bk * split_k) == 0 or bk < 64
     ]
+    if has_warps(shape, weight_bytes) and rows <= FEW_ROWS:
+        ways = _few_rows_configs(shape)
 
     def shared_bytes(config: GemmConfig) -> int:
         weights = config.bn * shape.weights_per_column * weight_bytes
@@ -86,14 +115,34 @@ def config_of(
     return device.fitting(ways, shared_bytes)
 
 
+def has_warps(shape: GemmShape, weight_bytes: int) -> bool:
+    """Return whether each range has a warp in a product of up to 16 rows."""
+    return is_small(shape) and weight_bytes == 2
+
+
+def _few_rows_configs(shape: GemmShape) -> list[GemmConfig]:
+    """Return the tile sizes with a warp for each range, the fastest on an H200 first."""
+    weights = shape.weights_per_column
+    bn = 32 if weights == 1 and shape.num_columns >= 32 * MIN_PROGRAMS else 8
+    most = 3 if weights == 2 else 4 if shape.inner <= 32 * BK else 5
+    return [
+        GemmConfig("ranges", bn, NUM_RANGES * BK, 1, NUM_RANGES, num_stages, 0, norm_inside=True)
+        for num_stages in range(most, 1, -1)
+    ]
+
+
 def tile_of(
     num_rows: int, num_columns: int, has_ranges: bool, weights: int, device: Device
 ) -> RangedTile:
     """Return the largest tile that fits and keeps nearly all SMs busy, otherwise a small one.
 
-    weights: for a column, two with SwiGLU. The totals of ranges need the registers of the widest
-    tile, and so do weights for synchronous tensor cores.
+    weights: for a column, two with SwiGLU. Up to 64 rows, the weight is small. The totals of ranges
+    need the registers of the widest tile, and so do weights for synchronous tensor cores.
     """
+    if num_rows <= MAX_ROWS:
+        sizes = row_block(num_rows), 32 * weights, 8 // weights
+        few = [RangedTile(*sizes, stages, 128, one_loop=True) for stages in (5, 4, 3, 2)]
+        return device.fitting(few, _shared_bytes)
     is_asynchronous = device.capability[0] in (9, 10)
     tiles = TILES if is_asynchronous and not has_ranges else TILES[1:]
 
@@ -106,7 +155,8 @@ def tile_of(
 
 
 def _shared_bytes(tile: RangedTile) -> int:
-    return (tile.num_stages - 1) * (tile.bm + tile.bn) * BK * 2
+    stages = tile.num_stages - (not tile.one_loop)
+    return stages * (tile.bm + tile.bn) * tile.bk * 2
 
 
 def multiply(
@@ -119,20 +169,48 @@ def multiply(
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute `small_m_gemm.multiply` for any number of rows."""
+    shape, num_rows = GemmShape(kind, *weight.shape), len(x)
+    weight_bytes, factors = parts(weight)[0].itemsize, None
     if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
-    operands = empty_product(kind, x, weight, residual=residual, out=out)
-    num_rows = len(x)
-    shape = GemmShape(kind, *weight.shape)
-    if 1 <= num_rows <= MAX_ROWS:
-        launch(operands, config_of(shape, num_rows, parts(weight)[0].itemsize))
+        if not has_warps(shape, weight_bytes) or x.dtype == torch.float16:
+            x, norm_weight = rms_norm(x, norm_weight, eps), None  # squares may exceed float16
+        elif num_rows > FEW_ROWS:
+            (x, factors), norm_weight = scaled_rows(x, norm_weight, eps), None
+    operands = empty_product(kind, x, weight, norm_weight, eps, residual, out)
+    if 1 <= num_rows <= MAX_ROWS and factors is None:
+        launch(operands, config_of(shape, num_rows, weight_bytes))
     elif num_rows:
-        launch_ranged(operands, num_ranges(shape))
+        launch_ranged(operands, num_ranges(shape), factors=factors)
     return operands.out
 
 
-def launch_ranged(operands: Product, ranges: int, tile: RangedTile | None = None) -> None:
-    """Compute `operands.out` without a norm, for any number of rows; tile: default `tile_of`."""
+def scaled_rows(x: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return `x * norm_weight`, and the factor of each row that completes the norm, float32.
+
+    x: [num_rows, inner], whose inner dimension has four ranges.
+    """
+    num_rows, inner = x.shape
+    out, factors = torch.empty_like(x), x.new_empty(num_rows, dtype=torch.float32)
+    rows = 2 if num_rows <= MAX_ROWS else FEW_ROWS
+    size = inner // NUM_RANGES
+    if num_rows:
+        scaled_rows_kernel[(triton.cdiv(num_rows, rows),)](
+            x, norm_weight, out, factors, num_rows, inner, size, eps,
+            BM=rows, BK=min(256, size & -size), num_warps=NUM_RANGES, num_stages=1, **LAUNCH,
+        )  # fmt: skip
+    return out, factors
+
+
+def launch_ranged(
+    operands: Product,
+    ranges: int,
+    tile: RangedTile | None = None,
+    factors: Tensor | None = None,
+) -> None:
+    """Compute `operands.out` without a norm, for any number of rows.
+
+    tile: default `tile_of`. factors: [num_rows] float32, by which the product is multiplied.
+    """
     x, weight, out, _, _, residual, swiglu = operands
     values, scale = parts(weight)
     (num_rows, inner), num_columns = x.shape, out.shape[1]
@@ -141,9 +219,10 @@ def launch_ranged(operands: Product, ranges: int, tile: RangedTile | None = None
     bn = tile.bn // weights
     grid = (triton.cdiv(num_rows, tile.bm) * triton.cdiv(num_columns, bn),)
     ranged_gemm_kernel[grid](
-        x, as_operand(values), scale, residual, out, num_rows, num_columns, inner,
-        inner // ranges, SWIGLU=swiglu, ADD=residual is not None, RANGES=ranges > 1,
-        BM=tile.bm, BN=bn, BK=BK, GROUP=GROUP, EVEN=inner % BK == 0,
+        x, factors, as_operand(values), scale, residual, out, num_rows, num_columns, inner,
+        inner // ranges, SWIGLU=swiglu, ADD=residual is not None, HAS_RANGES=ranges > 1,
+        ONE_LOOP=tile.one_loop, BM=tile.bm, BN=bn, BK=tile.bk, GROUP=GROUP,
+        EVEN=inner % tile.bk == 0,
         BLOCKS=isinstance(weight, Quantized) and weight.in_blocks,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **LAUNCH,
     )  # fmt: skip

@@ -80,11 +80,11 @@ def candidates(
 
 def _may_norm(shape: GemmShape, config: GemmConfig) -> bool:
     """Return True if the norm may be inside, where Triton reads its weight ahead."""
-    one_tile = config.num_stages == 1
+    one_tile, is_ranged = config.num_stages == 1, config.kernel == "ranges"
     if shape.kind == "add" or (config.bk == 32 * config.num_warps and not one_tile):
         return False  # at one element a thread, of 2 bytes, Triton does not read ahead
     if config.split_k == 1:
-        return config.prefetch > 0 or one_tile or shape.kind == "logits"
+        return config.prefetch > 0 or is_ranged or one_tile or shape.kind == "logits"
     return config.split_k in (2, 4) and config.num_stages == 3 and config.prefetch > 0
 
 
@@ -96,7 +96,7 @@ def _tensor_cores(shape: GemmShape, rows: int) -> list[GemmConfig]:
         kernels += [("mma", 128, 2)]  # for a norm inside, which each warp computes for all of x
     if rows > 16:
         kernels += [("mma", 64, 4), ("mma", 128, 8)]
-    return _whole(shape, rows) + [
+    return [*_whole(shape, rows), *_ranges(shape, rows)] + [
         GemmConfig(kernel, bn, bk, split_k, num_warps, num_stages, prefetch)
         for (kernel, bk, num_warps), bn, split_k, (num_stages, prefetch) in itertools.product(
             kernels, (8, 16, 32, 64, 128), splits, ((3, 0), (3, 512), (5, 512))
@@ -116,6 +116,14 @@ def _whole(shape: GemmShape, rows: int) -> list[GemmConfig]:
         if registers <= 144 and 1 <= split_k <= 8 and (split_k == 1 or shape.kind != "logits"):
             configs.append(GemmConfig(kernel, bn, bk, split_k, num_warps, 1, 0))
     return configs
+
+
+def _ranges(shape: GemmShape, rows: int) -> list[GemmConfig]:
+    """Return tile sizes with a warp for each range of the inner dimension."""
+    if rows > 16 or shape.kind == "logits":
+        return []
+    sizes = itertools.product((8, 16, 32), (3, 4, 5))
+    return [GemmConfig("ranges", bn, 256, 1, 4, num_stages, 0) for bn, num_stages in sizes]
 
 
 def _fits(

@@ -11,8 +11,8 @@ class GemmConfig(NamedTuple):
     """Tile sizes of a product: an entry of a tuning table."""
 
     kernel: str
-    """mma: tensor cores, warps divide the columns; slices: tensor cores, warps divide the inner
-    dimension; gemv: for one row"""
+    """mma: tensor cores, warps divide the columns; slices: tensor cores, warps divide each bk of
+    the inner dimension; ranges: four warps divide all of it, a multiple of bk; gemv: for one row"""
     bn: int
     """columns of the result per program"""
     bk: int

@@ -32,7 +32,7 @@ def cheapest(shape: GemmShape, rows: int, weight_bytes: int, device: Device) -> 
 
     rows: 16, 32 or 64. weight_bytes: of an element. In the measured tables, cuBLAS is faster with
     17 rows or more, unless the weight is small, or one launch replaces three (swiglu), or logits
-    need float32.
+    need float32. Ranges are chosen only where they were measured.
     """
     total = shape.num_weights * shape.inner * weight_bytes
     is_fused = shape.kind in ("swiglu", "logits") and weight_bytes == 2
@@ -45,14 +45,14 @@ def cheapest(shape: GemmShape, rows: int, weight_bytes: int, device: Device) -> 
     ways = [
         one
         for one in candidates(shape, rows, weight_bytes, device)
-        if not one.norm_inside and _sums(shape, rows, one) <= max_sums
+        if not one.norm_inside and one.kernel != "ranges" and _sums(shape, rows, one) <= max_sums
     ]
     return min(ways, key=lambda one: cost(shape, rows, weight_bytes, one, device), default=None)
 
 
 def _sums(shape: GemmShape, rows: int, config: GemmConfig) -> int:
     """Return the sums that each thread has in registers."""
-    warps = 1 if config.kernel == "slices" else config.num_warps
+    warps = config.num_warps if config.kernel == "mma" else 1
     return row_block(rows) * config.bn * shape.weights_per_column // (32 * warps)
 
 

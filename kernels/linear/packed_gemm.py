@@ -16,8 +16,8 @@ from penstock.kernels.device import Device, this_device
 from penstock.kernels.elementwise.triton_elementwise import rms_norm
 from penstock.kernels.linear.gemm_config import MAX_PARTIALS
 from penstock.kernels.linear.small_m_gemm import EARLY, MAX_TILES, workspace
+from penstock.kernels.linear.triton_epilogue import MAX_SPLIT_K
 from penstock.kernels.linear.triton_packed import dequantize_kernel, packed_gemm_kernel
-from penstock.kernels.linear.triton_small_m_gemm import MAX_SPLIT_K
 from penstock.kernels.quantize.packed import BLOCK, Packed
 from penstock.kernels.triton_pdl import LAUNCH
 

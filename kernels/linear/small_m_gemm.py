@@ -16,8 +16,9 @@ from penstock.kernels.elementwise.triton_elementwise import rms_norm
 from penstock.kernels.linear.gemm_candidates import GemmShape
 from penstock.kernels.linear.gemm_config import MAX_PARTIALS, MAX_ROWS, GemmConfig, row_block
 from penstock.kernels.linear.gemm_cost import cheapest
+from penstock.kernels.linear.triton_epilogue import MAX_SPLIT_K
 from penstock.kernels.linear.triton_gemv import gemv_kernel
-from penstock.kernels.linear.triton_small_m_gemm import MAX_SPLIT_K, small_m_gemm_kernel
+from penstock.kernels.linear.triton_small_m_gemm import small_m_gemm_kernel
 from penstock.kernels.linear.tuning_tables import tuning_tables
 from penstock.kernels.quantize.triton_e4m3 import as_operand
 from penstock.kernels.quantize.types import Quantized, Rows, parts
@@ -205,12 +206,13 @@ def launch(product: Product, config: GemmConfig) -> None:
         )  # fmt: skip
         return
     _check_workspace(product, config, tiles)
-    slices = config.num_warps if config.kernel == "slices" else 1
+    slices = 1 if config.kernel == "mma" else config.num_warps
     partials, counters = workspace(x.device) if config.split_k > 1 else (None, None)
     small_m_gemm_kernel[(tiles, config.split_k)](
         x, norm_weight, values, scale, residual, out, partials, counters,
-        num_rows, num_columns, inner, eps,
-        BM=row_block(num_rows), BK=config.bk // slices, SLICES=slices, SPLIT=config.split_k > 1,
+        num_rows, num_columns, inner, inner // slices, eps,
+        BM=row_block(num_rows), BK=config.bk // slices, SLICES=slices,
+        RANGED=config.kernel == "ranges", SPLIT=config.split_k > 1,
         WHOLE=triton.cdiv(inner, config.bk) == config.split_k, num_stages=config.num_stages,
         EARLY=values.nbytes <= EARLY, **flags,
     )  # fmt: skip

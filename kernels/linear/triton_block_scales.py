@@ -22,16 +22,18 @@ GROUP = 8
 
 
 @triton.jit
-def scaled_tile(tile, scale, rows, first, K, BK: tl.constexpr, SLICES: tl.constexpr):
+def scaled_tile(
+    tile, scale, rows, first, stride, K, BK: tl.constexpr, SLICES: tl.constexpr
+):  # fmt: skip
     """Return the tile [BN, BK] or [SLICES, BN, BK] of a weight [.., K] in float32.
 
     scale: of its blocks. rows: [BN], of the weight. first: the tile's first column, a multiple of
-    BK, a power of two. Slices are adjacent.
+    BK, a power of two. stride: from a slice to the next, a multiple of BK.
     """
     COLUMNS = tl.cdiv(K, _BLOCK)
     NUM: tl.constexpr = BK // _BLOCK if BK > _BLOCK else 1
     BN: tl.constexpr = rows.shape[0]
-    begin = first + tl.arange(0, SLICES)[:, None, None] * BK
+    begin = first + tl.arange(0, SLICES)[:, None, None] * stride
     column = begin // _BLOCK + tl.arange(0, NUM)[None, None, :]
     at = (rows // _BLOCK)[None, :, None] * COLUMNS + tl.minimum(column, COLUMNS - 1)
     factors = tl.load(scale + at)  # [SLICES, BN, NUM]

@@ -3,16 +3,14 @@
 import triton
 import triton.language as tl
 
-from penstock.kernels.linear.triton_small_m_gemm import (
-    load,
+from penstock.kernels.linear.triton_epilogue import (
     load_residual,
     load_scales,
     norm_factor,
-    prefetch_rows,
     store_result,
-    weight_tile,
 )
-from penstock.kernels.triton_pdl import launch_dependents, wait
+from penstock.kernels.linear.triton_small_m_gemm import load, weight_tile
+from penstock.kernels.triton_pdl import launch_dependents, prefetch_rows, wait
 
 
 @triton.jit

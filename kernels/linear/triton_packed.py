@@ -9,14 +9,9 @@ integers, and multiplied by the scale in float32.
 import triton
 import triton.language as tl
 
-from penstock.kernels.linear.triton_small_m_gemm import (
-    _merge,
-    load_residual,
-    prefetch,
-    store_result,
-)
+from penstock.kernels.linear.triton_epilogue import load_residual, merge, store_result
 from penstock.kernels.quantize import packed
-from penstock.kernels.triton_pdl import PDL, launch_dependents, wait
+from penstock.kernels.triton_pdl import PDL, launch_dependents, prefetch, wait
 
 BLOCK = tl.constexpr(packed.BLOCK)
 ZERO_BITS = tl.constexpr(packed.ZERO_BITS)
@@ -245,7 +240,7 @@ def packed_gemm_kernel(
     exists = (row < num_rows) & (column < N)[:, None]
     at = row.to(tl.int64) * N + column[:, None]
     if SPLIT:
-        _merge(
+        merge(
             acc, acc_up, 0.0, 1.0, 1.0, partials, counters, residual, out,
             at, row, exists, num_rows.to(tl.int64) * N, num_rows, K, 0.0, False, SWIGLU, ADD,
         )  # fmt: skip

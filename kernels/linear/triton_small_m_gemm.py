@@ -16,42 +16,29 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.linear.triton_block_scales import scaled_tile
+from penstock.kernels.linear.triton_epilogue import (
+    load_residual,
+    load_scales,
+    merge,
+    norm_factor,
+    store_result,
+)
 from penstock.kernels.quantize.triton_e4m3 import widen
-from penstock.kernels.triton_pdl import PDL, launch_dependents, wait
-
-LINE = tl.constexpr(128)
-"""bytes of one prefetch into the L2"""
-MAX_SPLIT_K = tl.constexpr(8)
+from penstock.kernels.triton_pdl import launch_dependents, prefetch_rows, wait
 
 
 @triton.jit
-def prefetch(addresses):
-    """Prefetch the lines at addresses into the L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def _indices(rows, stride, BK: tl.constexpr, SLICES: tl.constexpr):
+    """Return indices of a tile, [.., rows, 1] and [.., 1, BK], with a leading slice if SLICES.
 
-
-@triton.jit
-def prefetch_rows(weight, rows, begin, end, K, COUNT: tl.constexpr):
-    """Prefetches `COUNT` elements of each row from `begin` on into the L2."""
-    if PDL:
-        PER_LINE: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
-        LINES: tl.constexpr = (COUNT + PER_LINE - 1) // PER_LINE
-        k = tl.minimum(begin + tl.arange(0, LINES) * PER_LINE, end - 1)
-        prefetch(weight + rows[:, None] * K + k[None, :])
-
-
-@triton.jit
-def _indices(rows, BK: tl.constexpr, SLICES: tl.constexpr):
-    """Return indices of a tile, [.., rows, 1] and [.., 1, BK], with a leading slice if SLICES."""
+    stride: from a slice to the next.
+    """
     k = tl.arange(0, BK)
     if SLICES == 1:
         return rows[:, None], k[None, :]
     else:
         slices = tl.arange(0, SLICES)
-        return rows[None, :, None], slices[:, None, None] * BK + k[None, None, :]
+        return rows[None, :, None], slices[:, None, None] * stride + k[None, None, :]
 
 
 @triton.jit
@@ -66,12 +53,15 @@ def load(at, inside, EVEN: tl.constexpr):
 @triton.jit
 def weight_tile(
     at, inside, scale, rows, first, K,
-    EVEN: tl.constexpr, BLOCKS: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
+    EVEN: tl.constexpr, BLOCKS: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, stride=0,
 ):  # fmt: skip
-    """Load a tile of a weight's rows; BLOCKS: scaled by its blocks, in float32."""
+    """Load a tile of a weight's rows; BLOCKS: scaled by its blocks, in float32.
+
+    stride: of slices.
+    """
     tile = widen(load(at, inside, EVEN))
     if BLOCKS:
-        tile = scaled_tile(tile, scale, rows, first, K, BK, SLICES)
+        tile = scaled_tile(tile, scale, rows, first, stride, K, BK, SLICES)
     return tile
 
 
@@ -84,7 +74,7 @@ def _dot(x, weight, acc, SLICES: tl.constexpr):
 
 
 @triton.jit
-def _scaled(
+def scaled(
     x_tile, norm_weight, squares, NORM: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr
 ):  # fmt: skip
     """Return x times the norm's weight, and the sums of x's squares in 8 equal columns.
@@ -100,10 +90,30 @@ def _scaled(
 
 
 @triton.jit
-def _reduced(acc, acc_up, squares, SLICES: tl.constexpr):
+def in_turn(sums):
+    """Return the sums [ROWS, ..] of four slices from [4, ROWS, ..], added in their order."""
+    last = tl.permute(sums, (1, 2, 0))
+    even, odd = tl.split(tl.reshape(last, (last.shape[0], last.shape[1], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first + second + third + fourth
+
+
+@triton.jit
+def _total_of_slices(sums, RANGED: tl.constexpr):
+    return in_turn(sums) if RANGED else tl.sum(sums, 0)
+
+
+@triton.jit
+def _reduced(
+    acc, acc_up, squares,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, SLICES: tl.constexpr, RANGED: tl.constexpr,
+):  # fmt: skip
     """Return sums over the slices, and one column of the squares."""
     if SLICES > 1:
-        acc, acc_up, squares = tl.sum(acc, 0), tl.sum(acc_up, 0), tl.sum(squares, 0)
+        acc = _total_of_slices(acc, RANGED)
+        acc_up = _total_of_slices(acc_up, RANGED) if SWIGLU else acc
+        squares = _total_of_slices(squares, RANGED) if NORM else acc
     return acc, acc_up, tl.max(squares, 1)[:, None]
 
 
@@ -114,151 +124,85 @@ def _whole_products(
     BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Compute `_products` of one tile, whose weights are read before previous kernels end."""
-    m, k = _indices(tl.arange(0, BM), BK, SLICES)
-    n, _ = _indices(weight_rows, BK, SLICES)
+    m, k = _indices(tl.arange(0, BM), BK, BK, SLICES)
+    n, _ = _indices(weight_rows, BK, BK, SLICES)
     inside = begin + k < end
     tile = weight_tile(
-        weight + n * K + begin + k, inside, scale, weight_rows, begin, K, EVEN, BLOCKS, BK, SLICES
-    )
+        weight + n * K + begin + k, inside, scale, weight_rows, begin, K, EVEN, BLOCKS, BK, SLICES,
+        BK,
+    )  # fmt: skip
     up = tile
     if SWIGLU:
         up_at, up_rows = weight + (n + N) * K + begin + k, weight_rows + N
-        up = weight_tile(up_at, inside, scale, up_rows, begin, K, EVEN, BLOCKS, BK, SLICES)
+        up = weight_tile(up_at, inside, scale, up_rows, begin, K, EVEN, BLOCKS, BK, SLICES, BK)
     factor = load(norm_weight + begin + k, inside, EVEN) if NORM else 1.0
     wait()
     x_at = x + m * K + begin + k
     x_tile = tl.load(x_at, m < num_rows if EVEN else (m < num_rows) & inside, 0.0)
     squares = tl.zeros((BM, 8) if SLICES == 1 else (SLICES, BM, 8), tl.float32)
-    x_tile, squares = _scaled(x_tile, factor, squares, NORM, BK, SLICES)
+    x_tile, squares = scaled(x_tile, factor, squares, NORM, BK, SLICES)
     zeros = tl.zeros((BM, BN) if SLICES == 1 else (SLICES, BM, BN), tl.float32)
     acc = _dot(x_tile, tile, zeros, SLICES)
     acc_up = _dot(x_tile, up, zeros, SLICES) if SWIGLU else zeros
-    return _reduced(acc, acc_up, squares, SLICES)
+    return _reduced(acc, acc_up, squares, NORM, SWIGLU, SLICES, False)
 
 
 @triton.jit
 def _products(
-    x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K,
+    x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, stride, N, K,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+    BK: tl.constexpr, SLICES: tl.constexpr, RANGED: tl.constexpr, EVEN: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Return sums over [begin, end): of gate (or the only product), of up, of the squares of x."""
+    """Return sums over [begin, end): of gate (or the only product), of up, of the squares of x.
+
+    stride: of the slices. RANGED: each slice is a range that begins there.
+    """
     wait()
-    m, k = _indices(tl.arange(0, BM), BK, SLICES)
-    n, _ = _indices(weight_rows, BK, SLICES)
+    m, k = _indices(tl.arange(0, BM), stride, BK, SLICES)
+    n, _ = _indices(weight_rows, stride, BK, SLICES)
     x_at = x + m * K + k
     weight_at = weight + n * K + k
     up_at = weight + (n + N) * K + k
     acc = tl.zeros((BM, BN) if SLICES == 1 else (SLICES, BM, BN), tl.float32)
     acc_up = acc
     squares = tl.zeros((BM, 8) if SLICES == 1 else (SLICES, BM, 8), tl.float32)
-    for first in tl.range(begin, end, BK * SLICES):
+    for first in tl.range(begin, end, BK if RANGED else BK * SLICES):
         inside = first + k < end
         x_tile = tl.load(x_at + first, m < num_rows if EVEN else (m < num_rows) & inside, 0.0)
         factor = load(norm_weight + first + k, inside, EVEN) if NORM else 1.0
-        x_tile, squares = _scaled(x_tile, factor, squares, NORM, BK, SLICES)
+        x_tile, squares = scaled(x_tile, factor, squares, NORM, BK, SLICES)
         tile = weight_tile(
-            weight_at + first, inside, scale, weight_rows, first, K, EVEN, BLOCKS, BK, SLICES
-        )
+            weight_at + first, inside, scale, weight_rows, first, K, EVEN, BLOCKS, BK, SLICES,
+            stride,
+        )  # fmt: skip
         acc = _dot(x_tile, tile, acc, SLICES)
         if SWIGLU:
             up_rows = weight_rows + N
             up = weight_tile(
-                up_at + first, inside, scale, up_rows, first, K, EVEN, BLOCKS, BK, SLICES
+                up_at + first, inside, scale, up_rows, first, K, EVEN, BLOCKS, BK, SLICES, stride
             )
             acc_up = _dot(x_tile, up, acc_up, SLICES)
-    return _reduced(acc, acc_up, squares, SLICES)
-
-
-@triton.jit
-def load_residual(residual, at, exists, ADD: tl.constexpr):
-    """Return the residual in float32, or 0 without ADD."""
-    return tl.load(residual + at, exists, 0.0).to(tl.float32) if ADD else 0.0
-
-
-@triton.jit
-def norm_factor(squares, K, eps, NORM: tl.constexpr):
-    """Return the norm's factor of a row from the sum of its squares, 1 without NORM."""
-    return tl.rsqrt(squares / K + eps) if NORM else 1.0
-
-
-@triton.jit
-def load_scales(scale, column, N, SWIGLU: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the scales of the columns of gate (or the only product) and of up."""
-    if scale is None or BLOCKS:
-        return 1.0, 1.0
-    else:
-        gate = tl.load(scale + column, column < N, 0.0)
-        return gate, tl.load(scale + N + column, column < N, 0.0) if SWIGLU else gate
-
-
-@triton.jit
-def store_result(
-    acc, acc_up, norm, scale, up_scale, more, out, at, exists, SWIGLU: tl.constexpr
-):  # fmt: skip
-    """Store `more + act(norm * scale * acc)`; SWIGLU: acc is the gate's sums, acc_up up's."""
-    acc = acc * norm * scale
-    if SWIGLU:
-        acc = acc / (1 + tl.exp(-acc)) * (acc_up * norm * up_scale)
-    acc += more
-    tl.store(out + at, acc.to(out.dtype.element_ty), exists)
-
-
-@triton.jit
-def _total(partials, at, exists, size):
-    """Return the sum over all splits, in their order: always the same bits."""
-    total = tl.load(partials + at, exists, 0.0, cache_modifier=".cg")
-    for split in tl.static_range(1, MAX_SPLIT_K):  # unrolled: all loads are in flight at once
-        place = split * size + at
-        there = exists & (place < tl.num_programs(1) * size)
-        total += tl.load(partials + place, there, 0.0, cache_modifier=".cg")
-    return total
-
-
-@triton.jit
-def _merge(
-    acc, acc_up, squares, scale, up_scale, partials, counters, residual, out,
-    at, row, exists, size, num_rows, K, eps,
-    NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    """Add the sums of all splits, in the last program of a tile."""
-    split = tl.program_id(1)
-    ups = partials + tl.num_programs(1) * size
-    row_squares = ups + tl.num_programs(1) * size if SWIGLU else ups
-    tl.store(partials + split * size + at, acc, exists)
-    if SWIGLU:
-        tl.store(ups + split * size + at, acc_up, exists)
-    if NORM:  # the tiles of other columns write the same bits to the same place
-        tl.store(row_squares + split * num_rows + row, squares, row < num_rows)
-    tl.debug_barrier()  # all threads' stores come before the one thread's release
-    counter = counters + tl.program_id(0)
-    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
-        more = load_residual(residual, at, exists, ADD)
-        acc = _total(partials, at, exists, size)
-        if SWIGLU:
-            acc_up = _total(ups, at, exists, size)
-        if NORM:
-            squares = _total(row_squares, row, row < num_rows, num_rows)
-        norm = norm_factor(squares, K, eps, NORM)
-        store_result(acc, acc_up, norm, scale, up_scale, more, out, at, exists, SWIGLU)
-        tl.store(counter, 0)
+    return _reduced(acc, acc_up, squares, NORM, SWIGLU, SLICES, RANGED)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def small_m_gemm_kernel(
-    x, norm_weight, weight, scale, residual, out, partials, counters, num_rows, N, K, eps,
+    x, norm_weight, weight, scale, residual, out, partials, counters, num_rows, N, K, range_size,
+    eps,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    RANGED: tl.constexpr, EVEN: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
+    PREFETCH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Compute BN columns of out over one range of the inner dimension in each program.
 
     NORM: the kernel computes the norm of x. SPLIT: programs on axis 1 are ranges, up to
     MAX_SPLIT_K. EVEN: BK * SLICES divides K. WHOLE: a range is one tile. SLICES: warps that divide
     BK * SLICES elements, each with all rows and columns, since a tile of few rows and columns keeps
-    only one warp busy. EARLY: the next kernel may overlap this kernel; after a long product, its
-    programs would take the free places instead of the places that keep all SMs equally busy.
+    only one warp busy. RANGED: each slice is a range of `range_size` elements instead. EARLY: the
+    next kernel may overlap this kernel; after a long product, its programs would take the free
+    places instead of the places that keep all SMs equally busy.
     """
     if EARLY:
         launch_dependents()
@@ -277,16 +221,21 @@ def small_m_gemm_kernel(
             x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K,
             NORM, SWIGLU, BM, BN, BK, SLICES, EVEN, BLOCKS,
         )  # fmt: skip
+    elif RANGED:
+        acc, acc_up, squares = _products(
+            x, norm_weight, weight, scale, weight_rows, num_rows, 0, range_size, range_size, N, K,
+            NORM, SWIGLU, BM, BN, BK, SLICES, True, EVEN, BLOCKS,
+        )  # fmt: skip
     else:
         acc, acc_up, squares = _products(
-            x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K,
-            NORM, SWIGLU, BM, BN, BK, SLICES, EVEN, BLOCKS,
+            x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, BK, N, K,
+            NORM, SWIGLU, BM, BN, BK, SLICES, False, EVEN, BLOCKS,
         )  # fmt: skip
     row = tl.arange(0, BM)[:, None]
     exists = (row < num_rows) & (column < N)[None, :]
     at = row.to(tl.int64) * N + column[None, :]
     if SPLIT:
-        _merge(
+        merge(
             acc, acc_up, squares, gate_scale, up_scale, partials, counters, residual, out,
             at, row, exists, num_rows.to(tl.int64) * N, num_rows, K, eps, NORM, SWIGLU, ADD,
         )  # fmt: skip

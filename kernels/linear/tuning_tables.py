@@ -163,7 +163,7 @@ def _is_valid(config: GemmConfig) -> bool:
     powers = config.bn, config.bk, config.num_warps, max(config.prefetch, 1)
     return (
         all(number > 0 and not number & (number - 1) for number in powers)
-        and config.kernel in ("mma", "slices", "gemv")
+        and config.kernel in ("mma", "slices", "ranges", "gemv")
         and 1 <= config.split_k <= 8
         and config.num_warps <= 16
         and 1 <= config.num_stages <= 8

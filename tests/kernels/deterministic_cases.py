@@ -6,6 +6,9 @@ import torch
 
 from tests.kernels import launch_cases as cases
 
+SMALL = (("norm", 4096, 1024), ("add", 1024, 2048), ("swiglu", 6144, 1024))
+"""products whose weights have four ranges (kind, rows of the weight, inner dimension)"""
+
 
 def deterministic(is_fp8: bool) -> None:
     """Launch products and attention whose bits do not depend on other rows."""
@@ -14,10 +17,11 @@ def deterministic(is_fp8: bool) -> None:
     from penstock.kernels.linear.deterministic import multiply
 
     rows = 1, 64, 200, 4096
-    for (kind, num_weights, inner), number in product(cases.PRODUCTS, rows):
+    for (kind, num_weights, inner), number in product((*SMALL, *cases.PRODUCTS), rows):
         residual = cases.numbers(number, num_weights) if kind == "add" else None
         weight = cases.weight_of(is_fp8, num_weights, inner)
-        multiply(kind, cases.numbers(number, inner), weight, None, 0.0, residual)
+        norm_weight = None if kind == "add" else cases.numbers(inner)
+        multiply(kind, cases.numbers(number, inner), weight, norm_weight, 0.0, residual)
     for heads, kv_heads, block_size in cases.ATTENTION:
         cases.decode(heads, kv_heads, block_size, 16, is_fp8, FixedSplitDecode)
         cache = cases.cache_of(block_size, kv_heads, is_fp8)

@@ -11,11 +11,13 @@ from penstock.kernels.linear.deterministic import (
     RangedTile,
     config_of,
     launch_ranged,
+    multiply,
     num_ranges,
     tile_of,
 )
 from penstock.kernels.linear.gemm_candidates import SIZES, GemmShape, shapes
 from penstock.kernels.linear.gemm_config import GemmConfig
+from penstock.kernels.linear.linear import linear_add, norm_linear, norm_swiglu
 from penstock.kernels.linear.small_m_gemm import Product, launch
 from penstock.kernels.quantize.quantize import quantize
 from penstock.kernels.quantize.types import BLOCK, Quantized
@@ -75,6 +77,54 @@ def test_a_row_has_the_same_bits_for_every_number_of_rows(
         assert torch.equal(few.out, out[-rows:]), rows
 
 
+@pytest.mark.parametrize("kind", ["add", "norm", "swiglu"])
+@pytest.mark.parametrize("inner", [512, 1536])
+def test_small_weights_have_a_warp_for_each_range(
+    device: str, dtype: torch.dtype, kind: str, inner: int
+) -> None:
+    """A row has the same bits in all kernels: alone, with up to 16 others, with many."""
+    columns, eps = 40, 1e-6
+    num_weights = columns * (2 if kind == "swiglu" else 1)
+    shape = GemmShape(kind, num_weights, inner)
+    assert num_ranges(shape) == 4
+    weight = (torch.randn(num_weights, inner) / inner**0.5).to(device, dtype)
+    x = (torch.randn(MANY, inner) * torch.exp(torch.randn(MANY, 1))).to(device, dtype)
+    residual = norm_weight = None
+    if kind == "add":
+        residual = torch.randn(MANY, columns).to(device, dtype)
+    else:
+        norm_weight = (torch.rand(inner) + 0.5).to(device, dtype)
+    whole = multiply(kind, x, weight, norm_weight, eps, residual)
+    for rows in (1, 3, 16, 17, 64):
+        some = residual if residual is None else residual[-rows:].contiguous()
+        few = multiply(kind, x[-rows:].contiguous(), weight, norm_weight, eps, some)
+        assert torch.equal(few, whole[-rows:]), rows
+    x, weight = x.cpu().float(), weight.cpu().float()
+    if residual is not None:
+        expected = linear_add(x, weight, residual.cpu().float())
+    else:
+        assert norm_weight is not None
+        function = norm_swiglu if kind == "swiglu" else norm_linear
+        expected = function(x, norm_weight.cpu().float(), eps, weight)  # type: ignore[assignment]
+    torch.testing.assert_close(whole.cpu().float(), expected, rtol=0.02, atol=0.02)
+
+
+def test_tile_sizes_change_no_bit(device: str, dtype: torch.dtype) -> None:
+    """In the kernel of few rows, and in both loops of the kernel of many rows."""
+    x, weight = torch.randn(16, 512).to(device, dtype), torch.randn(40, 512).to(device, dtype)
+    product = Product(x, weight, torch.full((16, 40), torch.nan, device=device, dtype=dtype))
+    launch(product, GemmConfig("ranges", 8, 512, 1, 4, 2, 0))
+    expected = product.out.clone()
+    launch(
+        product._replace(out=product.out.fill_(torch.nan)),
+        GemmConfig("ranges", 32, 128, 1, 4, 3, 64),
+    )
+    assert torch.equal(product.out, expected)
+    for tile in (TILE, RangedTile(16, 32, 4, 2, 128, one_loop=True)):
+        launch_ranged(product._replace(out=product.out.fill_(torch.nan)), 4, tile)
+        assert torch.equal(product.out, expected)
+
+
 def test_the_order_of_the_ranges_shows_in_the_bits(device: str, dtype: torch.dtype) -> None:
     """Otherwise the test before could not fail."""
     x, weight = torch.randn(2, 64, 256).to(device, dtype)
@@ -92,9 +142,14 @@ def test_the_ranges_depend_on_the_weight_only(device: Device) -> None:
         ranges = num_ranges(shape)
         for rows, weight_bytes in itertools.product((1, 16, 17, 32, 33, 64), (1, 2)):
             config = config_of(shape, rows, weight_bytes, device)
-            assert config.split_k == ranges
-            assert ranges == 1 or shape.inner % (config.bk * ranges) == 0
+            if config.kernel == "ranges":
+                assert config.num_warps == ranges == 4
+                assert shape.inner % config.bk == 0
+            else:
+                assert config.split_k == ranges
+                assert ranges == 1 or shape.inner % (config.bk * ranges) == 0
             assert ranges == 1 or shape.inner % (deterministic.BK * ranges) == 0
-        for rows, weights in itertools.product((65, 500, 8192), (1, 2)):
+        for rows, weights in itertools.product((17, 64, 65, 500, 8192), (1, 2)):
             tile_of(rows, shape.num_columns, ranges > 1, weights, device)
-    assert [num_ranges(one) for one in shapes("0.6B")] == [1, 4, 1, 4, 1]
+    assert [num_ranges(one) for one in shapes("0.6B")] == [4, 4, 4, 4, 1]
+    assert [num_ranges(one) for one in shapes("8B")] == [1, 1, 1, 1, 1]

@@ -28,7 +28,7 @@ def test_the_fastest_tile_sizes_are_estimated_near_the_best() -> None:
     ratios = []
     for *product, config in MEASURED:
         best = cheapest(*product, H200)
-        if config and best:
+        if config and config.kernel != "ranges" and best:  # which the estimate does not choose
             outside = config._replace(norm_inside=False)
             ratios.append(cost(*product, outside, H200) / cost(*product, best, H200))
     ratios.sort()

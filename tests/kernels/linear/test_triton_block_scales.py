@@ -26,6 +26,7 @@ SLICED = GemmConfig("slices", 16, 1024, 1, 4, 1, 0)
         ("swiglu", 17, 272, 128, CONFIGS["slices"]),
         ("plain", 3, 400, 144, WIDE),
         ("swiglu", 3, 400, 128, SLICED),
+        ("norm", 3, 1024, 144, GemmConfig("ranges", 16, 256, 1, 4, 2, 0, norm_inside=True)),
         ("swiglu", 3, 272, 128, SPLITS["mma by 2"]),
         ("add", 3, 272, 144, SPLITS["slices by 3"]),
         on_gpu("swiglu", 64, 1024, 3072, GemmConfig("mma", 64, 128, 2, 4, 3, 0)),
