@@ -2,12 +2,14 @@
 
 import socket
 import threading
+from typing import Any
 
 import pytest
 
 from penstock.protocol.client import session
 from penstock.services.http.responses.session import Session
 from penstock.services.http.shared.connections import Limits
+from penstock.services.http.shared.websocket import LimitedWebSocket
 from tests.services.http.conftest import NUM_AT_START, Served
 from tests.services.http.flood import flood
 from tests.services.http.shared.test_connections import (
@@ -93,9 +95,19 @@ def test_a_message_of_endless_frames(serve: Serve, connect: Connect, piece: byte
 
 @pytest.mark.parametrize("piece", [frame(0x89, b"x" * 125), frame(0x81)])
 def test_a_client_that_sends_and_does_not_read(
-    serve: Serve, connect: Connect, piece: bytes
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch, piece: bytes
 ) -> None:
-    """Replies to pings and errors must not pile up for a client that does not read."""
+    """Replies to pings and errors must not pile up for a client that does not read.
+
+    It does not answer the end of the connection, either, for which uvicorn waits 10 s.
+    """
+
+    def connection_made(self: LimitedWebSocket, transport: Any) -> None:
+        made(self, transport)
+        self.close_timeout = 0.3
+
+    made = LimitedWebSocket.connection_made
+    monkeypatch.setattr(LimitedWebSocket, "connection_made", connection_made)
     connection = opened(serve(limits=Limits(write_seconds=0.3)), connect)
     assert sent_until_closed(connection, piece * 1000) < FAR_TOO_MUCH
 
