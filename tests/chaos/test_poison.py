@@ -17,7 +17,8 @@ PROMPT = count_prompt(1, 100)
 WORKER = Path(__file__).with_name("poison_worker.py")
 
 
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dp", [1, 2])
 def test_poison_is_given_up_and_the_others_are_right(
     pipeline: Callable[..., Pipeline],  # noqa: F811
     tmp_path: Path,

@@ -1,10 +1,10 @@
 """Compiles launches of the kernels for a GPU that need not be there.
 
 Run as a program, without Triton's interpreter: `compile_launches.py ARCHITECTURES [COMPILED]`
-writes one line of JSON for each launch. With COMPILED, only the largest launches are compiled, and
-only for this architecture, without the kernels of `SLOW`; the others are listed. Each architecture
-has a process of its own, forked after the slow imports, because the kernels read the GPU's
-properties when they are imported. As many run at once as there are cores.
+writes one line of JSON for each launch. With COMPILED, only one launch of each kernel of `SAMPLE`
+is compiled, and only for this architecture; the others are listed. Each architecture has a process
+of its own, forked after the slow imports, because the kernels read the GPU's properties when they
+are imported. As many run at once as there are cores.
 """
 
 import contextlib
@@ -31,21 +31,8 @@ GPUS = {
     100: "sm_100,shared=227,sms=148",
     120: "sm_120,shared=99,sms=170",
 }
-LARGE = {
-    "_decode_kernel",
-    "_prefill_attention_kernel",
-    "multiply",
-    "_block_product",
-    "_weight_only_kernel",
-    "packed_gemm_kernel",
-    "multiply_packed",
-    "decode_kernel",
-    "prefill_kernel",
-    "ranged_gemm_kernel",
-}
-"""kernels whose tiles may be too large for a GPU"""
-SLOW = {"_prefill_attention_kernel", "prefill_kernel", "decode_kernel"}
-"""those of `LARGE` that take three to seven seconds to compile"""
+SAMPLE = {"_block_product", "packed_gemm_kernel"}
+"""kernels with large tiles that `make test` compiles, in a second each"""
 CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia/bin/cuobjdump"
 
 
@@ -118,14 +105,14 @@ def compiled(launch: Launch, target: GPUTarget) -> dict[str, Any]:
     }
 
 
-def largest(launches: Launches) -> set[int]:
-    """Return the ids of one launch of each kernel with large tiles, the last one in its case."""
+def sample(launches: Launches) -> set[int]:
+    """Return the ids of one launch of each kernel of `SAMPLE`, the last one in its case."""
     last = {
         launch.source.fn.fn.__name__: id(launch)
         for launch in launches.found.values()
         if launch.options["case"] != "float16"
     }
-    return {last[name] for name in (LARGE - SLOW) & last.keys()}
+    return {last[name] for name in SAMPLE & last.keys()}
 
 
 def main() -> None:
@@ -149,7 +136,7 @@ def _compile(arch: int, only: list[int], record: Callable[[Launches], None]) -> 
     launches = Launches(arch)
     with torch.device("meta"), launches.recorded():
         record(launches)
-    chosen = largest(launches) if arch in only else set()
+    chosen = sample(launches) if arch in only else set()
     for launch in launches.found.values():
         report = describe(launch, arch)
         if not only or id(launch) in chosen:

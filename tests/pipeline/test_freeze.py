@@ -11,7 +11,7 @@ from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, MAX_MISSED_H
 from tests.pipeline.conftest import Pipeline
 from tests.tools.demo.tasks import answer_to, count_prompt
 
-pytestmark = pytest.mark.pipeline
+pytestmark = [pytest.mark.pipeline, pytest.mark.long]
 PROMPT = count_prompt(1, 100)
 
 

@@ -142,6 +142,7 @@ def test_files_outlive_the_pipeline_and_damaged_ones_are_computed_again(
     served.wait_for(r"worker\.1 +\| W KV blocks in .* is damaged; its block is computed again")
 
 
+@pytest.mark.long
 def test_other_layouts_change_nothing(
     first: Answers, folder: Path, pipeline: Callable[..., Pipeline]
 ) -> None:
@@ -154,6 +155,7 @@ def test_other_layouts_change_nothing(
     assert {used} < set(folder.iterdir())
 
 
+@pytest.mark.long
 def test_tiers_end_with_their_processes_where_no_memory_can_be_kept(
     first: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

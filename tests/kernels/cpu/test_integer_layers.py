@@ -88,7 +88,10 @@ COMBINATIONS = [
     for number, target in enumerate(TARGETS)
     for at, group in enumerate(GROUPS)
 ]
-"""each target and each kind of group with another one; all of them in `make test-long`"""
+"""each target and each kind of group with another one; all of them in `make test-long`
+
+What one test has compiled the others find in the cache.
+"""
 
 
 @pytest.mark.parametrize(("make_target", "group_size", "has_shift"), COMBINATIONS)
@@ -108,9 +111,10 @@ def test_products_of_activations_of_8_bits_are_exact(
     torch.testing.assert_close(result.double(), expected, rtol=2e-6, atol=2e-5)
 
 
-@pytest.mark.parametrize(("group_size", "has_shift"), GROUPS)
+@pytest.mark.parametrize(
+    ("make_target", "group_size", "has_shift"), COMBINATIONS[: 2 * len(GROUPS)]
+)
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("make_target", [compiler.host, avx2])
 def test_activations_are_rounded_to_the_nearest(
     make_target: Callable[[], compiler.Target], bits: int, group_size: int, has_shift: bool
 ) -> None:
@@ -123,8 +127,14 @@ def test_activations_are_rounded_to_the_nearest(
     assert 0.001 < rms(result - exact) / rms(exact) < MAX_ERROR
 
 
-@pytest.mark.parametrize("bits", [8, 4, MIXED])
-@pytest.mark.parametrize("make_target", [compiler.host, avx2])
+@pytest.mark.parametrize(
+    ("make_target", "bits"),
+    [
+        *((compiler.host, bits) for bits in (8, 4, MIXED)),
+        (avx2, MIXED),
+        *(pytest.param(avx2, bits, marks=pytest.mark.long) for bits in (8, 4)),
+    ],
+)
 def test_layers_of_integers_are_close_to_the_reference(
     make_target: Callable[[], compiler.Target], bits: int
 ) -> None:

@@ -1,5 +1,7 @@
 """Compilation for CPUs that are not here: code is emitted, which only such a CPU can run."""
 
+import itertools
+
 import llvmlite.binding as llvm
 import pytest
 
@@ -22,11 +24,12 @@ CPUS = {
 
 
 KINDS = Kinds(("bf16",), "bf16", "bf16"), INTEGERS
+QUICK = ("neoverse-n1", INTEGERS), ("skylake-avx512", KINDS[0])
 COMBINATIONS = [
-    pytest.param(name, kinds, marks=pytest.mark.slow if number % 2 == at else pytest.mark.long)
-    for number, name in enumerate(CPUS)
-    for at, kinds in enumerate(KINDS)
+    pytest.param(*one, marks=pytest.mark.slow if one in QUICK else pytest.mark.long)
+    for one in itertools.product(CPUS, KINDS)
 ]
+"""both architectures and both kinds; all of them in `make test-long`"""
 
 
 @pytest.mark.parametrize(("name", "kinds"), COMBINATIONS)

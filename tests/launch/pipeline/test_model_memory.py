@@ -99,8 +99,14 @@ def test_what_fits() -> None:
     assert need.num_tokens(need.weights) == 0
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("quantize_lm_head", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "quantize_lm_head"),
+    [
+        (8, False),
+        (4, True),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in ((8, True), (4, False))),
+    ],
+)
 def test_integers_are_the_compiled_ones(bits: int, quantize_lm_head: bool) -> None:
     config = read_model_config(DEMO)
     layout = Layout(on_gpus=False, integer_bits=bits, quantize_lm_head=quantize_lm_head)
