@@ -23,12 +23,7 @@ from penstock.launch.pipeline.procfile import (
     process_names,
     read_procfile,
 )
-from penstock.launch.pipeline.run_folder import (
-    answers,
-    claim,
-    control_endpoint,
-    remove_socket,
-)
+from penstock.launch.pipeline.run_folder import answers, claim, control_endpoint, remove_socket
 from penstock.launch.pipeline.several_models import (
     NextModel,
     check_names,
@@ -37,12 +32,7 @@ from penstock.launch.pipeline.several_models import (
 )
 from penstock.launch.supervisor.local import LocalProcesses
 from penstock.launch.supervisor.supervisor import MakeProcesses, Supervisor
-from penstock.protocol.checkpoint import (
-    ModelConfig,
-    ModelError,
-    check_tp,
-    read_model_config,
-)
+from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read_model_config
 from penstock.protocol.checkpoint_files import check_files
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.client.failover import check_addresses

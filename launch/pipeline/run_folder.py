@@ -80,7 +80,8 @@ def _remove_if_left(folder: Path) -> None:
     except OSError:  # no pipeline of `launch`
         return
     try:
-        if _try_lock(lock, fcntl.LOCK_EX):
+        # another runner's processes, which hold no lock, may use the folder of a killed pipeline
+        if _try_lock(lock, fcntl.LOCK_EX) and not any(map(answers, folder.rglob("*"))):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 remove_socket(read_config(folder / CONFIG_FILE).endpoint)
             shutil.rmtree(folder, ignore_errors=True)
@@ -125,8 +126,9 @@ def _lock(config: Config) -> int:
         path = make_run_folder(config) / LOCK_FILE
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         _check_space(path.parent)
-    if not _try_lock(lock, fcntl.LOCK_EX):
-        raise LaunchError(f"a pipeline {config.name!r} runs already; --name gives another name")
+    while not _try_lock(lock, fcntl.LOCK_EX):
+        if not _try_lock(lock, fcntl.LOCK_SH):  # otherwise a command reads it for a moment
+            raise LaunchError(f"a pipeline {config.name!r} runs already; --name gives another name")
     if not path.exists() or not os.path.samestat(os.fstat(lock), path.stat()):
         os.close(lock)  # its last holder has just removed it
         return _lock(config)

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -38,9 +40,13 @@ sys.stdin.read()
 
 
 @pytest.fixture(autouse=True)
-def _without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_linux(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hide them, in a folder that no pipeline of another test sweeps."""
     monkeypatch.setenv("PYTHONPATH", str(WITHOUT))
     subprocess.run([sys.executable, "-P", "-c", CHECK], check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield
 
 
 def gone(processes: list[psutil.Process]) -> bool:

@@ -1,5 +1,6 @@
 """Discovery of running pipelines."""
 
+import fcntl
 import os
 import select
 import shutil
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from penstock.launch.pipeline import run_folder as run_folder_module
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.run_folder import (
     LOCK_FILE,
     claim,
+    is_running,
     restore_config,
     running_config,
     stop,
@@ -86,6 +89,39 @@ def test_the_next_pipeline_of_any_name_sweeps_away_what_a_killed_one_left(tmp_pa
         with claim(CONFIG):
             assert not run_folder("killed").exists()
         assert clients.is_socket()
+
+
+def test_processes_of_another_runner_keep_the_folder_of_a_killed_pipeline() -> None:
+    """They hold no lock, but listen."""
+    subprocess.run([sys.executable, "-P", "-c", KILLED], check=False)
+    with socket.socket(socket.AF_UNIX) as gateway:
+        gateway.bind(str(run_folder("killed") / "gateway"))
+        gateway.listen()
+        with claim(CONFIG):
+            assert run_folder("killed").exists()
+    with claim(CONFIG):
+        assert not run_folder("killed").exists()
+
+
+def test_a_command_that_looks_for_a_pipeline_does_not_refuse_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = run_folder("x")
+    folder.mkdir(parents=True)
+    reader = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_CREAT)
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    try_lock = run_folder_module._try_lock
+
+    def try_and_leave(lock: int, kind: int) -> bool:
+        found = try_lock(lock, kind)
+        if kind == fcntl.LOCK_SH:
+            fcntl.flock(reader, fcntl.LOCK_UN)
+        return found
+
+    monkeypatch.setattr(run_folder_module, "_try_lock", try_and_leave)
+    with claim(CONFIG):
+        assert is_running("x")
+    os.close(reader)
 
 
 def test_pipelines_that_start_at_once_do_not_refuse_one_another() -> None:
