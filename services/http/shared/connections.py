@@ -119,6 +119,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         """of the arriving request: its URL and its complete headers"""
         self._is_stopping = False
+        self._cycles: list[Any] = []
         self._begin_arrival()
         self.without_request[self] = None
         if len(self.connections) > self.limits.max_connections:
@@ -128,6 +129,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._end_arrival()
         self._write_timer.stop()
         self.without_request.pop(self, None)
+        for cycle in self._cycles:  # uvicorn tells only the last one
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -179,6 +183,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.opens_websocket:
             return
+        self._cycles = [one for one in self._cycles if not one.response_complete] + [self.cycle]
         self.cycle.keep_alive = self.cycle.keep_alive and not self._is_stopping
         self.scope[WRITER] = ChunkWriter(self.cycle, self.burst)  # type: ignore[literal-required]
         if self.scope["http_version"] != "1.1":
@@ -194,8 +199,7 @@ class LimitedProtocol(HttpToolsProtocol):
         given = (self.parser.get_method(), path, self.parser.get_http_version())
         is_idle = self.cycle is None or self.cycle.response_complete
         is_meant = given == route and self._get_upgrade() == b"websocket"
-        is_idle = is_idle and not self.flow.write_paused
-        return is_meant and is_idle and not self._is_stopping
+        return is_meant and is_idle and not (self.flow.write_paused or self._is_stopping)
 
     def handle_websocket_upgrade(self) -> None:
         self._end_arrival()
@@ -221,8 +225,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         """Close the connection after its requests, one that may be arriving included."""
         self._is_stopping = True
-        has_request = self.cycle is not None and not self.cycle.response_complete
-        if self._read_timer and not has_request:
+        if self._read_timer and (self.cycle is None or self.cycle.response_complete):
             self.loop.call_later(LAST_REQUEST, super().shutdown)
         else:
             super().shutdown()

@@ -25,7 +25,8 @@ def test_parts_follow_one_another_from_the_start_of_the_process(
 
 
 def test_the_start_is_right_to_a_tick_of_the_clock() -> None:
-    imports = "import os, time, psutil\nfrom pathlib import Path\n"  # without torch, which takes long
+    # without importing torch, which takes long
+    imports = "import os, time, psutil\nfrom pathlib import Path\n"
     code = f"{imports}{inspect.getsource(_started_at)}print(_started_at())"
     before = time.time()
     started = float(subprocess.check_output([sys.executable, "-P", "-c", code]))

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.protocol.client import session
 from penstock.protocol.messages.client import (
+    AbortRequest,
     GenerateRequest,
     Reply,
     Request,
@@ -146,9 +147,14 @@ def test_a_chunk_that_is_not_one_is_a_400(serve: Serve, connect: Connect) -> Non
 def test_a_running_request_is_not_answered_with_the_next_ones_error(
     serve: Serve, connect: Connect
 ) -> None:
-    connection = connect(serve(silent))
-    connection.sendall(WHOLE + CHUNKED + b"zz\r\n")
+    served = serve(silent)
+    connection = connect(served)
+    connection.sendall(WHOLE)
+    served.asked.wait_for(NUM_AT_START + 1)
+    connection.sendall(CHUNKED + b"zz\r\n")
     assert rest(connection) == b""
+    served.asked.wait_for(NUM_AT_START + 2)
+    assert isinstance(served.asked.heard[-1], AbortRequest)  # it ends with its connection
 
 
 def test_a_content_length_above_the_limit_is_a_413_at_once(serve: Serve, connect: Connect) -> None:
