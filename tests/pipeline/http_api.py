@@ -1,10 +1,13 @@
 """OpenAI's API of a running pipeline, asked with the `openai` package: sync, async, streams."""
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import openai
 import pytest
+
+T = TypeVar("T")
 
 KEY = "a key"
 MODEL = "demo"
@@ -29,6 +32,13 @@ TOOL = {
     },
 }
 SCHEMA = TOOL["function"]["parameters"]  # type: ignore[index]
+
+
+def in_pieces(ask: Callable[[], list[T]], least: int = 2) -> list[T]:
+    """Ask until a stream comes in several pieces: tokens that wait for a busy process share one."""
+    while len(pieces := ask()) < least:
+        pass
+    return pieces
 
 
 class Api:

@@ -114,6 +114,7 @@ def test_a_restart_ends_with_the_pipeline(pipeline: Start) -> None:
     assert running.wait() == 0
 
 
+@pytest.mark.long
 def test_what_runs_is_finished_and_nothing_begun(pipeline: Start) -> None:
     running = pipeline(*PATIENT)
     with running.client() as client:
@@ -154,8 +155,9 @@ def test_a_drain_outlives_the_gateway(pipeline: Start, is_before: bool) -> None:
             running.wait_for(r"launch +\| gateway\.1 died with signal 9; restarted")
             while not (after := client.status()).draining or not is_heard(after, status):
                 pass
-            with pytest.raises(RequestError, match="the pipeline is stopping"):
+            with pytest.raises(RequestError, match="the pipeline is stopping") as refused:
                 client.generate(PROMPT)
+            assert refused.value.code == "overloaded"
         texts = ["".join(delta.text for delta in stream) for stream in streams]
         assert texts == [answer_to(prompt)] * 6
     assert running.wait() == 0

@@ -1,5 +1,6 @@
 """Completions over HTTP."""
 
+import itertools
 import json
 from typing import Any
 
@@ -7,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.pipeline.http_api import BOTH_CLIENTS, COUNT, COUNTED, Api
+from tests.pipeline.http_api import BOTH_CLIENTS, COUNT, COUNTED, Api, in_pieces
 
 pytestmark = pytest.mark.pipeline
 
@@ -62,10 +63,15 @@ def test_logprobs_of_a_completion(api: Api) -> None:
     assert with_prompt.text_offset[: len(COUNT)] == list(range(len(COUNT)))
     assert with_prompt.token_logprobs[0] is None
     assert with_prompt.token_logprobs[-3:] == pytest.approx(logprobs.token_logprobs[-3:], abs=1e-3)
-    streamed = [one.choices[0] for one in api.complete(logprobs=2, echo=True, stream=True)]
-    found = [one.logprobs for one in streamed if one.logprobs]
-    assert len(found) > 1
-    assert streamed[0].text.startswith(COUNT)
+    texts: list[str] = []
+
+    def stream() -> list[Any]:
+        chunks = [one.choices[0] for one in api.complete(logprobs=2, echo=True, stream=True)]
+        texts.append(chunks[0].text)
+        return [one.logprobs for one in chunks if one.logprobs]
+
+    found = in_pieces(stream)
+    assert all(text.startswith(COUNT) for text in texts)
     for name in ("tokens", "text_offset"):
         pieces = [one for piece in found for one in getattr(piece, name)]
         assert pieces == getattr(with_prompt, name)
@@ -112,10 +118,12 @@ def test_token_ids(http: httpx.Client) -> None:
 def test_usage_in_every_chunk(http: httpx.Client) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": COUNT, "max_tokens": 50, "stream_options": options}
-    *chunks, last = streamed(http, "/v1/completions", body)
+    body |= {"return_token_ids": True}
+    *chunks, last = in_pieces(lambda: streamed(http, "/v1/completions", body), 3)
     assert {one["usage"]["prompt_tokens"] for one in chunks} == {len(COUNT)}
     counts = [one["usage"]["completion_tokens"] for one in chunks]
-    assert counts == sorted(counts)
+    num_tokens = [len(one["choices"][0]["token_ids"]) for one in chunks]
+    assert counts == [*itertools.accumulate(num_tokens)]
     assert counts[-1] == last["usage"]["completion_tokens"] > counts[0] > 0
 
 

@@ -7,7 +7,15 @@ import jsonschema
 import openai
 import pytest
 
-from tests.pipeline.http_api import COUNT_MESSAGES, COUNTED, SCHEMA, TOOL, Api, content_of
+from tests.pipeline.http_api import (
+    COUNT_MESSAGES,
+    COUNTED,
+    SCHEMA,
+    TOOL,
+    Api,
+    content_of,
+    in_pieces,
+)
 
 pytestmark = pytest.mark.pipeline
 
@@ -53,10 +61,13 @@ def test_forced_tools(api: Api, choice: Any) -> None:
     (call,) = api.chat(**fields).choices[0].message.tool_calls
     assert call.function.name == "add"
     jsonschema.validate(json.loads(call.function.arguments), SCHEMA)  # type: ignore[arg-type]
-    deltas = [chunk.choices[0].delta for chunk in api.chat(**fields, stream=True)]
-    pieces = [piece for delta in deltas for piece in delta.tool_calls or []]
+
+    def stream() -> list[Any]:
+        deltas = [chunk.choices[0].delta for chunk in api.chat(**fields, stream=True)]
+        return [piece for delta in deltas for piece in delta.tool_calls or []]
+
+    pieces = in_pieces(stream, 3)
     assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
-    assert len(pieces) > 2
 
 
 def test_a_schema_that_is_refused_is_named_as_it_was_sent(api: Api) -> None:
