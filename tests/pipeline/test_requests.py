@@ -9,10 +9,10 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.protocol.client.client import Client, Stream
+from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import GenerateReply, TextDelta
+from penstock.protocol.messages.client import GenerateReply
 from penstock.protocol.messages.codec import codec_of
 from penstock.protocol.messages.detokenizer import ToDetokenizer
 from penstock.protocol.messages.registration import Heartbeat
@@ -82,14 +82,9 @@ def test_a_conversation(client: Client) -> None:
 
 def test_characters_that_span_tokens(client: Client) -> None:
     text = "水力发电 🏞️ → ⚡"
-    streams: list[Stream] = []
-
-    def stream() -> list[TextDelta]:
-        streams.append(client.stream(f"repeat: {text}"))
-        return list(streams[-1])
-
-    deltas = in_pieces(stream)
-    assert "".join(delta.text for delta in deltas) == streams[-1].result().text == text
+    prompt = f"repeat: {text}"
+    *deltas, reply = in_pieces(lambda: [*(one := client.stream(prompt)), one.result()], 3)
+    assert "".join(delta.text for delta in deltas) == reply.text == text
     assert all("\ufffd" not in delta.text for delta in deltas)
 
 

@@ -129,7 +129,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._end_arrival()
         self._write_timer.stop()
         self.without_request.pop(self, None)
-        for cycle in self._cycles:  # uvicorn tells only the last one
+        for cycle in self._cycles:  # uvicorn notifies only the last one
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
