@@ -99,9 +99,20 @@ class Served:
         return httpx.Client(base_url=self.url, timeout=60, **fields)
 
 
+class QuickAsyncio:
+    """asyncio for uvicorn's server, which polls every 0.1 s whether it should stop, or has."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 20)
+
+
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
     """`serve(**options)` starts a server, which is stopped after the test."""
+    monkeypatch.setattr("uvicorn.server.asyncio", QuickAsyncio())
     with contextlib.ExitStack() as stack:
 
         def start(
