@@ -221,6 +221,7 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.BACKLOG, 4096)  # beyond it, a client waits a second or more
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         return socket
 
