@@ -22,6 +22,7 @@ def test_a_silent_process_is_killed(supervised: Callable[..., Any]) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_before_its_first_pulse_is_killed(
     supervised: Callable[..., Any],
 ) -> None:
@@ -54,6 +55,7 @@ def test_a_process_that_is_stopped_is_killed(supervised: Callable[..., Any]) -> 
 SPIN = "while True: pass"
 
 
+@pytest.mark.slow
 def test_a_silent_process_that_computes_is_left_until_it_stops(
     supervised: Callable[..., Any],
 ) -> None:
@@ -88,6 +90,7 @@ def test_a_silent_process_that_computes_has_the_time_of_a_step(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1.5, 8.0])
 def test_nobody_is_late_after_all_stood_still(
     supervised: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, seconds: float

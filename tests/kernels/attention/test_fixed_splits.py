@@ -98,6 +98,7 @@ class Sequences:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block_size", "is_fp8"), [(32, False), (8, True), on_gpu(24, False), on_gpu(32, True)]
 )

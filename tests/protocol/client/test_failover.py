@@ -166,6 +166,7 @@ def test_a_stream_goes_on_with_asyncio(addresses: list[str]) -> None:
         assert "".join(said) == "one two"
 
 
+@pytest.mark.slow
 def test_a_gateway_that_falls_silent_is_left(
     addresses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

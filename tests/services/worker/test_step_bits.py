@@ -91,6 +91,7 @@ def test_the_number_of_rows_changes_no_bit(folder: Path, monkeypatch: pytest.Mon
         assert torch.equal(together[:, slot], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_decoding_has_the_tokens_of_steps_in_torch(folder: Path, temperature: float) -> None:
     """Other memory, as a long prompt needs, takes the place of the memory of earlier steps."""

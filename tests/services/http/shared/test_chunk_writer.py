@@ -77,6 +77,7 @@ def test_a_stream_is_whole_and_in_order(
     assert max(num_flushed) > 1  # and pieces of one turn of the loop left together
 
 
+@pytest.mark.slow
 def test_clients_that_disconnect_in_a_burst_harm_nobody(serve: Callable[..., Served]) -> None:
     served = serve(letters)
     body = b'{"prompt": "x", "stream": true}'
