@@ -66,11 +66,16 @@ def make_run_folder(config: Config) -> Path:
     The umask is set, so that files of this process and its children are for this user only, too:
     sockets get their mode from it when they are bound.
     """
+    make_parent_folder(config)
+    make_own_folder(config.run_folder)
+    return config.run_folder
+
+
+def make_parent_folder(config: Config) -> Path:
+    """Create the folder of all run folders, as `make_run_folder`."""
     os.umask(0o077)
-    folder = config.run_folder
-    for path in (folder.parent, folder):
-        make_own_folder(path)
-    return folder
+    make_own_folder(config.run_folder.parent)
+    return config.run_folder.parent
 
 
 def write_config(config: Config) -> Path:

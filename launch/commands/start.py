@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from functools import partial
@@ -85,6 +86,7 @@ def start(config: Config, procfile: Path, max_deaths: int, source: HubModel | No
     for one in config.by_model():
         with _naming(one):
             models.append((one, _check_model(one)))
+        report_few_spares(one)
     raise_descriptor_limit()
     check_open_files(len(process_names(config, commands)))
     run = partial(_run_on_ray, source) if config.backend == "ray" else _run
@@ -155,6 +157,16 @@ def _check_model(config: Config) -> ModelConfig:
         field, _, reason = str(error).partition(":")
         raise LaunchError(f"{flag(field)}:{reason}") from error
     return model
+
+
+def report_few_spares(config: Config) -> None:
+    """Print that spare workers are too few to form a standby group, if they are."""
+    if 0 < config.spare_workers < config.tp:
+        print(
+            f"launch: --spare-workers: got {config.spare_workers}, expected at least --tp "
+            f"({config.tp}) for a standby group; fewer workers load the model after a death",
+            file=sys.stderr,
+        )
 
 
 def _check_files(config: Config, model: ModelConfig, commands: dict[str, str]) -> None:

@@ -18,6 +18,7 @@ from penstock.protocol.run_folder import (
     CONFIG_FILE,
     CONFIG_VARIABLE,
     check_own_folder,
+    make_parent_folder,
     make_run_folder,
     read_config,
     write_config,
@@ -63,9 +64,9 @@ def claim(config: Config) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _starting_alone(config: Config) -> Iterator[None]:
-    """Wait for other pipelines that start: they try the locks of all run folders."""
+    """Wait for other pipelines that start, which try the locks of all folders and remove some."""
     with _refusing_folder():
-        parent = os.open(make_run_folder(config).parent, os.O_RDONLY)
+        parent = os.open(make_parent_folder(config), os.O_RDONLY)
     try:
         fcntl.flock(parent, fcntl.LOCK_EX)
         yield
@@ -126,9 +127,10 @@ def _lock(config: Config) -> int:
         path = make_run_folder(config) / LOCK_FILE
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         _check_space(path.parent)
-    while not _try_lock(lock, fcntl.LOCK_EX):
-        if not _try_lock(lock, fcntl.LOCK_SH):  # otherwise a command reads it for a moment
+    if not _try_lock(lock, fcntl.LOCK_EX):
+        if not _try_lock(lock, fcntl.LOCK_SH):
             raise LaunchError(f"a pipeline {config.name!r} runs already; --name gives another name")
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a command has looked for the pipeline at this moment
     if not path.exists() or not os.path.samestat(os.fstat(lock), path.stat()):
         os.close(lock)  # its last holder has just removed it
         return _lock(config)

@@ -55,6 +55,15 @@ def test_a_missing_model(tmp_path: Path) -> None:
         start(Config(model=str(tmp_path / "none")), PROCFILE, 5)
 
 
+def test_spare_workers_that_form_no_group_are_reported(
+    refused: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the start continues; here its folder lacks the weights."""
+    for spares, is_reported in ((0, False), (1, True), (2, False)):
+        refused({}, 2, spare_workers=spares)
+        assert ("--spare-workers: got 1, expected at" in capsys.readouterr().err) == is_reported
+
+
 def test_fewer_open_files_than_the_processes_need(tmp_path: Path) -> None:
     launch = f"{sys.executable} -P -m penstock.launch all --tokenizers 20"
     ran = subprocess.run(

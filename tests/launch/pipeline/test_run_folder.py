@@ -124,6 +124,21 @@ def test_a_command_that_looks_for_a_pipeline_does_not_refuse_its_start(
     os.close(reader)
 
 
+def test_a_start_makes_its_folder_when_no_other_may_remove_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another start may remove the folder that a killed pipeline of this name left."""
+    existed, flock = [], fcntl.flock
+
+    def record(lock: int, kind: int) -> None:
+        existed.append(run_folder("x").exists())
+        flock(lock, kind)
+
+    monkeypatch.setattr(fcntl, "flock", record)
+    with claim(CONFIG):
+        assert existed[:2] == [False, True]  # of all folders, then of its own
+
+
 def test_pipelines_that_start_at_once_do_not_refuse_one_another() -> None:
     """Each tries the locks of all others."""
     with ThreadPoolExecutor(8) as pool:
