@@ -5,13 +5,17 @@ range of the inner dimension is added up in steps of 16 by tensor cores, from th
 ranges in turn. The tile sizes, which follow from the number of rows, change no sum. Activations
 stay in 16 bits.
 
-A small weight has four ranges. For up to 16 rows, one program computes all ranges of its columns,
-each in a warp, and the norm: `rms_norm(x) @ w.T = (x * norm_weight) @ w.T / rms(x)`. For more rows,
-another kernel first computes `x * norm_weight` and `1 / rms(x)`. The norm before a large weight is
-a kernel of its own.
+A weight of few elements has four ranges (`has_four_ranges`). Kernels, by the number of rows:
 
-Otherwise a range has a program for up to 64 rows (`triton_small_m_gemm`). Beyond that, a program
-computes all ranges (`triton_ranged_gemm`).
+| rows | such a weight in 16 bits | others |
+| --- | --- | --- |
+| 1 to 16 | one program, a warp for each range | a program for each range |
+| 17 to 64 | after a norm one program, the ranges in turn; otherwise as others | likewise |
+| more | one program, the ranges in turn | likewise |
+
+With such a weight, `rms_norm(x) @ w.T = (x * norm_weight) @ w.T / rms(x)`: up to 16 rows the same
+kernel computes the norm, for more `scaled_rows` its two factors. Otherwise, and in float16, whose
+range squares may exceed, the norm is a kernel of its own.
 """
 
 from functools import cache
@@ -42,7 +46,7 @@ NUM_RANGES: int = RANGES.value
 SMALL_WEIGHT = 8 << 20
 """maximum elements of a weight with four ranges"""
 MIN_PROGRAMS = 96
-"""programs of a product of few rows, for which the inner dimension has several ranges"""
+"""programs of a product of few rows, below which the inner dimension has more ranges"""
 BN = 32
 """columns of a program of few rows"""
 MANY_COLUMNS = 1 << 16
@@ -74,15 +78,15 @@ TILES = (
 BK = 64
 
 
-def is_small(shape: GemmShape) -> bool:
-    """Return whether a weight has few elements and four ranges."""
+def has_four_ranges(shape: GemmShape) -> bool:
+    """Return whether the weight has few elements, and an inner dimension that divides by 512."""
     is_divisible = shape.inner % (2 * BK * NUM_RANGES) == 0
     return is_divisible and shape.num_weights * shape.inner <= SMALL_WEIGHT
 
 
 def num_ranges(shape: GemmShape) -> int:
     """Return the ranges of the inner dimension, by the weight's shape alone."""
-    if is_small(shape):
+    if has_four_ranges(shape):
         return NUM_RANGES
     tiles = triton.cdiv(shape.num_columns, BN)
     possible = [one for one in (1, 2, NUM_RANGES) if shape.inner % (2 * BK * one) == 0]
@@ -117,13 +121,14 @@ def config_of(
 
 def has_warps(shape: GemmShape, weight_bytes: int) -> bool:
     """Return whether each range has a warp in a product of up to 16 rows."""
-    return is_small(shape) and weight_bytes == 2
+    return has_four_ranges(shape) and weight_bytes == 2
 
 
 def _few_rows_configs(shape: GemmShape) -> list[GemmConfig]:
     """Return the tile sizes with a warp for each range, the fastest on an H200 first."""
     weights = shape.weights_per_column
     bn = 32 if weights == 1 and shape.num_columns >= 32 * MIN_PROGRAMS else 8
+    # gate_up; qkv and o; down of 0.6B
     most = 3 if weights == 2 else 4 if shape.inner <= 32 * BK else 5
     return [
         GemmConfig("ranges", bn, NUM_RANGES * BK, 1, NUM_RANGES, num_stages, 0, norm_inside=True)
@@ -136,13 +141,9 @@ def tile_of(
 ) -> RangedTile:
     """Return the largest tile that fits and keeps nearly all SMs busy, otherwise a small one.
 
-    weights: for a column, two with SwiGLU. Up to 64 rows, the weight is small. The totals of ranges
-    need the registers of the widest tile, and so do weights for synchronous tensor cores.
+    weights: for a column, two with SwiGLU. The totals of ranges need the registers of the widest
+    tile, and so do weights for synchronous tensor cores.
     """
-    if num_rows <= MAX_ROWS:
-        sizes = row_block(num_rows), 32 * weights, 8 // weights
-        few = [RangedTile(*sizes, stages, 128, one_loop=True) for stages in (5, 4, 3, 2)]
-        return device.fitting(few, _shared_bytes)
     is_asynchronous = device.capability[0] in (9, 10)
     tiles = TILES if is_asynchronous and not has_ranges else TILES[1:]
 
@@ -152,6 +153,13 @@ def tile_of(
 
     first = next((at for at, tile in enumerate(tiles) if is_filled(tile)), len(tiles) - 3)
     return device.fitting(tiles[first:], _shared_bytes)
+
+
+def one_loop_tile(num_rows: int, weights: int, device: Device) -> RangedTile:
+    """Return the tile for 17 to 64 rows of a weight in 16 bits with four ranges."""
+    sizes = row_block(num_rows), 32 * weights, 8 // weights
+    tiles = [RangedTile(*sizes, stages, 128, one_loop=True) for stages in (5, 4, 3, 2)]
+    return device.fitting(tiles, _shared_bytes)
 
 
 def _shared_bytes(tile: RangedTile) -> int:
@@ -170,17 +178,19 @@ def multiply(
 ) -> Tensor:
     """Compute `small_m_gemm.multiply` for any number of rows."""
     shape, num_rows = GemmShape(kind, *weight.shape), len(x)
-    weight_bytes, factors = parts(weight)[0].itemsize, None
+    weight_bytes, factors, tile = parts(weight)[0].itemsize, None, None
     if norm_weight is not None:
         if not has_warps(shape, weight_bytes) or x.dtype == torch.float16:
             x, norm_weight = rms_norm(x, norm_weight, eps), None  # squares may exceed float16
         elif num_rows > FEW_ROWS:
             (x, factors), norm_weight = scaled_rows(x, norm_weight, eps), None
+            if num_rows <= MAX_ROWS:
+                tile = one_loop_tile(num_rows, shape.weights_per_column, this_device())
     operands = empty_product(kind, x, weight, norm_weight, eps, residual, out)
     if 1 <= num_rows <= MAX_ROWS and factors is None:
         launch(operands, config_of(shape, num_rows, weight_bytes))
     elif num_rows:
-        launch_ranged(operands, num_ranges(shape), factors=factors)
+        launch_ranged(operands, num_ranges(shape), tile, factors)
     return operands.out
 
 
@@ -191,7 +201,7 @@ def scaled_rows(x: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Ten
     """
     num_rows, inner = x.shape
     out, factors = torch.empty_like(x), x.new_empty(num_rows, dtype=torch.float32)
-    rows = 2 if num_rows <= MAX_ROWS else FEW_ROWS
+    rows = 2 if num_rows <= MAX_ROWS else FEW_ROWS  # of a tile of 16: more programs for few rows
     size = inner // NUM_RANGES
     if num_rows:
         scaled_rows_kernel[(triton.cdiv(num_rows, rows),)](

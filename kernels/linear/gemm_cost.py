@@ -32,7 +32,7 @@ def cheapest(shape: GemmShape, rows: int, weight_bytes: int, device: Device) -> 
 
     rows: 16, 32 or 64. weight_bytes: of an element. In the measured tables, cuBLAS is faster with
     17 rows or more, unless the weight is small, or one launch replaces three (swiglu), or logits
-    need float32. Ranges are chosen only where they were measured.
+    need float32. Ranges are chosen only by tables.
     """
     total = shape.num_weights * shape.inner * weight_bytes
     is_fused = shape.kind in ("swiglu", "logits") and weight_bytes == 2

@@ -207,12 +207,13 @@ def launch(product: Product, config: GemmConfig) -> None:
         return
     _check_workspace(product, config, tiles)
     slices = 1 if config.kernel == "mma" else config.num_warps
+    is_ranged = config.kernel == "ranges"
     partials, counters = workspace(x.device) if config.split_k > 1 else (None, None)
     small_m_gemm_kernel[(tiles, config.split_k)](
         x, norm_weight, values, scale, residual, out, partials, counters,
-        num_rows, num_columns, inner, inner // slices, eps,
-        BM=row_block(num_rows), BK=config.bk // slices, SLICES=slices,
-        RANGED=config.kernel == "ranges", SPLIT=config.split_k > 1,
-        WHOLE=triton.cdiv(inner, config.bk) == config.split_k, num_stages=config.num_stages,
-        EARLY=values.nbytes <= EARLY, **flags,
+        num_rows, num_columns, inner, inner // slices if is_ranged else 0, eps,
+        BM=row_block(num_rows), BK=config.bk // slices, SLICES=slices, RANGED=is_ranged,
+        SPLIT=config.split_k > 1,
+        WHOLE=not is_ranged and triton.cdiv(inner, config.bk) == config.split_k,
+        num_stages=config.num_stages, EARLY=values.nbytes <= EARLY, **flags,
     )  # fmt: skip

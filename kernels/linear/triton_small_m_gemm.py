@@ -221,15 +221,13 @@ def small_m_gemm_kernel(
             x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K,
             NORM, SWIGLU, BM, BN, BK, SLICES, EVEN, BLOCKS,
         )  # fmt: skip
-    elif RANGED:
-        acc, acc_up, squares = _products(
-            x, norm_weight, weight, scale, weight_rows, num_rows, 0, range_size, range_size, N, K,
-            NORM, SWIGLU, BM, BN, BK, SLICES, True, EVEN, BLOCKS,
-        )  # fmt: skip
     else:
+        if RANGED:
+            begin, end = 0, range_size
         acc, acc_up, squares = _products(
-            x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, BK, N, K,
-            NORM, SWIGLU, BM, BN, BK, SLICES, False, EVEN, BLOCKS,
+            x, norm_weight, weight, scale, weight_rows, num_rows, begin, end,
+            range_size if RANGED else BK, N, K,
+            NORM, SWIGLU, BM, BN, BK, SLICES, RANGED, EVEN, BLOCKS,
         )  # fmt: skip
     row = tl.arange(0, BM)[:, None]
     exists = (row < num_rows) & (column < N)[None, :]

@@ -29,8 +29,11 @@ SOURCES = (
     "gemm_config.py",
     "small_m_gemm.py",
     "triton_block_scales.py",
+    "triton_epilogue.py",
     "triton_gemv.py",
     "triton_small_m_gemm.py",
+    "../quantize/triton_e4m3.py",
+    "../triton_pdl.py",
 )
 Tables = dict[str, Table]
 """of weights in "bfloat16" and "fp8" """
@@ -61,7 +64,7 @@ def origin_of(device: Device) -> Origin:
     """Return the origin of a table that is measured now."""
     digest = hashlib.sha256()
     for name in SOURCES:
-        digest.update(Path(__file__).with_name(name).read_bytes())
+        digest.update((Path(__file__).parent / name).read_bytes())
     return Origin(
         version=VERSION,
         gpu=device.name,
@@ -153,14 +156,15 @@ def _parse(tables: dict[str, dict[str, Any]]) -> Tables:
                 raise ValueError(f"key: got {key!r}, expected 'add 1024 2048 16'")
             num_weights, inner, rows = map(int, sizes)
             config = None if entry is None else msgspec.convert(entry, GemmConfig)
-            if config is not None and not _is_valid(config):
+            if config is not None and not _is_valid(kind, inner, rows, config):
                 raise ValueError(f"{key}: got {list(config)}, which no kernel takes")
             parsed[dtype][kind, num_weights, inner, rows] = config
     return parsed
 
 
-def _is_valid(config: GemmConfig) -> bool:
+def _is_valid(kind: str, inner: int, rows: int, config: GemmConfig) -> bool:
     powers = config.bn, config.bk, config.num_warps, max(config.prefetch, 1)
+    divides = config.kernel in ("slices", "ranges")
     return (
         all(number > 0 and not number & (number - 1) for number in powers)
         and config.kernel in ("mma", "slices", "ranges", "gemv")
@@ -168,4 +172,13 @@ def _is_valid(config: GemmConfig) -> bool:
         and config.num_warps <= 16
         and 1 <= config.num_stages <= 8
         and (config.prefetch == 0 or config.prefetch >= 64)
+        and config.bk >= 16 * (config.num_warps if divides else 1)
+        and (config.kernel != "gemv" or rows == 1)
+        and (config.kernel != "ranges" or _has_ranges(kind, inner, config))
     )
+
+
+def _has_ranges(kind: str, inner: int, config: GemmConfig) -> bool:
+    """Return whether four warps can divide the inner dimension in whole tiles."""
+    is_whole = inner % config.bk == 0 and not config.prefetch
+    return is_whole and kind != "logits" and (config.num_warps, config.split_k) == (4, 1)

@@ -41,7 +41,8 @@ def claim(config: Config) -> Iterator[Path]:
     """Make the run folder, empty and ours alone, and remove it at the end.
 
     The kernel drops the lock when its holder dies, so a folder left by a killed pipeline is free:
-    all such folders are removed, because the names of private pipelines are never used again.
+    all such folders in which nobody listens are removed, since the names of private pipelines are
+    never used again.
     """
     with _starting_alone(config):
         for other in config.run_folder.parent.iterdir():

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.determinism import is_deterministic
-from penstock.kernels.linear.linear import linear, norm_linear, norm_swiglu
+from penstock.kernels.linear.linear import linear, linear_add, norm_linear, norm_swiglu
 from penstock.kernels.moe.moe import norm_moe
 from penstock.kernels.quantize.types import Rows, parts
 from penstock.models.moe import MoE
@@ -12,7 +12,9 @@ from penstock.models.parallel import ColumnParallelLinear, ParallelLMHead, RowPa
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.checkpoint import ModelError
 
-ROWS = 1, 17, 64, 65, 256
+ROWS = 1, 16, 17, 64, 65, 256
+MANY_ROWS = 2048
+"""of weights other than the output layer's: as many as a long prompt has"""
 EPS = 1e-6
 
 
@@ -30,11 +32,12 @@ def checked(model: Qwen3) -> Qwen3:
         if not isinstance(module, ColumnParallelLinear | RowParallelLinear | ParallelLMHead | MoE):
             continue
         weight = module.gate_up_proj.weight if isinstance(module, MoE) else module.weight
-        key = type(module), tuple(weight.shape)
+        key = type(module), tuple(weight.shape), "gate_proj" in getattr(module, "outputs", ())
         if key in seen:
             continue
         seen.add(key)
-        x = torch.randn(max(ROWS), weight.shape[-1], device=weight.device)
+        most = max(ROWS) if isinstance(module, ParallelLMHead) else MANY_ROWS
+        x = torch.randn(most, weight.shape[-1], device=weight.device)
         x = (x * torch.randn_like(x).exp()).to(model.model.norm.weight.dtype)
         whole, _ = parts(_product(module, x))
         for rows in ROWS:
@@ -61,7 +64,12 @@ def _product(
     if isinstance(module, ParallelLMHead):
         return norm_linear(x, norm, EPS, module.weight, torch.float32)
     if isinstance(module, RowParallelLinear):
-        return linear(x, module.weight)
+        residual = x.new_ones(len(x), module.weight.shape[0])
+        return (
+            linear_add(x, module.weight, residual)
+            if module.tp.size == 1
+            else linear(x, module.weight)
+        )
     if "gate_proj" in module.outputs:
         return norm_swiglu(x, norm, EPS, module.weight)
     return norm_linear(x, norm, EPS, module.weight)

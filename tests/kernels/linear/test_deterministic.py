@@ -13,6 +13,7 @@ from penstock.kernels.linear.deterministic import (
     launch_ranged,
     multiply,
     num_ranges,
+    one_loop_tile,
     tile_of,
 )
 from penstock.kernels.linear.gemm_candidates import SIZES, GemmShape, shapes
@@ -149,7 +150,9 @@ def test_the_ranges_depend_on_the_weight_only(device: Device) -> None:
                 assert config.split_k == ranges
                 assert ranges == 1 or shape.inner % (config.bk * ranges) == 0
             assert ranges == 1 or shape.inner % (deterministic.BK * ranges) == 0
-        for rows, weights in itertools.product((17, 64, 65, 500, 8192), (1, 2)):
+        for rows, weights in itertools.product((17, 40, 64), (1, 2)):
+            one_loop_tile(rows, weights, device)
+        for rows, weights in itertools.product((65, 500, 8192), (1, 2)):
             tile_of(rows, shape.num_columns, ranges > 1, weights, device)
     assert [num_ranges(one) for one in shapes("0.6B")] == [4, 4, 4, 4, 1]
     assert [num_ranges(one) for one in shapes("8B")] == [1, 1, 1, 1, 1]

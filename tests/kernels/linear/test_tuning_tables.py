@@ -136,6 +136,14 @@ def test_no_damaged_file_has_another_effect(noise: bytes, at: int) -> None:
         ("add 48 64 16", ["mma", 16, 32, 1, 4, 0, 0]),
         ("add 48 64 16", ["mma", 16, 32, 1, 4, 3, 32]),
         ("add 48 64 16", 7),
+        ("add 48 64 16", ["mma", 16, 8, 1, 4, 3, 0]),
+        ("add 48 64 16", ["gemv", 8, 64, 1, 4, 1, 0]),
+        ("add 48 64 16", ["slices", 16, 32, 1, 4, 3, 0]),
+        ("add 48 512 16", ["ranges", 8, 256, 2, 4, 3, 0]),
+        ("add 48 512 16", ["ranges", 8, 256, 1, 8, 3, 0]),
+        ("add 48 512 16", ["ranges", 8, 256, 1, 4, 3, 256]),
+        ("add 48 640 16", ["ranges", 8, 256, 1, 4, 3, 0]),
+        ("logits 48 512 16", ["ranges", 8, 256, 1, 4, 3, 0]),
     ],
 )
 def test_refuses_entries_that_no_kernel_takes(key: str, entry: object) -> None:
