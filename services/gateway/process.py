@@ -40,8 +40,9 @@ class Gateway:
         self.has_drained = False
         self.call_later = call_later
         self.ledger = Ledger(Totals(), first_number(process.incarnation))
+        inner = process.endpoints.inner_clients
         self.clients = ClientSocket(
-            process.context, process.config, process.endpoints.inner_clients, self.ledger
+            process.context, process.config, inner, self.ledger, self.on_defect
         )
         self.connections = self.clients.connections
         callbacks = call_later, self.on_report, self.on_status
@@ -50,7 +51,6 @@ class Gateway:
             for part in process.by_model()
         ]
         self.default = self.models[0]
-        self.clients.on_defect = self.on_defect
         self._by_name = {model.name: model for model in self.models}
         longest = max(self.models, key=lambda model: model.requests.validation.max_model_len)
         self._decode = longest.requests.validation.decode

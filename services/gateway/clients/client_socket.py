@@ -40,8 +40,19 @@ class ClientSocket:
     request at the next output for that connection, or at the next heartbeat.
     """
 
-    def __init__(self, context: Context, config: Config, inner: str, ledger: Ledger) -> None:
-        """inner: endpoint for the pipeline's own processes. Raises as `check_reach` and `bind`."""
+    def __init__(
+        self,
+        context: Context,
+        config: Config,
+        inner: str,
+        ledger: Ledger,
+        on_defect: Callable[[Entry], None],
+    ) -> None:
+        """Bind the socket. Raises as `check_reach` and `bind`.
+
+        inner: endpoint for the pipeline's own processes. on_defect: called in an `except` block,
+        with a request whose output raised.
+        """
         check_reach(config)
         address = "inproc://clients-monitor"  # connected first: libzmq waits until events are read
         self.connections = Connections(context.connect(zmq.PAIR, address))
@@ -53,7 +64,7 @@ class ClientSocket:
         self.max_unread_bytes = config.max_unread_bytes
         self.ledger = ledger
         self._watch = ClientWatch(config, self.max_frame_bytes)
-        self.on_defect: Callable[[Entry], None]  # in an `except` block, for the failed request
+        self._on_defect = on_defect
         self._pending: OrderedDict[str, Entry] = OrderedDict()
         """requests whose output `deliver_pending` sends, by id"""
 
@@ -184,7 +195,7 @@ class ClientSocket:
         try:
             encoded = [(one, client.codec.encode(one)) for one in entry.unsent_replies()]
         except Exception:  # noqa: BLE001
-            self.on_defect(entry)
+            self._on_defect(entry)
             return True
         for reply, frame in encoded:
             frames = reply_frames(client.envelope, frame)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from penstock.protocol.messages.client import ErrorReply
@@ -15,6 +15,9 @@ from penstock.services.gateway.admission.ledger import Ledger
 from penstock.services.gateway.admission.validation import RefusedError, WorkRequest
 from penstock.services.gateway.requests.queries import Query, Work
 from penstock.services.gateway.routing.router import Router
+
+if TYPE_CHECKING:
+    from penstock.services.gateway.requests.lifecycle import Requests
 
 log = logging.getLogger("gateway")
 DEFECT = "the gateway failed at this request; its log has the reason"
@@ -95,33 +98,21 @@ def digest(request: WorkRequest) -> bytes:
     return digest_of(type(request).__name__, [getattr(request, field) for field in fields])
 
 
-class Owner(Protocol):
-    """The part of `Requests` that failures need."""
-
-    prefix: str
-    """of the names of the model's processes"""
-
-    def submit_again(self, entry: Entry, /) -> None: ...
-
-    def answer(self, entry: Entry, reply: ErrorReply) -> None: ...
-
-    def fail_query(self, query: Query, message: str) -> None: ...
-
-    def release(self, entry: Entry) -> None: ...
-
-
 class Failures:
     """The handler of each failure of another process, and of exceptions at one request."""
 
-    def __init__(self, ledger: Ledger, router: Router, poison: Poison, owner: Owner) -> None:
-        self._ledger, self._router, self._poison, self._owner = ledger, router, poison, owner
+    def __init__(
+        self, ledger: Ledger, router: Router, poison: Poison, requests: "Requests"
+    ) -> None:
+        self._ledger, self._router, self._poison = ledger, router, poison
+        self._requests = requests
 
     # ---- a process is lost -------------------------------------------------------------------
 
     def resubmit_all(self, replica: int) -> None:
         """Resubmit the requests of a scheduler: it, or this gateway, has restarted."""
         if entries := self._router.entries_of(replica):
-            name = f"{self._owner.prefix}scheduler.{replica + 1}"
+            name = f"{self._requests.prefix}scheduler.{replica + 1}"
             log.warning("resubmitting %d requests that %s may lack", len(entries), name)
         self.for_each(entries, self._resubmit)
 
@@ -145,7 +136,7 @@ class Failures:
         """Submit a request once more, to be resumed after the tokens that it has."""
         self._router.migrate(entry)
         self._ledger.begin_attempt(entry)
-        self._owner.submit_again(entry)
+        self._requests.submit_again(entry)
 
     # ---- a request fails ---------------------------------------------------------------------
 
@@ -159,7 +150,7 @@ class Failures:
 
     def on_poison(self, work: Work) -> None:
         if isinstance(work, Query):
-            self._owner.fail_query(work, GIVEN_UP)
+            self._requests.fail_query(work, GIVEN_UP)
         elif work.is_open:
             self._fail(work, ErrorReply(code="failed", message=GIVEN_UP))
         self._fail_likes(work.request)
@@ -168,19 +159,19 @@ class Failures:
         """Fail work that raises, in an `except` block: other requests continue."""
         if isinstance(work, Query):
             log.exception("a query raised and is failed")
-            self._owner.fail_query(work, DEFECT)
+            self._requests.fail_query(work, DEFECT)
             return
         request_id, extra = work.request_id, {"request_id": work.request_id}
         log.exception("request %s raised and is failed", request_id, extra=extra)
         try:
             if isinstance(work.answer, ErrorReply):  # which can't be delivered
-                self._owner.release(work)
+                self._requests.release(work)
             else:
                 work.mark_delivered()  # its output may be what can't be encoded
                 self._fail(work, ErrorReply(code="failed", message=DEFECT))
         except Exception:
             log.exception("request %s is dropped", request_id, extra=extra)
-            self._owner.release(work)
+            self._requests.release(work)
 
     def for_each(self, entries: Iterable[Entry], handle: Callable[[Entry], None]) -> None:
         """Call `handle` with each entry; an entry at which it raises fails, alone."""
@@ -192,7 +183,7 @@ class Failures:
 
     def _fail(self, entry: Entry, error: ErrorReply) -> None:
         error.request_id = entry.request_id
-        self._owner.answer(entry, error)
+        self._requests.answer(entry, error)
 
     def _fail_likes(self, request: WorkRequest) -> None:
         """Refuse a poison request, and fail those that are open and have no output."""

@@ -61,7 +61,6 @@ class Requests:
         self.failures = Failures(ledger, router, self.poison, self)
         self.tokenizers = Tokenizers(to_tokenizers, self.poison, self.failures)
         self.queries = Queries(ledger.first_attempt, clients, ledger.totals)
-        self.release, self.submit_again = clients.release, self.tokenizers.submit
         self._ledger, self._clients, self._router = ledger, clients, router
         self._call_later = call_later
         self.prefix = config.prefix
@@ -77,6 +76,10 @@ class Requests:
         else:
             check_same(request, entry.request)
             self._clients.adopt(entry, client)
+
+    def submit_again(self, entry: Entry) -> None:
+        """Submit a new attempt of an open request, which a tokenizer passes on."""
+        self.tokenizers.submit(entry)
 
     def submit_query(self, client: Client, query: TokenizerRequest, num_bytes: int) -> None:
         """Accept a request that a tokenizer answers alone. Raises RefusedError."""
@@ -176,6 +179,9 @@ class Requests:
     def drop(self, entries: Iterable[Entry]) -> None:
         """End requests, answered or not, whose client can't get the answer."""
         self.failures.for_each(entries, self._drop)
+
+    def release(self, entry: Entry) -> None:
+        self._clients.release(entry)
 
     def _drop(self, entry: Entry) -> None:
         if entry.answer is None:

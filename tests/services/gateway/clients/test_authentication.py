@@ -23,12 +23,16 @@ Socket = zmq.Socket[bytes]
 Secure = Callable[[Socket], None]
 
 
+def bind(context: Context, config: Config, inner: str) -> ClientSocket:
+    return ClientSocket(context, config, inner, Ledger(Totals()), on_defect=lambda _: None)
+
+
 class Door:
     """The clients' socket, with its handlers run as the gateway runs them."""
 
     def __init__(self, context: Context, config: Config) -> None:
         self.config = config
-        clients = ClientSocket(context, config, f"{config.endpoint}-inner", Ledger(Totals()))
+        clients = bind(context, config, f"{config.endpoint}-inner")
         monitor = clients.connections.monitor
         self.channel = clients.channel
         self.handlers = [(monitor, clients.connections.handle_events), *context.handlers]
@@ -154,9 +158,9 @@ def test_in_the_clear_only_where_it_was_asked_for(
     inner = f"ipc://{tmp_path}/inner"
     with Context() as context:
         with pytest.raises(ValueError, match=r"tcp://0.0.0.0:\* may be reached"):
-            ClientSocket(context, Config(endpoint="tcp://0.0.0.0:*"), inner, Ledger(Totals()))
+            bind(context, Config(endpoint="tcp://0.0.0.0:*"), inner)
         config = Config(endpoint="tcp://0.0.0.0:*", insecure=True, max_request_bytes=2000)
-        clients = ClientSocket(context, config, inner, Ledger(Totals()))
+        clients = bind(context, config, inner)
         monitor = clients.connections.monitor
         assert not context.handlers
         assert "network's traffic reads prompts and answers" in caplog.text
