@@ -27,7 +27,7 @@ class TokenizerQuery(Struct, tag=True):
     """Gateway → tokenizer: a request that a tokenizer answers alone."""
 
     number: int
-    question: TokenizePromptRequest | DetokenizeRequest
+    query: TokenizePromptRequest | DetokenizeRequest
 
 
 class TokenizerReply(Struct, tag=True):

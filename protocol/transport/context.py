@@ -152,12 +152,12 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
         identity: bytes = b"",
         max_queue: int = 0,
         wait: bool = True,
-        on_return: Callable[[], None] | None = None,
+        on_reconnect: Callable[[], None] | None = None,
     ) -> Channel[Any]:
         """Return a connected channel; the peer may start later.
 
         `max_queue`: messages that wait for the peer (0: no limit); `wait`: as in `connect_socket`;
-        `on_return`: see the method of this name.
+        `on_reconnect`: see the method of this name.
         """
         socket = self._new_socket(kind, endpoint, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.SNDHWM, max_queue)
@@ -165,8 +165,8 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
             socket.setsockopt(zmq.IDENTITY, identity)
         self.connect_socket(socket, endpoint, wait)
         channel: Channel[Any] = Channel(socket, receives)
-        if on_return:
-            self.on_return(channel, on_return)
+        if on_reconnect:
+            self.on_reconnect(channel, on_reconnect)
         return channel
 
     def on_connected(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
@@ -183,7 +183,7 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
 
         self.handlers.append((monitor, connected))
 
-    def on_return(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
+    def on_reconnect(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
         """Call `handler` when a lost connection between running processes is restored.
 
         Messages may be lost. By default, the process exits and is restarted. Connections within a

@@ -91,7 +91,7 @@ class _Following:
         self.num_handshakes = 0
         """at this endpoint"""
         self.on_connected: Callable[[], None] = lambda: None
-        self.on_return = self._exit
+        self.on_reconnect = self._exit
 
     def point_to(self, endpoint: str) -> None:
         """Connect the socket to this endpoint only."""
@@ -108,7 +108,7 @@ class _Following:
             return
         self.num_handshakes += 1
         if self.num_handshakes > 1 and not endpoint.startswith("ipc:"):
-            self.on_return()
+            self.on_reconnect()
         self.on_connected()
 
     def _exit(self) -> None:
@@ -172,8 +172,8 @@ class Cluster(Context):
     def on_connected(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
         self._followings[channel.socket].on_connected = handler
 
-    def on_return(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
-        self._followings[channel.socket].on_return = handler
+    def on_reconnect(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
+        self._followings[channel.socket].on_reconnect = handler
 
     def _add_monitor(self, socket: "zmq.Socket[bytes]", handler: Callable[[str], None]) -> None:
         """Call `handler` with the endpoint of each connection that is made."""

@@ -174,7 +174,7 @@ class DetokenizerProcess:
         """when each stream was opened, for traces"""
         context = process.context
         results = process.endpoints.results
-        self.gateway = context.connect(zmq.PUSH, results, on_return=self.reopen_all)
+        self.gateway = context.connect(zmq.PUSH, results, on_reconnect=self.reopen_all)
         self.heartbeats = HeartbeatThread(process, to_peers=self.on_heartbeat)
         self.loop = EventLoop(process.context, self.on_heartbeat, self.heartbeats)
         self.tokens: list[Channel[ToDetokenizer]] = []
@@ -184,13 +184,13 @@ class DetokenizerProcess:
             where = at.detokenizers
             tokens = context.connect(zmq.DEALER, where, ToDetokenizer, process.identity)
             # the gateway ends what has stopped, too
-            scheduler = context.connect(zmq.PUSH, at.requests, on_return=lambda: None)
+            scheduler = context.connect(zmq.PUSH, at.requests, on_reconnect=lambda: None)
             detokenizer = Detokenizer(table)
             self.tokens.append(tokens)
             self.detokenizers.append(detokenizer)
             self.loop.add(tokens, partial(self.on_tokens, tokens, scheduler, detokenizer))
             context.on_connected(tokens, self.on_heartbeat)
-            context.on_return(tokens, partial(self.reopen, tokens, detokenizer))
+            context.on_reconnect(tokens, partial(self.reopen, tokens, detokenizer))
 
     def on_tokens(
         self, tokens: Channel[ToDetokenizer], scheduler: Channel[None], detokenizer: Detokenizer

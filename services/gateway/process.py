@@ -23,12 +23,12 @@ from penstock.services.gateway.admission.entry import Entry
 from penstock.services.gateway.admission.ledger import Ledger
 from penstock.services.gateway.admission.validation import RefusedError
 from penstock.services.gateway.clients.client_socket import ClientSocket
-from penstock.services.gateway.model import Model
+from penstock.services.gateway.model_processes import ModelProcesses
 from penstock.services.gateway.status import PipelineStatus
 
 log = logging.getLogger("gateway")
 UNREAD = "it does not read its answers (--max-unread-bytes)"
-LAST_WORDS = 1.0
+CLOSE_GRACE_SECONDS = 1.0
 """seconds at the end of a drain: a client with ZMQ_IMMEDIATE, as ours, discards unread replies when
 its connection is closed"""
 
@@ -47,7 +47,9 @@ class Gateway:
         self.connections = self.clients.connections
         callbacks = call_later, self.on_report, self.on_status
         self.models = [
-            Model(part, self.ledger.of_model(part.config.model_name), self.clients, *callbacks)
+            ModelProcesses(
+                part, self.ledger.of_model(part.config.model_name), self.clients, *callbacks
+            )
             for part in process.by_model()
         ]
         self.default = self.models[0]
@@ -75,7 +77,7 @@ class Gateway:
             self.has_drained = True
             end = partial(signal.raise_signal, signal.SIGTERM)
             if len(self.connections):
-                self.call_later(LAST_WORDS, end)
+                self.call_later(CLOSE_GRACE_SECONDS, end)
             else:
                 end()
 
@@ -93,7 +95,7 @@ class Gateway:
                 model.metrics.count_failure(error.reply.code)
                 self.clients.reply(client, error.reply)
 
-    def model_of(self, request: Request) -> Model:
+    def model_of(self, request: Request) -> ModelProcesses:
         """Return the model that a request names, or whose request it aborts. Raises RefusedError.
 
         The name of the default is removed.
@@ -109,7 +111,9 @@ class Gateway:
             request.model = None  # what is equal without the name is equal
         return model
 
-    def on_request(self, model: Model, client: Client, request: Request, num_bytes: int) -> None:
+    def on_request(
+        self, model: ModelProcesses, client: Client, request: Request, num_bytes: int
+    ) -> None:
         match request:
             case GenerateRequest():
                 model.requests.submit(client, request, num_bytes)
@@ -132,7 +136,7 @@ class Gateway:
                 model.requests.poison.learn(report.poison)
             model.on_processes([process.name for process in report.processes])
 
-    def on_status(self, model: Model, status: SchedulerStatus) -> None:
+    def on_status(self, model: ModelProcesses, status: SchedulerStatus) -> None:
         self.status.on_report(model, status.replica)
 
     def on_heartbeat(self) -> None:

@@ -11,7 +11,7 @@ from penstock.services.gateway.admission.client import Client, Connection
 from penstock.services.gateway.admission.ledger import Ledger
 from penstock.services.gateway.admission.validation import RefusedError
 from penstock.services.gateway.clients.client_socket import ClientSocket
-from penstock.services.gateway.model import Model
+from penstock.services.gateway.model_processes import ModelProcesses
 
 MAX_WAITING = 1024
 """status requests that are answered at once, when a report arrives: in a few milliseconds"""
@@ -23,7 +23,7 @@ class StatusQuery(NamedTuple):
 
     client: Client
     request: StatusRequest
-    reported: set[tuple[Model, int]]
+    reported: set[tuple[ModelProcesses, int]]
 
 
 class PipelineStatus:
@@ -33,7 +33,11 @@ class PipelineStatus:
     """
 
     def __init__(
-        self, clients: ClientSocket, ledger: Ledger, models: Sequence[Model], handlers: Handlers
+        self,
+        clients: ClientSocket,
+        ledger: Ledger,
+        models: Sequence[ModelProcesses],
+        handlers: Handlers,
     ) -> None:
         self.processes: list[ProcessStatus] = []
         """of the supervisor's newest report"""
@@ -62,7 +66,7 @@ class PipelineStatus:
         for name in list(filter(self.is_ready, self.for_ready)):
             self._answer(self.for_ready.pop(name), waited=True)
 
-    def on_report(self, model: Model, replica: int) -> None:
+    def on_report(self, model: ModelProcesses, replica: int) -> None:
         """Answer the requests for which every replica that is not silent has reported."""
         waiting, self.for_report = self.for_report, []
         complete: list[StatusQuery] = []
@@ -100,12 +104,12 @@ class PipelineStatus:
         connections = self._clients.connections
         return {
             "open_requests": self._ledger.num_open,
-            "open_questions": sum(len(model.requests.queries) for model in self._models),
+            "open_queries": sum(len(model.requests.queries) for model in self._models),
             "connections": len(connections),
             "disconnected_clients_total": connections.num_cut_off,
         }
 
-    def _covers_all(self, reported: set[tuple[Model, int]]) -> bool:
+    def _covers_all(self, reported: set[tuple[ModelProcesses, int]]) -> bool:
         return all(
             model.router.covers_all({replica for other, replica in reported if other is model})
             for model in self._models
@@ -130,7 +134,7 @@ class PipelineStatus:
             self._clients.send(client, frames[kind])
 
 
-def _model_status(model: Model, metrics: bool) -> ModelStatus:
+def _model_status(model: ModelProcesses, metrics: bool) -> ModelStatus:
     return ModelStatus(
         name=model.name,
         model=str(model.config.model_folder),

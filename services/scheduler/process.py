@@ -56,13 +56,13 @@ class SchedulerProcess:
         """requests that the gateway has not released; they are queued once there is a scheduler"""
         self.lease = Lease(self.config.lease_timeout)
         self.reported_ready, self.has_deaths, self.plan_bytes = False, False, 0
-        self.poison = poison.Poison(DeathReports(process))
+        self.poison = poison.SequencePoison(DeathReports(process))
         self.tracer = Tracer(self.config, process.name)
         context, at = process.context, process.endpoints
         self.inbox = context.bind(zmq.PULL, at.requests, ToScheduler)
         self.workers = context.bind(zmq.ROUTER, at.workers, FromWorker)
         self.detokenizers = context.bind(zmq.ROUTER, at.detokenizers, FromDetokenizer)
-        self.gateway = context.connect(zmq.PUSH, at.results, on_return=self.on_gateway_returned)
+        self.gateway = context.connect(zmq.PUSH, at.results, on_reconnect=self.on_gateway_reconnect)
         self.loop = EventLoop(
             process.context,
             self.on_heartbeat,
@@ -73,7 +73,7 @@ class SchedulerProcess:
         self.loop.add(self.inbox, self.on_requests)
         self.loop.add(self.detokenizers, self.on_detokenizers)
 
-    def on_gateway_returned(self) -> None:
+    def on_gateway_reconnect(self) -> None:
         """Act as a restarted scheduler, so that the gateway resubmits what may be lost."""
         self.epoch += 1
 

@@ -43,10 +43,10 @@ class TokenizerProcess:
             at.tokenizers,
             ToTokenizer,
             process.identity,
-            on_return=self.resubmit_all,
+            on_reconnect=self.resubmit_all,
         )
         self.schedulers = [
-            context.connect(zmq.PUSH, one.requests, on_return=self.resubmit_all)
+            context.connect(zmq.PUSH, one.requests, on_reconnect=self.resubmit_all)
             for one in process.all_endpoints
         ]
         self.tracer = Tracer(config, process.name)
@@ -97,7 +97,7 @@ class TokenizerProcess:
     def answer(self, message: TokenizerQuery) -> TokenizerReply:
         try:
             with self.heartbeats.working:
-                reply = self.tokenizer.answer(message.question)
+                reply = self.tokenizer.answer(message.query)
             return TokenizerReply(message.number, reply)
         except Exception as error:  # noqa: BLE001
             return TokenizerReply(message.number, error_reply(error))

@@ -60,16 +60,16 @@ class Tokenizer:
         return token_ids, _reasoning_after(text or "", self._chat_template.opens_reasoning)
 
     def answer(
-        self, question: TokenizePromptRequest | DetokenizeRequest
+        self, query: TokenizePromptRequest | DetokenizeRequest
     ) -> TokenizeReply | DetokenizeReply:
         """Answer a client. A prompt may be longer than the context here. Raises PromptError."""
-        if isinstance(question, TokenizePromptRequest):
-            token_ids, _ = self._encode(question)
+        if isinstance(query, TokenizePromptRequest):
+            token_ids, _ = self._encode(query)
             reply = TokenizeReply(token_ids=token_ids, max_model_len=self._max_model_len)
-            if question.return_token_strs:
+            if query.return_token_strs:
                 reply.token_strs = [self.backend.id_to_token(one) or "" for one in token_ids]
             return reply
-        return DetokenizeReply(text=self._decode(question.token_ids, question.skip_special_tokens))
+        return DetokenizeReply(text=self._decode(query.token_ids, query.skip_special_tokens))
 
     def _decode(self, token_ids: list[int], skips: bool = False) -> str:
         return str(self.backend.decode_batch([token_ids], skip_special_tokens=skips)[0])

@@ -58,7 +58,7 @@ PROCESS_COUNTERS = {
     "gateway": [
         "connections",
         "disconnected_clients_total",
-        "open_questions",
+        "open_queries",
         "open_requests",
     ],
     "scheduler": [

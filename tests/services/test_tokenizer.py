@@ -241,11 +241,11 @@ def test_slow_grammars_delay_no_other_request(pipeline: Pipeline) -> None:
     assert {answer.request_id for answer in answers[1:]} == {f"slow{number}" for number in range(3)}
 
 
-def test_questions(pipeline: Pipeline) -> None:
+def test_queries(pipeline: Pipeline) -> None:
     """A prompt may be longer than the context; special tokens have a text."""
 
-    def answer(question: TokenizePromptRequest | DetokenizeRequest) -> Any:
-        answered = pipeline.process.answer(TokenizerQuery(7, question))
+    def answer(query: TokenizePromptRequest | DetokenizeRequest) -> Any:
+        answered = pipeline.process.answer(TokenizerQuery(7, query))
         assert answered.number == 7
         return answered.reply
 

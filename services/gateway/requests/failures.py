@@ -29,7 +29,7 @@ MAX_DEATHS = 2
 GIVEN_UP = f"{MAX_DEATHS} tokenizers died while they worked at the request; it is not tried again"
 
 
-class Poison:
+class TokenizerPoison:
     """Requests at which tokenizers died, by digest: suspects, and those that are refused.
 
     When a tokenizer dies, any of its work may have killed it. Such suspects get a tokenizer for
@@ -102,7 +102,7 @@ class Failures:
     """The handler of each failure of another process, and of exceptions at one request."""
 
     def __init__(
-        self, ledger: Ledger, router: Router, poison: Poison, requests: "Requests"
+        self, ledger: Ledger, router: Router, poison: TokenizerPoison, requests: "Requests"
     ) -> None:
         self._ledger, self._router, self._poison = ledger, router, poison
         self._requests = requests
@@ -146,14 +146,14 @@ class Failures:
         if entry and entry.attempt == message.attempt:
             self._fail(entry, message.error)
             if message.is_poison:
-                self._fail_likes(entry.request)
+                self._fail_duplicates(entry.request)
 
     def on_poison(self, work: Work) -> None:
         if isinstance(work, Query):
             self._requests.fail_query(work, GIVEN_UP)
         elif work.is_open:
             self._fail(work, ErrorReply(code="failed", message=GIVEN_UP))
-        self._fail_likes(work.request)
+        self._fail_duplicates(work.request)
 
     def on_defect(self, work: Work) -> None:
         """Fail work that raises, in an `except` block: other requests continue."""
@@ -185,7 +185,7 @@ class Failures:
         error.request_id = entry.request_id
         self._requests.answer(entry, error)
 
-    def _fail_likes(self, request: WorkRequest) -> None:
+    def _fail_duplicates(self, request: WorkRequest) -> None:
         """Refuse a poison request, and fail those that are open and have no output."""
         poison = self._poison.give_up(request)
         for entry in self._router.entries:

@@ -1,7 +1,7 @@
 """The life of a request, from its validation to its release. `Requests` owns it.
 
 A delta passes four objects between the socket of the detokenizers and the client's socket:
-`Model.on_results` → `Requests.on_deltas` → `Entry.append` → `ClientSocket.deliver`.
+`ModelProcesses.on_results` → `Requests.on_deltas` → `Entry.append` → `ClientSocket.deliver`.
 """
 
 import time
@@ -29,7 +29,7 @@ from penstock.services.gateway.admission.validation import (
     check_same,
 )
 from penstock.services.gateway.clients.client_socket import ClientSocket
-from penstock.services.gateway.requests.failures import Failures, Poison
+from penstock.services.gateway.requests.failures import Failures, TokenizerPoison
 from penstock.services.gateway.requests.queries import Queries, Query, num_query_tokens
 from penstock.services.gateway.requests.tokenizers import Tokenizers
 from penstock.services.gateway.routing.router import Router
@@ -57,7 +57,7 @@ class Requests:
         self._admission = Admission(config, ledger.totals)
         self.metrics = Metrics.empty(self.validation.max_model_len)
         self.tracer = Tracer(config, process.name)
-        self.poison = Poison(DeathReports(process))
+        self.poison = TokenizerPoison(DeathReports(process))
         self.failures = Failures(ledger, router, self.poison, self)
         self.tokenizers = Tokenizers(to_tokenizers, self.poison, self.failures)
         self.queries = Queries(ledger.first_attempt, clients, ledger.totals)

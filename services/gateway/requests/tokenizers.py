@@ -1,6 +1,6 @@
 """Work for tokenizers, requests and queries: each piece goes to the tokenizer that has the fewest.
 
-Suspects, which may have killed a tokenizer, get a tokenizer for themselves; see `Poison`.
+Suspects, which may have killed a tokenizer, get a tokenizer for themselves; see `TokenizerPoison`.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from penstock.protocol.fair_queue import FairQueue
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.peers import Peer, Peers
 from penstock.protocol.transport.process import predecessors
-from penstock.services.gateway.requests.failures import Failures, Poison
+from penstock.services.gateway.requests.failures import Failures, TokenizerPoison
 from penstock.services.gateway.requests.queries import Work
 
 MAX_BYTES = 1 << 17
@@ -23,7 +23,7 @@ _LOST = 1 << 32
 class Tokenizers:
     """All tokenizers and the work of each. Other work waits here; clients take turns."""
 
-    def __init__(self, channel: Channel[Any], poison: Poison, failures: Failures) -> None:
+    def __init__(self, channel: Channel[Any], poison: TokenizerPoison, failures: Failures) -> None:
         self.peers: Peers[Work] = Peers()
         self.unassigned: FairQueue[Work] = FairQueue()
         self._num_losses = 0

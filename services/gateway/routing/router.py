@@ -22,7 +22,7 @@ class Replica:
         """the newest one that this gateway has sent to its scheduler"""
         self.status: SchedulerStatus | None = None
         self.entries: dict[str, Entry] = {}
-        self.num_given = 0
+        self.num_assigned = 0
         """requests assigned to it since the gateway's start"""
         self.num_missed = 0
         """heartbeats since its last status"""
@@ -31,7 +31,7 @@ class Replica:
 
     def load(self) -> tuple[int, int]:
         """Return a key by which equally loaded replicas take turns."""
-        return len(self.entries), self.num_given
+        return len(self.entries), self.num_assigned
 
     @property
     def has_exited(self) -> bool:
@@ -118,7 +118,7 @@ class Router:
     def may_have(self, request_id: str) -> bool:
         return any(replica.may_have(request_id) for replica in self._replicas)
 
-    def introduce(self, replica: int, first_attempt: int) -> None:
+    def announce_gateway(self, replica: int, first_attempt: int) -> None:
         """Have a scheduler serve this gateway, from this attempt on."""
         self._replicas[replica].first_attempt = first_attempt
         self._to_schedulers[replica].send(GatewayStarted(first_attempt))
@@ -177,7 +177,7 @@ class Router:
             replica = min(running, key=Replica.load)
         entry.replica = replica.index
         replica.entries[entry.request_id] = entry
-        replica.num_given += 1
+        replica.num_assigned += 1
 
     def migrate(self, entry: Entry) -> None:
         """Leave a replica that can't run the request for one that can, if there is one."""

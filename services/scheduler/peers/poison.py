@@ -110,7 +110,7 @@ class DetokenizerTrials:
         self._num_deaths.pop(sequence.stream_id, None)
 
 
-class Poison:
+class SequencePoison:
     """The deaths of each request, by its digest, and reports of them to the supervisor.
 
     They outlive the request: a client that aborts it and sends it again does not start at 0.

@@ -67,7 +67,7 @@ class Sequence:
     - `Streams`: detokenizer, stream_id
     - `RecoverableStreams`: detokenizer
     - `SchedulerProcess`: attempt
-    - `Poison`: num_deaths
+    - `SequencePoison`: num_deaths
     - `poison`: num_deaths
     """
 

@@ -141,7 +141,7 @@ def test_who_is_back_after_a_broken_connection_ends(site: Site) -> None:
     again = bind_at(site.processes[1], tcp, site.folder)
     with pytest.raises(SystemExit, match="lost the connection to workers"):
         site.work_until(lambda: False)
-    process.on_return(sender, lambda: returned.append("yes"))
+    process.on_reconnect(sender, lambda: returned.append("yes"))
     again.close()
     again = bind_at(site.processes[1], tcp, site.folder)
     site.work_until(lambda: returned)

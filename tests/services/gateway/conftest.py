@@ -179,8 +179,8 @@ class GatewayHarness:
         held = [one.is_full for one in connections.by_fd.values()]
         work = [peer.work for peer in tokenizers.peers]
         pending = self.gateway.clients._pending
-        questions = len(self.gateway.default.requests.queries)
-        empty = not (len(ledger) or questions or tokenizers.unassigned or pending or self.timers)
+        queries = len(self.gateway.default.requests.queries)
+        empty = not (len(ledger) or queries or tokenizers.unassigned or pending or self.timers)
         return empty and not any([*counts, *held, *work])
 
 

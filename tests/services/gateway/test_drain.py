@@ -9,7 +9,7 @@ from penstock.protocol.messages.client import AbortRequest
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
-from penstock.services.gateway.process import LAST_WORDS
+from penstock.services.gateway.process import CLOSE_GRACE_SECONDS
 from tests.services.gateway.conftest import GatewayHarness, request
 
 Start = Callable[..., GatewayHarness]
@@ -67,7 +67,7 @@ def test_what_is_asked_for_again_is_finished_and_nothing_begun(
     report(harness, attempt)
     assert not ended  # the client may not have read its answer
     (timer,) = harness.timers
-    assert timer.seconds == LAST_WORDS
+    assert timer.seconds == CLOSE_GRACE_SECONDS
     timer.fire()
     assert ended
     assert harness.gateway.status.reply().draining

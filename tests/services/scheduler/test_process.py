@@ -9,7 +9,7 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import StopFound, TokenizedRequest
 from penstock.protocol.messages.worker import WorkerState
 from penstock.protocol.transport.process import first_number
-from penstock.services.scheduler.peers.poison import Poison
+from penstock.services.scheduler.peers.poison import SequencePoison
 from penstock.services.scheduler.process import SchedulerProcess
 from penstock.services.scheduler.sequences import sequence as sequence_module
 from penstock.services.scheduler.sequences.sequence import Status
@@ -178,7 +178,7 @@ def test_poison_is_refused_when_it_is_sent_again(
     process: SchedulerProcess, gateway: Gateway
 ) -> None:
     reports = Reports()
-    process.poison = Poison(reports)  # type: ignore[arg-type]
+    process.poison = SequencePoison(reports)  # type: ignore[arg-type]
     restart_workers(process, 10)
     process.accept(request(3, "poison"))
     process.accept(request(3, "other", prompt=(7,)))
@@ -208,7 +208,7 @@ def test_poison_is_refused_when_it_is_sent_again(
 
 def test_who_leaves_and_asks_again_is_as_suspect_as_before(process: SchedulerProcess) -> None:
     assert process.scheduler
-    process.poison = Poison(Reports())  # type: ignore[arg-type]
+    process.poison = SequencePoison(Reports())  # type: ignore[arg-type]
     restart_workers(process, 10)
     for number in range(2):
         process.accept(request(number, f"r{number}"))
@@ -256,7 +256,7 @@ def test_a_worker_that_can_t_be_reached_has_lost_its_place(
 def test_one_that_comes_back_is_older_than_one_in_its_place(process: SchedulerProcess) -> None:
     """Its machine was cut off, and the gateway has the reports of another scheduler since."""
     before, epoch_of_another = process.epoch, first_number(INCARNATION + 1)
-    process.on_gateway_returned()
+    process.on_gateway_reconnect()
     assert before < process.epoch < epoch_of_another
 
 

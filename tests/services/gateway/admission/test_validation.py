@@ -218,7 +218,7 @@ MESSAGES = [ChatMessage(role="user", content="x")]
 
 
 @pytest.mark.parametrize(
-    ("question", "sentence"),
+    ("query", "sentence"),
     [
         (TokenizePromptRequest(), "got neither of prompt"),
         (TokenizePromptRequest(prompt="a", messages=MESSAGES), "got both of prompt"),
@@ -228,10 +228,10 @@ MESSAGES = [ChatMessage(role="user", content="x")]
     ],
 )
 def test_what_a_tokenizer_can_not_answer(
-    question: TokenizePromptRequest | DetokenizeRequest, sentence: str
+    query: TokenizePromptRequest | DetokenizeRequest, sentence: str
 ) -> None:
     with pytest.raises(RefusedError, match=sentence):
-        admission().check_query(question)
+        admission().check_query(query)
 
 
 def test_what_a_tokenizer_can_answer() -> None:

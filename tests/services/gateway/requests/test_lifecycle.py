@@ -172,7 +172,7 @@ def test_a_scheduler_that_may_have_missed_something_is_told_all_again(start_gate
     harness.submit(client, "open")
     before = harness.tokenize().attempt
     harness.scheduler_messages()
-    harness.gateway.default.on_return(0)
+    harness.gateway.default.on_scheduler_reconnect(0)
     started = harness.scheduler_messages()[-1]
     assert before < started.first_attempt < harness.tokenize().attempt
 

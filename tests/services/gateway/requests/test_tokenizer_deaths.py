@@ -16,7 +16,7 @@ from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.admission.client import Share
-from penstock.services.gateway.requests.failures import MAX_DEATHS, Poison
+from penstock.services.gateway.requests.failures import MAX_DEATHS, TokenizerPoison
 from penstock.services.gateway.requests.tokenizers import MAX_SILENT, Tokenizers
 from tests.services.gateway.conftest import GatewayHarness
 
@@ -264,7 +264,7 @@ def test_all_poison_is_found_and_nothing_else(
     wire, given_up, done = Wire(), [], []
     tokenizers = Tokenizers(
         wire,  # type: ignore[arg-type]
-        Poison(Reports()),  # type: ignore[arg-type]
+        TokenizerPoison(Reports()),  # type: ignore[arg-type]
         SimpleNamespace(
             resubmit_passed_on_by=lambda _: None, on_poison=lambda job: given_up.append(job.key)
         ),  # type: ignore[arg-type]

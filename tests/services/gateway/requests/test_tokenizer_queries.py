@@ -30,7 +30,7 @@ def test_both_kinds_in_both_encodings(start_gateway: Start) -> None:
     client.send(JSON.encode(TEXT))
     harness.run_until(lambda: len(harness.gateway.default.requests.queries) == 2)
     asked = [harness.next_tokenizer_task() for _ in range(2)]
-    assert [question.question for question in asked] == [PROMPT, TEXT]
+    assert [query.query for query in asked] == [PROMPT, TEXT]
     harness.tokenizer.send(TokenizerReply(asked[1].number, DetokenizeReply(text="é")))
     harness.run_until(lambda: len(harness.gateway.default.requests.queries) == 1)
     assert JSON.decode_reply(client.recv()) == DetokenizeReply(text="é")
@@ -71,9 +71,9 @@ def test_each_goes_to_the_tokenizer_that_has_the_least(start_gateway: Start) -> 
     assert peer
     assert len(peer.work) == 3
     work = [harness.next_tokenizer_task() for _ in range(3)]
-    for question in work[1:]:
-        assert isinstance(question, TokenizerQuery)
-        harness.tokenizer.send(TokenizerReply(question.number, DetokenizeReply(text="")))
+    for query in work[1:]:
+        assert isinstance(query, TokenizerQuery)
+        harness.tokenizer.send(TokenizerReply(query.number, DetokenizeReply(text="")))
         harness.receive_reply(client)
     assert list(peer.work) == [("b", work[0].request.attempt)]
 
@@ -102,7 +102,7 @@ def test_a_client_that_is_gone_is_forgotten(start_gateway: Start) -> None:
     other = harness.connect()
     harness.send(other, PROMPT)
     harness.run_until(lambda: len(harness.gateway.default.requests.queries))
-    assert harness.next_tokenizer_task().question == PROMPT
+    assert harness.next_tokenizer_task().query == PROMPT
 
 
 def test_errors_are_told_and_counted(start_gateway: Start) -> None:
@@ -158,7 +158,7 @@ def test_a_drain_waits_for_them(start_gateway: Start, monkeypatch: pytest.Monkey
 
 
 def test_what_nobody_waits_for_does_not_reach_a_tokenizer(start_gateway: Start) -> None:
-    """A tokenizer has one long question at a time, and of others as many as it soon answers."""
+    """A tokenizer has one long query at a time, and of others as many as it soon answers."""
     harness = start_gateway()
     long = TokenizePromptRequest(prompt="x" * 900_000)
     gone, client = harness.connect(), harness.connect()
@@ -178,7 +178,7 @@ def test_what_nobody_waits_for_does_not_reach_a_tokenizer(start_gateway: Start) 
     peer = harness.gateway.default.tokenizers.peers.get(b"t")
     assert peer
     harness.run_until(lambda: len(peer.work) == 2)
-    assert [harness.next_tokenizer_task().question for _ in range(2)] == [PROMPT, TEXT]
+    assert [harness.next_tokenizer_task().query for _ in range(2)] == [PROMPT, TEXT]
 
 
 def test_their_tokens_wait_as_those_of_requests_do(start_gateway: Start) -> None:

@@ -270,7 +270,7 @@ def test_a_scheduler_of_a_later_gateway_serves_nobody_here(
     first_attempt: int, is_ready: bool
 ) -> None:
     router = running(1)
-    router.introduce(0, 7)
+    router.announce_gateway(0, 7)
     router.record_status(status(0, first_attempt=first_attempt))
     assert router.is_ready == is_ready
     assert [one.ready for one in router.statuses] == [is_ready]

@@ -8,7 +8,7 @@ from penstock.protocol.messages.registration import Heartbeat
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.process import Identity
 from penstock.services.scheduler.peers.detokenizer_recovery import MAX_SILENT
-from penstock.services.scheduler.peers.poison import MAX_DETOKENIZER_DEATHS, Poison
+from penstock.services.scheduler.peers.poison import MAX_DETOKENIZER_DEATHS, SequencePoison
 from penstock.services.scheduler.process import SchedulerProcess
 from tests.services.scheduler.desk import Reader
 from tests.services.scheduler.peers.test_trials import Hall, started
@@ -20,7 +20,7 @@ def test_a_stopped_detokenizer_costs_no_request(
 ) -> None:
     """Stopped and continued with the same stream, again and again."""
     reports = Reports()
-    process.poison = Poison(reports)  # type: ignore[arg-type]
+    process.poison = SequencePoison(reports)  # type: ignore[arg-type]
     process.accept(request(1, "r"))
     step(process)
     assert [one.request_id for one in opened(process)] == ["r"]

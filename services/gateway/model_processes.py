@@ -32,7 +32,7 @@ MAX_MERGE_SECONDS = 0.01
 """for which output that has arrived is collected before it is delivered, where more of it waits"""
 
 
-class Model:
+class ModelProcesses:
     """A model's tokenizers, schedulers and detokenizers, and its requests."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Model:
         clients: ClientSocket,
         call_later: CallLater,
         on_report: Callable[[SupervisorReport], None],
-        on_status: Callable[["Model", SchedulerStatus], None],
+        on_status: Callable[["ModelProcesses", SchedulerStatus], None],
     ) -> None:
         """on_status: takes each new status of a scheduler, after this object."""
         self.config = config = process.config
@@ -53,7 +53,9 @@ class Model:
         self.to_tokenizers = context.bind(zmq.ROUTER, at.tokenizers, FromTokenizer)
         self.results = context.bind(zmq.PULL, at.results, ToGateway)
         to_schedulers: list[Channel[Any]] = [
-            context.connect(zmq.PUSH, one.requests, on_return=partial(self.on_return, replica))
+            context.connect(
+                zmq.PUSH, one.requests, on_reconnect=partial(self.on_scheduler_reconnect, replica)
+            )
             for replica, one in enumerate(process.all_endpoints)
         ]
         self.router = Router(to_schedulers, config.routing, ledger.first_attempt)
@@ -62,7 +64,7 @@ class Model:
         )
         self.tokenizers, self.metrics = self.requests.tokenizers, self.requests.metrics
         for replica in range(config.dp):
-            self.router.introduce(replica, ledger.first_attempt)
+            self.router.announce_gateway(replica, ledger.first_attempt)
         self.handlers: Handlers = [
             (self.results, self.on_results),
             (self.to_tokenizers, self.on_tokenizers),
@@ -113,9 +115,9 @@ class Model:
         self.requests.failures.migrate_stranded()
         self.on_status(self, status)
 
-    def on_return(self, replica: int) -> None:
+    def on_scheduler_reconnect(self, replica: int) -> None:
         """Resubmit all requests of a scheduler that reconnected; it forgets all others."""
-        self.router.introduce(replica, self.ledger.new_first_attempt())
+        self.router.announce_gateway(replica, self.ledger.new_first_attempt())
         self.requests.failures.resubmit_all(replica)
 
     def on_processes(self, names: list[str]) -> None:
