@@ -48,7 +48,7 @@ class ModelProcesses:
         self.config = config = process.config
         self.name = config.model_name
         self.on_report, self.on_status = on_report, on_status
-        self.ledger, self._clients = ledger, clients
+        self._ledger, self._clients = ledger, clients
         context, at = process.context, process.endpoints
         self.to_tokenizers = context.bind(zmq.ROUTER, at.tokenizers, FromTokenizer)
         self.results = context.bind(zmq.PULL, at.results, ToGateway)
@@ -63,6 +63,7 @@ class ModelProcesses:
             process, ledger, clients, self.to_tokenizers, self.router, call_later
         )
         self.tokenizers, self.metrics = self.requests.tokenizers, self.requests.metrics
+        self.totals = self.requests.totals
         for replica in range(config.dp):
             self.router.announce_gateway(replica, ledger.first_attempt)
         self.handlers: Handlers = [
@@ -117,7 +118,7 @@ class ModelProcesses:
 
     def on_scheduler_reconnect(self, replica: int) -> None:
         """Resubmit all requests of a scheduler that reconnected; it forgets all others."""
-        self.router.announce_gateway(replica, self.ledger.new_first_attempt())
+        self.router.announce_gateway(replica, self._ledger.new_first_attempt())
         self.requests.failures.resubmit_all(replica)
 
     def on_processes(self, names: list[str]) -> None:

@@ -18,7 +18,7 @@ from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.transport.context import Handlers
 from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.process import Process, first_number
-from penstock.services.gateway.admission.client import Client, Totals
+from penstock.services.gateway.admission.client import Client
 from penstock.services.gateway.admission.entry import Entry
 from penstock.services.gateway.admission.ledger import Ledger
 from penstock.services.gateway.admission.validation import RefusedError
@@ -39,7 +39,7 @@ class Gateway:
     def __init__(self, process: Process, call_later: CallLater) -> None:
         self.has_drained = False
         self.call_later = call_later
-        self.ledger = Ledger(Totals(), first_number(process.incarnation))
+        self.ledger = Ledger(first_number(process.incarnation))
         inner = process.endpoints.inner_clients
         self.clients = ClientSocket(
             process.context, process.config, inner, self.ledger, self.on_defect
@@ -47,9 +47,7 @@ class Gateway:
         self.connections = self.clients.connections
         callbacks = call_later, self.on_report, self.on_status
         self.models = [
-            ModelProcesses(
-                part, self.ledger.of_model(part.config.model_name), self.clients, *callbacks
-            )
+            ModelProcesses(part, self.ledger, self.clients, *callbacks)
             for part in process.by_model()
         ]
         self.default = self.models[0]
@@ -162,4 +160,4 @@ class Gateway:
 
     def _drop(self, entries: list[Entry]) -> None:
         for model in self.models:
-            model.requests.drop([entry for entry in entries if entry.totals is model.ledger.totals])
+            model.requests.drop([entry for entry in entries if entry.totals is model.totals])

@@ -85,7 +85,7 @@ class PipelineStatus:
         return all(model.is_ready for model in self._models if name in (None, model.name))
 
     def reply(self, metrics: bool = False) -> StatusReply:
-        models = [_model_status(model, metrics) for model in self._models]
+        models = [self._model_status(model, metrics) for model in self._models]
         return StatusReply(
             name=models[0].name,
             model=models[0].model,
@@ -108,6 +108,17 @@ class PipelineStatus:
             "connections": len(connections),
             "disconnected_clients_total": connections.num_cut_off,
         }
+
+    def _model_status(self, model: ModelProcesses, metrics: bool) -> ModelStatus:
+        return ModelStatus(
+            name=model.name,
+            model=str(model.config.model_folder),
+            ready=model.is_ready,
+            tokenizers={peer.name: len(peer.work) for peer in model.tokenizers.peers},
+            schedulers=model.router.statuses,
+            num_requests=self._ledger.num_of_model(model.totals),
+            metrics=model.metrics if metrics else None,
+        )
 
     def _covers_all(self, reported: set[tuple[ModelProcesses, int]]) -> bool:
         return all(
@@ -132,18 +143,6 @@ class PipelineStatus:
             if kind not in frames:
                 frames[kind] = client.codec.encode(self.reply(request.metrics))
             self._clients.send(client, frames[kind])
-
-
-def _model_status(model: ModelProcesses, metrics: bool) -> ModelStatus:
-    return ModelStatus(
-        name=model.name,
-        model=str(model.config.model_folder),
-        ready=model.is_ready,
-        tokenizers={peer.name: len(peer.work) for peer in model.tokenizers.peers},
-        schedulers=model.router.statuses,
-        num_requests=model.ledger.num_of_model,
-        metrics=model.metrics if metrics else None,
-    )
 
 
 def _open(queries: list[StatusQuery]) -> list[StatusQuery]:

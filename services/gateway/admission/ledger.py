@@ -1,9 +1,7 @@
 """The ledger of all open requests, and admission control: limits on what it holds. No I/O."""
 
 from collections import deque
-from copy import copy
 from itertools import count
-from typing import Self
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ErrorReply, GenerateReply
@@ -25,18 +23,11 @@ class Ledger:
     The number of an attempt is unique across requests and gateways.
     """
 
-    def __init__(self, totals: Totals, first_attempt: int = 0) -> None:
-        self.totals = totals
+    def __init__(self, first_attempt: int = 0) -> None:
         self.first_attempt = first_attempt
         self._attempts = count(first_attempt)
         self._entries: dict[str, Entry] = {}
         self._lost: dict[Entry, Connection] = {}  # closed at the last heartbeat
-
-    def of_model(self, name: str) -> Self:
-        """Return a ledger of the same entries, which counts the requests that it opens apart."""
-        ledger = copy(self)
-        ledger.totals = Totals(name)
-        return ledger
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -45,10 +36,9 @@ class Ledger:
     def num_open(self) -> int:
         return sum(entry.is_open for entry in self._entries.values())
 
-    @property
-    def num_of_model(self) -> int:
-        """Number of requests that `__len__` counts, of this model."""
-        return sum(entry.totals is self.totals for entry in self._entries.values())
+    def num_of_model(self, totals: Totals) -> int:
+        """Return the number of requests that `__len__` counts, of the model with these totals."""
+        return sum(entry.totals is totals for entry in self._entries.values())
 
     def get(self, request_id: str) -> Entry | None:
         """Return the entry of a request that is open."""
@@ -59,8 +49,9 @@ class Ledger:
         """Return the entry of a request that is open, or whose answer is not delivered yet."""
         return self._entries.get(request_id)
 
-    def open(self, entry: Entry) -> None:
-        entry.totals = self.totals
+    def open(self, entry: Entry, totals: Totals) -> None:
+        """Add a request, which counts in the totals of its model."""
+        entry.totals = totals
         self.begin_attempt(entry)
         self._entries[entry.request_id] = entry
         entry.totals.num_waiting += 1

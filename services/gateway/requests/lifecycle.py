@@ -18,7 +18,7 @@ from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.process import Process
-from penstock.services.gateway.admission.client import Client
+from penstock.services.gateway.admission.client import Client, Totals
 from penstock.services.gateway.admission.entry import Entry, GapError
 from penstock.services.gateway.admission.ledger import Admission, Ledger
 from penstock.services.gateway.admission.validation import (
@@ -54,13 +54,14 @@ class Requests:
         config = process.config
         self._generation = read_generation_config(config.model_folder)
         self.validation = Validation(config)
-        self._admission = Admission(config, ledger.totals)
+        self.totals = Totals(config.model_name)
+        self._admission = Admission(config, self.totals)
         self.metrics = Metrics.empty(self.validation.max_model_len)
         self.tracer = Tracer(config, process.name)
         self.poison = TokenizerPoison(DeathReports(process))
         self.failures = Failures(ledger, router, self.poison, self)
         self.tokenizers = Tokenizers(to_tokenizers, self.poison, self.failures)
-        self.queries = Queries(ledger.first_attempt, clients, ledger.totals)
+        self.queries = Queries(ledger.first_attempt, clients, self.totals)
         self._ledger, self._clients, self._router = ledger, clients, router
         self._call_later = call_later
         self.prefix = config.prefix
@@ -107,7 +108,7 @@ class Requests:
         self._admission.check(num_bytes, entry.num_waiting_tokens, client.share)
         self.validation.check(request, is_req_socket=client.envelope[-1] == b"")
         self._generation.fill(entry.sampling)
-        self._ledger.open(entry)
+        self._ledger.open(entry, self.totals)
         self._router.assign(entry)
         if request.timeout is not None:
             entry.timer = self._call_later(

@@ -174,7 +174,7 @@ class GatewayHarness:
             self.gateway.default.tokenizers,
             self.gateway.connections,
         )
-        totals = self.gateway.default.ledger.totals
+        totals = self.gateway.default.totals
         counts = (totals.num_bytes, totals.num_waiting, totals.num_waiting_tokens)
         held = [one.is_full for one in connections.by_fd.values()]
         work = [peer.work for peer in tokenizers.peers]

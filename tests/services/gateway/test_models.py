@@ -164,7 +164,7 @@ def test_a_client_that_left_leaves_nothing(harness: TwoModels) -> None:
     while len(harness.gateway.ledger):
         harness.run_heartbeats(1)
     for model in harness.gateway.models:
-        totals = model.ledger.totals
+        totals = model.totals
         assert (totals.num_open, totals.num_waiting, totals.num_bytes) == (0, 0, 0)
 
 

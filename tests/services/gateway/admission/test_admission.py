@@ -11,14 +11,16 @@ from penstock.services.gateway.admission.ledger import NUM_SAMPLES, Admission, L
 from penstock.services.gateway.admission.validation import RefusedError
 
 
-def fill(ledger: Ledger, number: int, num_tokens: int = 1, num_bytes: int = 0) -> list[Entry]:
+def fill(
+    ledger: Ledger, totals: Totals, number: int, num_tokens: int = 1, num_bytes: int = 0
+) -> list[Entry]:
     """Open `number` requests."""
     entries = []
     for _ in range(number):
         request = GenerateRequest(prompt=[1] * num_tokens)
         client = Client((b"c",), JSON, Connection())
         entries.append(Entry(request, f"{len(ledger)}", client, num_bytes))
-        ledger.open(entries[-1])
+        ledger.open(entries[-1], totals)
     return entries
 
 
@@ -50,21 +52,21 @@ def refusal(admission: Admission, num_bytes: int = 0, num_tokens: int = 1) -> Re
 
 
 def test_requests() -> None:
-    ledger = Ledger(Totals())
-    admission = Admission(Config(max_num_seqs=2, max_waiting_requests=3), ledger.totals)
-    fill(ledger, 4)
+    ledger, totals = Ledger(), Totals()
+    admission = Admission(Config(max_num_seqs=2, max_waiting_requests=3), totals)
+    fill(ledger, totals, 4)
     admission.check(0, 1, Share(""))
-    (last,) = fill(ledger, 1)
+    (last,) = fill(ledger, totals, 1)
     assert str(refusal(admission)) == "overloaded: 5 requests are open; the limit is 5"
     ledger.answer(last, last.reply("stop"))
     admission.check(0, 1, Share(""))
 
 
 def test_prompt_tokens_that_wait() -> None:
-    ledger = Ledger(Totals())
-    admission = Admission(Config(max_waiting_tokens=100), ledger.totals)
+    ledger, totals = Ledger(), Totals()
+    admission = Admission(Config(max_waiting_tokens=100), totals)
     admission.check(0, 5000, Share(""))  # nothing waits
-    entries = fill(ledger, 2, num_tokens=40)
+    entries = fill(ledger, totals, 2, num_tokens=40)
     admission.check(0, 20, Share(""))
     assert str(refusal(admission, num_tokens=21)) == (
         "overloaded: 101 prompt tokens would wait, 21 of this request; the limit is 100"
@@ -78,9 +80,9 @@ def test_prompt_tokens_that_wait() -> None:
 
 
 def test_bytes() -> None:
-    ledger = Ledger(Totals())
-    admission = Admission(Config(max_open_bytes=1000), ledger.totals)
-    entries = fill(ledger, 3, num_bytes=300)
+    ledger, totals = Ledger(), Totals()
+    admission = Admission(Config(max_open_bytes=1000), totals)
+    entries = fill(ledger, totals, 3, num_bytes=300)
     admission.check(100, 1, Share(""))
     start(ledger, entries[:1])  # 8 bytes for its token
     assert str(refusal(admission, num_bytes=100)) == (
@@ -97,9 +99,9 @@ def retry_after(admission: Admission) -> float | None:
 
 def test_when_to_come_again() -> None:
     """30 wait, and 2 a second were started: in 15 seconds."""
-    ledger = Ledger(Totals())
-    admission = Admission(Config(max_num_seqs=1, max_waiting_requests=0), ledger.totals)
-    entries = fill(ledger, 40)
+    ledger, totals = Ledger(), Totals()
+    admission = Admission(Config(max_num_seqs=1, max_waiting_requests=0), totals)
+    entries = fill(ledger, totals, 40)
     assert retry_after(admission) == 1.0  # nothing is known
     admission.sample(100.0)
     assert retry_after(admission) == 1.0
@@ -113,7 +115,7 @@ def test_when_to_come_again() -> None:
     assert retry_after(admission) == pytest.approx(105.5 / 39)
     start(ledger, entries[39:])
     assert retry_after(admission) == 1.0  # the least
-    fill(ledger, 10)
+    fill(ledger, totals, 10)
     for second in range(NUM_SAMPLES):
         admission.sample(300.0 + second)
     assert retry_after(admission) == 1.0  # what started before is forgotten

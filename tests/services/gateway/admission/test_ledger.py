@@ -62,8 +62,8 @@ def test_repeats_are_trimmed_and_what_is_untold_adds_up(
 ) -> None:
     """Each step goes back by some tokens and then on by others; the client may have no room."""
     open_ = entry()
-    ledger = Ledger(Totals())
-    ledger.open(open_)
+    ledger, totals = Ledger(), Totals()
+    ledger.open(open_, totals)
     known = 0
     seen: list[int] = []
     text = ""
@@ -74,7 +74,7 @@ def test_repeats_are_trimmed_and_what_is_untold_adds_up(
         known = max(known, end)
         assert open_.token_ids == list(range(known))
         assert open_.num_unread_bytes == 9 * (known - len(seen))
-        assert ledger.totals.num_bytes == 9 * known
+        assert totals.num_bytes == 9 * known
         new = open_.undelivered()
         assert (new is None) == (known == len(seen))
         if new is not None and has_room:
@@ -127,8 +127,8 @@ def test_every_token_keeps_its_logprobs(steps: list[tuple[int, int, bool]]) -> N
 
 def test_logprobs_that_nobody_knows() -> None:
     """After a restart of all other processes, the gateway's own tokens keep what is known."""
-    ledger, open_ = Ledger(Totals()), entry(logprobs=0)
-    ledger.open(open_)
+    ledger, totals, open_ = Ledger(), Totals(), entry(logprobs=0)
+    ledger.open(open_, totals)
     append(ledger, open_, delta(0, 2, logprobs=logprobs(0, 2)))
     ledger.begin_attempt(open_)
     late = [None, None, *logprobs(2, 3)]
@@ -138,8 +138,8 @@ def test_logprobs_that_nobody_knows() -> None:
 
 
 def test_logprobs_of_the_prompt_come_once_and_go_with_the_reply() -> None:
-    ledger, open_ = Ledger(Totals()), entry(prompt_logprobs=3)
-    ledger.open(open_)
+    ledger, totals, open_ = Ledger(), Totals(), entry(prompt_logprobs=3)
+    ledger.open(open_, totals)
     of_prompt = [None, *logprobs(1, 4)]
     assert not append(ledger, open_, delta(0, 0, prompt_logprobs=of_prompt))
     assert append(ledger, open_, delta(0, 2, prompt_logprobs=[None]))
@@ -153,18 +153,18 @@ def test_logprobs_of_the_prompt_come_once_and_go_with_the_reply() -> None:
 
 
 def test_logprobs_count_as_bytes() -> None:
-    ledger, open_ = Ledger(Totals()), entry(logprobs=2, prompt_logprobs=1)
-    ledger.open(open_)
+    ledger, totals, open_ = Ledger(), Totals(), entry(logprobs=2, prompt_logprobs=1)
+    ledger.open(open_, totals)
     append(ledger, open_, delta(0, 3, logprobs=logprobs(0, 3), prompt_logprobs=logprobs(0, 5)))
     of_tokens, of_prompt = 3 * (9 + 3 * 256), 5 * 2 * 256
-    assert ledger.totals.num_bytes == of_tokens + of_prompt
+    assert totals.num_bytes == of_tokens + of_prompt
     assert open_.num_unread_bytes == of_tokens + of_prompt
     open_.mark_delivered()
     assert open_.num_unread_bytes == 0
     ledger.answer(open_, open_.reply("stop"))
     assert open_.num_unread_bytes == of_tokens + of_prompt
     ledger.remove(open_)
-    assert ledger.totals.num_bytes == 0
+    assert totals.num_bytes == 0
 
 
 def test_a_gap_is_an_error() -> None:
@@ -175,9 +175,9 @@ def test_a_gap_is_an_error() -> None:
 
 
 def test_deltas_of_an_older_attempt_are_dropped() -> None:
-    ledger = Ledger(Totals(), first_attempt=100)
+    ledger = Ledger(first_attempt=100)
     open_ = entry()
-    ledger.open(open_)
+    ledger.open(open_, Totals())
     ledger.begin_attempt(open_)
     assert not open_.append(delta(0, 3, attempt=100))
     assert open_.append(delta(0, 3, attempt=101))
@@ -186,9 +186,9 @@ def test_deltas_of_an_older_attempt_are_dropped() -> None:
 
 
 def test_what_is_answered_is_not_open() -> None:
-    ledger = Ledger(Totals())
+    ledger = Ledger()
     open_ = entry()
-    ledger.open(open_)
+    ledger.open(open_, Totals())
     ledger.answer(open_, open_.reply("stop"))
     assert (ledger.get("a"), ledger.find("a")) == (None, open_)
     assert (ledger.num_open, len(ledger)) == (0, 1)
@@ -209,45 +209,45 @@ def test_estimates(request_: GenerateRequest, num_tokens: int) -> None:
 
 def test_what_waits() -> None:
     """A prompt waits until a token has come of it; then it does so in no later attempt."""
-    ledger = Ledger(Totals())
+    ledger, totals = Ledger(), Totals()
     first, second = entry("a", prompt="x" * 40), entry("b", prompt=[1, 2])
-    ledger.open(first)
-    ledger.open(second)
+    ledger.open(first, totals)
+    ledger.open(second, totals)
     assert (
-        ledger.totals.num_waiting,
-        ledger.totals.num_waiting_tokens,
-        ledger.totals.num_started,
+        totals.num_waiting,
+        totals.num_waiting_tokens,
+        totals.num_started,
     ) == (2, 12, 0)
     ledger.record_tokenized(first, 30, b"")
-    assert ledger.totals.num_waiting_tokens == 32
+    assert totals.num_waiting_tokens == 32
     assert append(ledger, first, delta(0, 1))
     assert (
-        ledger.totals.num_waiting,
-        ledger.totals.num_waiting_tokens,
-        ledger.totals.num_started,
+        totals.num_waiting,
+        totals.num_waiting_tokens,
+        totals.num_started,
     ) == (1, 2, 1)
     ledger.begin_attempt(first)
     ledger.record_tokenized(first, 30, b"")
-    assert (ledger.totals.num_waiting, ledger.totals.num_waiting_tokens) == (1, 2)
+    assert (totals.num_waiting, totals.num_waiting_tokens) == (1, 2)
     ledger.remove(second)
     assert (
-        ledger.totals.num_waiting,
-        ledger.totals.num_waiting_tokens,
-        ledger.totals.num_started,
+        totals.num_waiting,
+        totals.num_waiting_tokens,
+        totals.num_started,
     ) == (0, 0, 1)
 
 
 def test_bytes() -> None:
-    ledger = Ledger(Totals())
+    ledger, totals = Ledger(), Totals()
     one = entry(num_bytes=100)
-    ledger.open(one)
+    ledger.open(one, totals)
     append(ledger, one, delta(0, 4))
-    assert ledger.totals.num_bytes == 100 + 4 * 9
+    assert totals.num_bytes == 100 + 4 * 9
     ledger.answer(one, one.reply("stop"))
-    assert ledger.totals.num_bytes == 100 + 4 * 9  # until the client has it
+    assert totals.num_bytes == 100 + 4 * 9  # until the client has it
     for _ in range(2):
         ledger.remove(one)
-        assert ledger.totals.num_bytes == 0
+        assert totals.num_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from penstock.protocol.config import Config
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import Context
 from penstock.protocol.transport.curve import secure_client, secure_server
-from penstock.services.gateway.admission.client import Totals
 from penstock.services.gateway.admission.ledger import Ledger
 from penstock.services.gateway.clients.client_socket import ClientSocket
 
@@ -24,7 +23,7 @@ Secure = Callable[[Socket], None]
 
 
 def bind(context: Context, config: Config, inner: str) -> ClientSocket:
-    return ClientSocket(context, config, inner, Ledger(Totals()), on_defect=lambda _: None)
+    return ClientSocket(context, config, inner, Ledger(), on_defect=lambda _: None)
 
 
 class Door:

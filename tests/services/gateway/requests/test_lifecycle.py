@@ -76,9 +76,9 @@ def test_the_tokenizer_tells_how_long_a_prompt_is(start_gateway: Start) -> None:
     harness = start_gateway()
     client = harness.connect()
     harness.submit(client, "a", prompt="x" * 400)
-    assert harness.gateway.default.ledger.totals.num_waiting_tokens == 100
+    assert harness.gateway.default.totals.num_waiting_tokens == 100
     harness.tokenize()
-    assert harness.gateway.default.ledger.totals.num_waiting_tokens == 7
+    assert harness.gateway.default.totals.num_waiting_tokens == 7
     harness.send(client, AbortRequest(request_id="a"))
     assert harness.receive_reply(client).usage.prompt_tokens == 7
 
@@ -250,7 +250,7 @@ def test_a_defect_at_one_entry_ends_no_loop_over_all(
     harness.submit(client, "a", "bad", "c")
     for _ in range(3):
         harness.tokenize()
-    ledger = harness.gateway.default.ledger
+    ledger = harness.gateway.ledger
     begin = ledger.begin_attempt
 
     def begin_or_raise(entry: Entry) -> None:
