@@ -23,10 +23,10 @@ from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.context import Handlers
 from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.process import Process
-from penstock.services.gateway.admission.ledger import Ledger
 from penstock.services.gateway.clients.client_socket import ClientSocket
+from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.requests.lifecycle import Requests
-from penstock.services.gateway.routing.router import Router
+from penstock.services.gateway.requests.router import Router
 
 MAX_MERGE_SECONDS = 0.01
 """for which output that has arrived is collected before it is delivered, where more of it waits"""

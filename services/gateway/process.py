@@ -18,13 +18,13 @@ from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.transport.context import Handlers
 from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.process import Process, first_number
-from penstock.services.gateway.admission.client import Client
-from penstock.services.gateway.admission.entry import Entry
-from penstock.services.gateway.admission.ledger import Ledger
-from penstock.services.gateway.admission.validation import RefusedError
+from penstock.services.gateway.client import Client
 from penstock.services.gateway.clients.client_socket import ClientSocket
+from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.model_processes import ModelProcesses
 from penstock.services.gateway.status import PipelineStatus
+from penstock.services.gateway.validation import RefusedError
 
 log = logging.getLogger("gateway")
 UNREAD = "it does not read its answers (--max-unread-bytes)"
@@ -40,10 +40,7 @@ class Gateway:
         self.has_drained = False
         self.call_later = call_later
         self.ledger = Ledger(first_number(process.incarnation))
-        inner = process.endpoints.inner_clients
-        self.clients = ClientSocket(
-            process.context, process.config, inner, self.ledger, self.on_defect
-        )
+        self.clients = ClientSocket(process, self.ledger, self.on_defect)
         self.connections = self.clients.connections
         callbacks = call_later, self.on_report, self.on_status
         self.models = [
@@ -60,7 +57,7 @@ class Gateway:
             (self.connections.monitor, self.connections.handle_events),
             *process.context.handlers,
         ]
-        self.status = PipelineStatus(self.clients, self.ledger, self.models, self.handlers)
+        self.status = PipelineStatus(self.clients, self.models, self.handlers)
 
     def after_turn(self) -> None:
         """Send what is left to be sent. End the process when it has drained."""

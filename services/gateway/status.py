@@ -7,11 +7,10 @@ from penstock.protocol.messages.client import StatusRequest
 from penstock.protocol.messages.codec import Codec
 from penstock.protocol.messages.status import ModelStatus, ProcessStatus, StatusReply
 from penstock.protocol.transport.context import Handlers
-from penstock.services.gateway.admission.client import Client, Connection
-from penstock.services.gateway.admission.ledger import Ledger
-from penstock.services.gateway.admission.validation import RefusedError
+from penstock.services.gateway.client import Client, Connection
 from penstock.services.gateway.clients.client_socket import ClientSocket
 from penstock.services.gateway.model_processes import ModelProcesses
+from penstock.services.gateway.validation import RefusedError
 
 MAX_WAITING = 1024
 """status requests that are answered at once, when a report arrives: in a few milliseconds"""
@@ -33,18 +32,14 @@ class PipelineStatus:
     """
 
     def __init__(
-        self,
-        clients: ClientSocket,
-        ledger: Ledger,
-        models: Sequence[ModelProcesses],
-        handlers: Handlers,
+        self, clients: ClientSocket, models: Sequence[ModelProcesses], handlers: Handlers
     ) -> None:
         self.processes: list[ProcessStatus] = []
         """of the supervisor's newest report"""
         self.for_ready: dict[str | None, list[StatusQuery]] = {}
         """by the model that they wait for; None: all"""
         self.for_report: list[StatusQuery] = []
-        self._clients, self._ledger = clients, ledger
+        self._clients, self._ledger = clients, clients.ledger
         self._models, self._handlers = models, handlers
 
     def submit(self, client: Client, request: StatusRequest) -> None:

@@ -27,9 +27,9 @@ from penstock.protocol.messages.tokenizer import TokenizeRequest, ToTokenizer
 from penstock.protocol.transport.channel import DECODE_ERRORS, Channel
 from penstock.services.detokenizer.process import Detokenizer
 from penstock.services.detokenizer.token_bytes import token_bytes
-from penstock.services.gateway.admission.client import Client, Connection
-from penstock.services.gateway.admission.entry import Entry, GapError
-from penstock.services.gateway.admission.validation import RefusedError, Validation, decode_request
+from penstock.services.gateway.client import Client, Connection, Share
+from penstock.services.gateway.entry import Entry, GapError
+from penstock.services.gateway.validation import RefusedError, Validation, decode_request
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.planning.scheduler import Scheduler
@@ -106,9 +106,8 @@ def use_accepted(entry: Entry) -> None:
 
 def use_texts(message: TextDeltas) -> None:
     """As the gateway does; what it keeps, it can submit again."""
-    entry = Entry(
-        GenerateRequest(prompt="a"), INNER_ID, Client((b"c",), codec_of(b"{"), Connection())
-    )
+    client = Client((b"c",), codec_of(b"{"), Connection(), Share(""))
+    entry = Entry(GenerateRequest(prompt="a"), INNER_ID, client)
     try:
         for delta in message.deltas:
             entry.append(delta)
@@ -169,7 +168,7 @@ def test_requests() -> None:
             request = decode_request(codec, frame, max_request_bytes(CONFIG))
             if isinstance(request, GenerateRequest):
                 VALIDATION.check(request, is_req_socket=False)
-                use_accepted(Entry(request, "r", Client((b"c",), codec, Connection())))
+                use_accepted(Entry(request, "r", Client((b"c",), codec, Connection(), Share(""))))
             num_accepted += 1
         except RefusedError as refused:
             reply = codec.decode_reply(codec.encode(refused.reply))

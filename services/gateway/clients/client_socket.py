@@ -8,16 +8,17 @@ from time import monotonic
 import zmq
 
 from penstock.protocol.checkpoint import max_request_bytes
-from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ErrorReply, Reply, ReplyBatch, TextDelta
 from penstock.protocol.messages.codec import BATCH, MSGPACK, codec_of, has_number, reply_frames
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
-from penstock.protocol.transport.context import Context, check_reach
-from penstock.services.gateway.admission.client import Client, Connection
-from penstock.services.gateway.admission.connection_limits import ClientWatch, bind_clients
-from penstock.services.gateway.admission.entry import Entry
-from penstock.services.gateway.admission.ledger import Ledger
+from penstock.protocol.transport.context import check_reach
+from penstock.protocol.transport.process import Process
+from penstock.services.gateway.client import Client, Connection
+from penstock.services.gateway.clients import client_watch
+from penstock.services.gateway.clients.bind_clients import bind_clients
 from penstock.services.gateway.clients.connections import Connections
+from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.ledger import Ledger
 
 log = logging.getLogger("gateway")
 MAX_FRAMES = 8
@@ -41,29 +42,19 @@ class ClientSocket:
     """
 
     def __init__(
-        self,
-        context: Context,
-        config: Config,
-        inner: str,
-        ledger: Ledger,
-        on_defect: Callable[[Entry], None],
+        self, process: Process, ledger: Ledger, on_defect: Callable[[Entry], None]
     ) -> None:
-        """Bind the socket. Raises as `check_reach` and `bind`.
-
-        inner: endpoint for the pipeline's own processes. on_defect: called in an `except` block,
-        with a request whose output raised.
-        """
+        """on_defect: fails a request, in an `except` block. Raises as `check_reach` and `bind`."""
+        config = process.config
         check_reach(config)
         address = "inproc://clients-monitor"  # connected first: libzmq waits until events are read
-        self.connections = Connections(context.connect(zmq.PAIR, address))
+        self.connections = Connections(process.context.connect(zmq.PAIR, address))
         self.max_frame_bytes = max_request_bytes(config) + OVERSIZE_SLACK
-        self.channel, self.connections.inner = bind_clients(
-            context, config, inner, address, self.max_frame_bytes
-        )
+        self.channel, self.connections.inner = bind_clients(process, address, self.max_frame_bytes)
         self._frame_overhead = CURVE_FRAME_BYTES if config.curve_keys else FRAME_BYTES
         self.max_unread_bytes = config.max_unread_bytes
         self.ledger = ledger
-        self._watch = ClientWatch(config, self.max_frame_bytes)
+        self._watch = client_watch.ClientWatch(config, self.max_frame_bytes)
         self._on_defect = on_defect
         self._pending: OrderedDict[str, Entry] = OrderedDict()
         """requests whose output `deliver_pending` sends, by id"""
@@ -78,7 +69,8 @@ class ClientSocket:
                     self.connections.cut_off(connection, ENVELOPE)
                     continue
                 *envelope, frame = (one.bytes for one in frames)
-                yield Client(tuple(envelope), codec_of(frame), connection), frame
+                codec, share = codec_of(frame), connection.share
+                yield Client(tuple(envelope), codec, connection, share), frame
 
     def reply(self, client: Client, reply: Reply) -> None:
         self.send(client, client.codec.encode(reply))
@@ -172,14 +164,14 @@ class ClientSocket:
         """
         full = [one for one in self.connections if one.is_full]
         for connection in full:
-            connection.update_num_read()
+            client_watch.update_num_read(connection)
             self.flush(connection)
         limit = self.max_unread_bytes
         return [
             one
             for one in full
             if not one.is_inner
-            and one.take_progress() < limit < self.num_unread_bytes(one) - one.largest
+            and client_watch.take_progress(one) < limit < self.num_unread_bytes(one) - one.largest
         ]
 
     def num_unread_bytes(self, connection: Connection) -> int:
@@ -219,7 +211,7 @@ class ClientSocket:
         """As `Channel.try_send`; EAGAIN, too, where too much of what was sent is not read."""
         error = 0
         if connection.num_queued > self.max_unread_bytes:
-            connection.update_num_read()
+            client_watch.update_num_read(connection)
             if connection.num_queued > self.max_unread_bytes:
                 error = zmq.EAGAIN
         error = error or self.channel.try_send(frames)

@@ -1,4 +1,4 @@
-"""The clients' connections: how they come and go, and how many may.
+"""Client connections: opening, closing, limits for each host.
 
 A ROUTER learns of a disconnected client only when it sends to it. libzmq's monitor reports it at
 once, by file descriptor, and every message carries the descriptor of its connection. An accepted
@@ -6,6 +6,7 @@ connection is reported before its first message arrives.
 """
 
 import logging
+import resource
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import count
@@ -19,13 +20,19 @@ from penstock.protocol.transport.socket_info import (
     shut_down,
     take_events,
 )
-from penstock.services.gateway.admission.client import Client, Connection, Share
-from penstock.services.gateway.admission.connection_limits import ConnectionLimits
-from penstock.services.gateway.admission.validation import refusal
+from penstock.services.gateway.client import Client, Connection, Share
+from penstock.services.gateway.validation import refusal
 
 log = logging.getLogger("gateway")
 MAX_EARLIER = 64
 """closed connections of one file descriptor whose waiting messages are recognized"""
+MAX_CONNECTIONS = 4096
+"""of a gateway with as many descriptors: libzmq keeps some 50 KB for each connection"""
+RESERVED_DESCRIPTORS = 256
+"""for the pipeline's own connections and files"""
+TOO_MANY = "too many connections; the limit depends on its limit of open files (ulimit -n)"
+TOO_MANY_OF_ONE = "too many connections from this address"
+TOO_MANY_SILENT = "too many connections that have not sent a request, or shown a key"
 
 
 class Connections:
@@ -145,7 +152,7 @@ class Connections:
         share = self._shares.get(name)
         if share is None:
             share = self._shares[name] = Share(name)
-        return client._replace(named=share)
+        return client._replace(share=share)
 
     def _oldest_silent(self, host: str) -> Connection | None:
         """Return the connection of this machine that has been silent longest."""
@@ -174,3 +181,44 @@ class Connections:
 def is_chosen(identity: bytes) -> bool:
     """Return whether the client has chosen its ZeroMQ identity: libzmq's begin with a zero."""
     return not identity.startswith(b"\0") and identity != b""
+
+
+class ConnectionLimits:
+    """Numbers of connections by host.
+
+    One machine may have half of all connections. An eighth of all, of one machine, and half, of all
+    machines, may be silent: they have not sent a request yet.
+    """
+
+    def __init__(self) -> None:
+        self._hosts: Counter[str] = Counter()
+        self._silent: Counter[str] = Counter()
+
+    def opened(self, host: str) -> str | None:
+        """Count a new connection. Return why one is to be closed; None if all may stay."""
+        self._hosts[host] += 1
+        self._silent[host] += 1
+        limit = max_connections()
+        if self._hosts.total() > limit:
+            return TOO_MANY
+        if self._hosts[host] > limit // 2:
+            return TOO_MANY_OF_ONE
+        if self._silent[host] > limit // 8 or self._silent.total() > limit // 2:
+            return TOO_MANY_SILENT
+        return None
+
+    def spoke(self, host: str) -> None:
+        self._silent -= Counter((host,))
+
+    def closed(self, host: str, is_silent: bool) -> None:
+        self._hosts -= Counter((host,))
+        if is_silent:
+            self._silent -= Counter((host,))
+
+
+def max_connections() -> int:
+    """Return the limit now: the supervisor raises that of descriptors."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(max(soft - RESERVED_DESCRIPTORS, soft // 2), MAX_CONNECTIONS)

@@ -1,1 +1,1 @@
-"""The life of requests: work for tokenizers, output, failures and the end."""
+"""The life of requests: admission, routing, work for tokenizers, output, failures and the end."""

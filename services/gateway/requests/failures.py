@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from penstock.protocol.messages.client import ErrorReply
-from penstock.protocol.messages.tokenizer import RequestFailed
+from penstock.protocol.messages.tokenizer import RequestFailed, TokenizerReply
 from penstock.protocol.poison import REFUSED, PoisonList, digest_of
 from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.process import Identity
-from penstock.services.gateway.admission.entry import Entry, GapError
-from penstock.services.gateway.admission.ledger import Ledger
-from penstock.services.gateway.admission.validation import RefusedError, WorkRequest
+from penstock.services.gateway.entry import Entry, GapError
+from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.requests.queries import Query, Work
-from penstock.services.gateway.routing.router import Router
+from penstock.services.gateway.requests.router import Router
+from penstock.services.gateway.validation import RefusedError, WorkRequest
 
 if TYPE_CHECKING:
     from penstock.services.gateway.requests.lifecycle import Requests
@@ -136,7 +136,7 @@ class Failures:
         """Submit a request once more, to be resumed after the tokens that it has."""
         self._router.migrate(entry)
         self._ledger.begin_attempt(entry)
-        self._requests.submit_again(entry)
+        self._requests.tokenizers.submit(entry)
 
     # ---- a request fails ---------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class Failures:
 
     def on_poison(self, work: Work) -> None:
         if isinstance(work, Query):
-            self._requests.fail_query(work, GIVEN_UP)
+            self._fail_query(work, GIVEN_UP)
         elif work.is_open:
             self._fail(work, ErrorReply(code="failed", message=GIVEN_UP))
         self._fail_duplicates(work.request)
@@ -159,19 +159,19 @@ class Failures:
         """Fail work that raises, in an `except` block: other requests continue."""
         if isinstance(work, Query):
             log.exception("a query raised and is failed")
-            self._requests.fail_query(work, DEFECT)
+            self._fail_query(work, DEFECT)
             return
         request_id, extra = work.request_id, {"request_id": work.request_id}
         log.exception("request %s raised and is failed", request_id, extra=extra)
         try:
             if isinstance(work.answer, ErrorReply):  # which can't be delivered
-                self._requests.release(work)
+                self._requests.clients.release(work)
             else:
                 work.mark_delivered()  # its output may be what can't be encoded
                 self._fail(work, ErrorReply(code="failed", message=DEFECT))
         except Exception:
             log.exception("request %s is dropped", request_id, extra=extra)
-            self._requests.release(work)
+            self._requests.clients.release(work)
 
     def for_each(self, entries: Iterable[Entry], handle: Callable[[Entry], None]) -> None:
         """Call `handle` with each entry; an entry at which it raises fails, alone."""
@@ -180,6 +180,10 @@ class Failures:
                 handle(entry)
             except Exception:  # noqa: BLE001
                 self.on_defect(entry)
+
+    def _fail_query(self, query: Query, message: str) -> None:
+        error = ErrorReply(code="failed", message=message)
+        self._requests.queries.answer(TokenizerReply(query.key, error))
 
     def _fail(self, entry: Entry, error: ErrorReply) -> None:
         error.request_id = entry.request_id

@@ -12,27 +12,27 @@ from uuid import uuid4
 from penstock.protocol.generation_config import read_generation_config
 from penstock.protocol.messages.client import ErrorReply, GenerateReply, GenerateRequest, TextDelta
 from penstock.protocol.messages.metrics import Metrics
-from penstock.protocol.messages.tokenizer import TokenizerReply
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.process import Process
-from penstock.services.gateway.admission.client import Client, Totals
-from penstock.services.gateway.admission.entry import Entry, GapError
-from penstock.services.gateway.admission.ledger import Admission, Ledger
-from penstock.services.gateway.admission.validation import (
+from penstock.services.gateway.client import Client, Totals
+from penstock.services.gateway.clients.client_socket import ClientSocket
+from penstock.services.gateway.entry import Entry, GapError
+from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.requests.admission import Admission
+from penstock.services.gateway.requests.failures import Failures, TokenizerPoison
+from penstock.services.gateway.requests.queries import Queries, num_query_tokens
+from penstock.services.gateway.requests.router import Router
+from penstock.services.gateway.requests.tokenizers import Tokenizers
+from penstock.services.gateway.validation import (
     RefusedError,
     TokenizerRequest,
     Validation,
     WorkRequest,
     check_same,
 )
-from penstock.services.gateway.clients.client_socket import ClientSocket
-from penstock.services.gateway.requests.failures import Failures, TokenizerPoison
-from penstock.services.gateway.requests.queries import Queries, Query, num_query_tokens
-from penstock.services.gateway.requests.tokenizers import Tokenizers
-from penstock.services.gateway.routing.router import Router
 
 
 class Requests:
@@ -62,7 +62,7 @@ class Requests:
         self.failures = Failures(ledger, router, self.poison, self)
         self.tokenizers = Tokenizers(to_tokenizers, self.poison, self.failures)
         self.queries = Queries(ledger.first_attempt, clients, self.totals)
-        self._ledger, self._clients, self._router = ledger, clients, router
+        self._ledger, self.clients, self._router = ledger, clients, router
         self._call_later = call_later
         self.prefix = config.prefix
         self.is_draining = False
@@ -76,11 +76,7 @@ class Requests:
             self._accept(client, request, num_bytes)
         else:
             check_same(request, entry.request)
-            self._clients.adopt(entry, client)
-
-    def submit_again(self, entry: Entry) -> None:
-        """Submit a new attempt of an open request, which a tokenizer passes on."""
-        self.tokenizers.submit(entry)
+            self.clients.adopt(entry, client)
 
     def submit_query(self, client: Client, query: TokenizerRequest, num_bytes: int) -> None:
         """Accept a request that a tokenizer answers alone. Raises RefusedError."""
@@ -153,7 +149,7 @@ class Requests:
         if is_new and delta.finish_reason:
             self.answer(entry, entry.reply(delta.finish_reason))
         elif is_new and entry.request.stream:
-            self._clients.deliver(entry)
+            self.clients.deliver(entry)
 
     def on_tokenized(self, request_id: str, attempt: int, num_tokens: int, by: bytes) -> None:
         """Record that a tokenizer has passed a prompt of `num_tokens` on."""
@@ -168,26 +164,19 @@ class Requests:
         for query in self.queries.take_closed():
             self.tokenizers.forget(query)
 
-    def fail_query(self, query: Query, message: str) -> None:
-        error = ErrorReply(code="failed", message=message)
-        self.queries.answer(TokenizerReply(query.key, error))
-
     def answer(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
         self._end(entry, reply)
         self._ledger.answer(entry, reply)
-        self._clients.deliver(entry)
+        self.clients.deliver(entry)
 
     def drop(self, entries: Iterable[Entry]) -> None:
         """End requests, answered or not, whose client can't get the answer."""
         self.failures.for_each(entries, self._drop)
 
-    def release(self, entry: Entry) -> None:
-        self._clients.release(entry)
-
     def _drop(self, entry: Entry) -> None:
         if entry.answer is None:
             self._end(entry, entry.reply("abort"))
-        self.release(entry)
+        self.clients.release(entry)
 
     def _end(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
         entry.record_end(self.metrics, reply, time.monotonic())

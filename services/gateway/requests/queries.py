@@ -5,10 +5,10 @@ from itertools import count
 
 from penstock.protocol.messages.client import TokenizePromptRequest
 from penstock.protocol.messages.tokenizer import TokenizerQuery, TokenizerReply
-from penstock.services.gateway.admission.client import Client, Totals
-from penstock.services.gateway.admission.entry import Entry, estimated_tokens
-from penstock.services.gateway.admission.validation import TokenizerRequest
+from penstock.services.gateway.client import Client, Totals
 from penstock.services.gateway.clients.client_socket import ClientSocket
+from penstock.services.gateway.entry import Entry, estimated_tokens
+from penstock.services.gateway.validation import TokenizerRequest
 
 
 class Query:

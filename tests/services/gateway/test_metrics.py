@@ -21,13 +21,13 @@ from penstock.protocol.messages.metrics import (
 )
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
-from penstock.services.gateway.admission.client import Client, Connection
-from penstock.services.gateway.admission.entry import Entry
+from penstock.services.gateway.client import Client, Connection, Share
+from penstock.services.gateway.entry import Entry
 from tests.services.gateway.conftest import PROMPT, GatewayHarness, request
 
 
 def entry(accepted_at: float) -> Entry:
-    client = Client((b"c",), JSON, Connection())
+    client = Client((b"c",), JSON, Connection(), Share(""))
     one = Entry(GenerateRequest(prompt="p"), "a", client)
     one.accepted_at, one.num_prompt_tokens, one.num_cached_tokens = accepted_at, 30, 16
     return one

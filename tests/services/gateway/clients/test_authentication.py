@@ -4,6 +4,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -14,8 +15,8 @@ from penstock.protocol.config import Config
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import Context
 from penstock.protocol.transport.curve import secure_client, secure_server
-from penstock.services.gateway.admission.ledger import Ledger
 from penstock.services.gateway.clients.client_socket import ClientSocket
+from penstock.services.gateway.ledger import Ledger
 
 TIMEOUT = 60_000
 Socket = zmq.Socket[bytes]
@@ -23,7 +24,9 @@ Secure = Callable[[Socket], None]
 
 
 def bind(context: Context, config: Config, inner: str) -> ClientSocket:
-    return ClientSocket(context, config, inner, Ledger(), on_defect=lambda _: None)
+    endpoints = SimpleNamespace(inner_clients=inner)
+    process = SimpleNamespace(context=context, config=config, endpoints=endpoints)
+    return ClientSocket(process, Ledger(), on_defect=lambda _: None)  # type: ignore[arg-type]
 
 
 class Door:

@@ -19,7 +19,7 @@ from penstock.protocol.messages.client import (
 from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
 from penstock.protocol.transport.process import first_number
-from penstock.services.gateway.admission.client import Client, Connection
+from penstock.services.gateway.client import Client, Connection
 from penstock.services.gateway.clients.connections import Connections
 from tests.services.gateway.conftest import TIMEOUT, GatewayHarness, request
 
@@ -110,7 +110,8 @@ def test_a_descriptor_that_is_used_again() -> None:
     clients = []
     for name in "ab":
         connections.open(5)
-        clients.append(Client((b"c",), MSGPACK, connections.sender(5, name.encode())))
+        one = connections.sender(5, name.encode())
+        clients.append(Client((b"c",), MSGPACK, one, one.share))
         if name == "a":
             connections.close(5)
     assert [client.connection.is_closed for client in clients] == [True, False]

@@ -12,9 +12,9 @@ from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.messages.client import AbortReply, AbortRequest
 from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.transport.socket_info import tcp_counters
-from penstock.services.gateway.admission import connection_limits
-from penstock.services.gateway.admission.connection_limits import ConnectionLimits
-from penstock.services.gateway.clients import client_socket
+from penstock.services.gateway.clients import client_socket, client_watch, connections
+from penstock.services.gateway.clients.bind_clients import MAX_RECEIVE_QUEUE
+from penstock.services.gateway.clients.connections import ConnectionLimits
 from tests.services.gateway.clients.raw_client import GREETING, MORE, RawClient, frame
 from tests.services.gateway.conftest import GatewayHarness
 
@@ -76,7 +76,7 @@ def test_a_message_without_an_end(start_gateway: Start, endpoint: str) -> None:
 
 def test_messages_without_an_end_together(start_gateway: Start) -> None:
     """Who has sent most is disconnected."""
-    harness = start_gateway(endpoint=TCP, max_open_bytes=(2 << 20) * connection_limits.EXPANSION)
+    harness = start_gateway(endpoint=TCP, max_open_bytes=(2 << 20) * client_watch.EXPANSION)
     honest, *hostile = (RawClient(harness.endpoint) for _ in range(4))
     honest.send(PIECE[: 1 << 19])
     for client in hostile:
@@ -108,7 +108,7 @@ def test_pipelined_requests_are_no_message_without_an_end(start_gateway: Start) 
         return counters.received
 
     num_bytes = 0
-    while num_received() < connection_limits.MAX_RECEIVE_QUEUE * len(large):
+    while num_received() < MAX_RECEIVE_QUEUE * len(large):
         num_bytes += client.send_some(large[num_bytes % len(large) :])
     harness.run_heartbeats(1)
     assert not harness.gateway.connections.num_cut_off
@@ -159,7 +159,7 @@ def test_a_second_client_of_an_identity_is_disconnected(
         harness.run_once()  # for its key
         harness.run_heartbeats(1)
     (logged,) = caplog.messages
-    assert logged.endswith(connection_limits.IGNORED)
+    assert logged.endswith(client_watch.IGNORED)
     assert is_served(harness, first)
     first.close()
     while not second.poll(0):
@@ -226,7 +226,7 @@ def test_an_idle_client_on_ipc_comes_back(start_gateway: Start) -> None:
 def test_idle_connections_are_limited(
     start_gateway: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_limits, "max_connections", lambda: 32)
+    monkeypatch.setattr(connections, "max_connections", lambda: 32)
     harness = start_gateway(endpoint=TCP)
     client = harness.connect()
     assert is_served(harness, client)
@@ -246,7 +246,7 @@ def test_idle_connections_are_limited(
 
 
 def test_limits_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits, "max_connections", lambda: 64)
+    monkeypatch.setattr(connections, "max_connections", lambda: 64)
     limits = ConnectionLimits()
 
     def connect(host: str, speaks: bool) -> str | None:
@@ -258,15 +258,15 @@ def test_limits_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
         return reason
 
     silent = [connect("a", False) for _ in range(9)]
-    assert silent == [None] * 8 + [connection_limits.TOO_MANY_SILENT]
+    assert silent == [None] * 8 + [connections.TOO_MANY_SILENT]
     speaking = [connect("a", True) for _ in range(25)]
-    assert speaking[:8] == [connection_limits.TOO_MANY_SILENT] * 8
+    assert speaking[:8] == [connections.TOO_MANY_SILENT] * 8
     for _ in range(8):
         limits.closed("a", is_silent=True)
     speaking = [connect("a", True) for _ in range(33)]
-    assert speaking == [None] * 32 + [connection_limits.TOO_MANY_OF_ONE]
+    assert speaking == [None] * 32 + [connections.TOO_MANY_OF_ONE]
     others = [connect(host, True) for host in "bcde" for _ in range(10)]
-    assert others == [None] * 32 + [connection_limits.TOO_MANY] * 8
+    assert others == [None] * 32 + [connections.TOO_MANY] * 8
     limits.closed("a", is_silent=False)
     assert connect("f", False) is None
 
@@ -275,7 +275,7 @@ def test_the_limit_follows_that_of_descriptors(monkeypatch: pytest.MonkeyPatch) 
     soft = {1024: 768, 256: 128, 1 << 20: 4096, resource.RLIM_INFINITY: 4096}
     for number, expected in soft.items():
         monkeypatch.setattr(resource, "getrlimit", lambda _, number=number: (number, number))
-        assert connection_limits.max_connections() == expected
+        assert connections.max_connections() == expected
 
 
 def test_who_shows_no_key_has_ten_seconds(start_gateway: Start) -> None:

@@ -10,8 +10,8 @@ import zmq
 
 from penstock.protocol.messages.client import AbortReply, AbortRequest, GenerateReply, TextDelta
 from penstock.protocol.messages.codec import MSGPACK
-from penstock.services.gateway.admission import connection_limits
-from penstock.services.gateway.admission.client import Connection
+from penstock.services.gateway.client import Connection
+from penstock.services.gateway.clients import bind_clients
 from tests.services.gateway.conftest import GatewayHarness
 
 SLOW = {"RCVHWM": 1, "RCVBUF": 1}
@@ -26,7 +26,7 @@ NUM_HELD = 20
 def harness(
     start_gateway: Callable[..., GatewayHarness], monkeypatch: pytest.MonkeyPatch
 ) -> GatewayHarness:
-    monkeypatch.setattr(connection_limits, "MAX_SEND_QUEUE", 4)
+    monkeypatch.setattr(bind_clients, "MAX_SEND_QUEUE", 4)
     return start_gateway(endpoint="tcp://127.0.0.1:*", max_unread_bytes=1 << 20)
 
 
@@ -216,6 +216,6 @@ def test_a_full_queue_is_not_tried_for_every_token(harness: GatewayHarness) -> N
 def test_the_queue_of_a_client_has_a_limit(start_gateway: Callable[..., GatewayHarness]) -> None:
     assert (
         start_gateway().gateway.clients.channel.socket.getsockopt(zmq.SNDHWM)
-        == connection_limits.MAX_SEND_QUEUE
+        == bind_clients.MAX_SEND_QUEUE
         == 4096
     )

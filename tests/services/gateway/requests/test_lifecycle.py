@@ -12,7 +12,7 @@ from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.registration import Goodbye, Heartbeat
 from penstock.protocol.messages.scheduler import ReleaseRequest
 from penstock.protocol.messages.status import SchedulerStatus
-from penstock.services.gateway.admission.entry import Entry
+from penstock.services.gateway.entry import Entry
 from tests.services.gateway.conftest import PROMPT, GatewayHarness, request
 
 Start = Callable[..., GatewayHarness]

@@ -15,7 +15,7 @@ from penstock.protocol.messages.registration import Goodbye, Heartbeat
 from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.process import Identity
-from penstock.services.gateway.admission.client import Share
+from penstock.services.gateway.client import Share
 from penstock.services.gateway.requests.failures import MAX_DEATHS, TokenizerPoison
 from penstock.services.gateway.requests.tokenizers import MAX_SILENT, Tokenizers
 from tests.services.gateway.conftest import GatewayHarness

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
-from penstock.services.gateway.admission.entry import Entry
-from penstock.services.gateway.routing.prefix_routing import Prefixes
+from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.requests.prefix_routing import Prefixes
 
 
 class Replica:

@@ -22,7 +22,7 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.tokenizer import TokenizeRequest
 from penstock.protocol.transport.event_loop import Timer
-from penstock.services.gateway.admission.client import Client, Totals
+from penstock.services.gateway.client import Client, Totals
 
 TOKEN_BYTES = 8
 """bytes that a token id counts for, in memory and in messages"""

@@ -5,10 +5,11 @@ import pytest
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import GenerateRequest, TextDelta
 from penstock.protocol.messages.codec import JSON
-from penstock.services.gateway.admission.client import Client, Connection, Share, Totals
-from penstock.services.gateway.admission.entry import Entry
-from penstock.services.gateway.admission.ledger import NUM_SAMPLES, Admission, Ledger
-from penstock.services.gateway.admission.validation import RefusedError
+from penstock.services.gateway.client import Client, Connection, Share, Totals
+from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.requests.admission import NUM_SAMPLES, Admission
+from penstock.services.gateway.validation import RefusedError
 
 
 def fill(
@@ -18,7 +19,7 @@ def fill(
     entries = []
     for _ in range(number):
         request = GenerateRequest(prompt=[1] * num_tokens)
-        client = Client((b"c",), JSON, Connection())
+        client = Client((b"c",), JSON, Connection(), Share(""))
         entries.append(Entry(request, f"{len(ledger)}", client, num_bytes))
         ledger.open(entries[-1], totals)
     return entries

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.codec import JSON
-from penstock.services.gateway.admission.client import Client
-from penstock.services.gateway.admission.ledger import RESERVED, exceeds
+from penstock.services.gateway.client import Client
 from penstock.services.gateway.clients.connections import Connections
+from penstock.services.gateway.requests.admission import RESERVED, exceeds
 from penstock.services.gateway.requests.tokenizers import MAX_BYTES
 from tests.services.gateway.conftest import GatewayHarness, request
 
@@ -40,9 +40,9 @@ def test_whoever_has_few_gets_a_place_after_one_has_filled_the_limit(
 
 def test_shares_are_forgotten_with_their_requests() -> None:
     connections = Connections(None)  # type: ignore[arg-type]
-    client = Client((b"c",), JSON, connections.open(5, is_inner=True))
-    share = connections.named_client(client, "10.0.0.1").named
-    assert connections.named_client(client, "10.0.0.1").named is share
+    client = Client((b"c",), JSON, one := connections.open(5, is_inner=True), one.share)
+    share = connections.named_client(client, "10.0.0.1").share
+    assert connections.named_client(client, "10.0.0.1").share is share
     del share
     assert not len(connections._shares)
     names = {connections.open(fd).share.name for fd in range(3)}

@@ -12,11 +12,11 @@ from penstock.protocol.messages.client import ChatMessage, GenerateRequest
 from penstock.protocol.messages.codec import JSON
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
-from penstock.services.gateway.admission.client import Client, Connection
-from penstock.services.gateway.admission.entry import Entry
-from penstock.services.gateway.routing import prefix_routing as module
-from penstock.services.gateway.routing.prefix_routing import MUCH_MORE, PIECE_BYTES, pieces_of
-from penstock.services.gateway.routing.router import Router
+from penstock.services.gateway.client import Client, Connection, Share
+from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.requests import prefix_routing as module
+from penstock.services.gateway.requests.prefix_routing import MUCH_MORE, PIECE_BYTES, pieces_of
+from penstock.services.gateway.requests.router import Router
 
 TEXT = "".join(chr(97 + n % 26) for n in range(7 * PIECE_BYTES))
 
@@ -33,7 +33,7 @@ class Sink(Channel[Any]):
 
 def entry(request_id: str, prompt: Any = "short", **fields: Any) -> Entry:
     request = GenerateRequest(prompt=prompt, **fields)
-    return Entry(request, request_id, Client((b"c",), JSON, Connection()))
+    return Entry(request, request_id, Client((b"c",), JSON, Connection(), Share("")))
 
 
 def status(replica: int, epoch: int = 1, runs: bool = True, **fields: Any) -> SchedulerStatus:

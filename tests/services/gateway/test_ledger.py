@@ -11,16 +11,16 @@ from penstock.protocol.messages.codec import JSON
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.metrics import RequestTimes
 from penstock.protocol.messages.packed import pack
-from penstock.services.gateway.admission.client import Client, Connection, Totals
-from penstock.services.gateway.admission.entry import Entry, GapError, estimated_tokens
-from penstock.services.gateway.admission.ledger import Ledger
+from penstock.services.gateway.client import Client, Connection, Share, Totals
+from penstock.services.gateway.entry import Entry, GapError, estimated_tokens
+from penstock.services.gateway.ledger import Ledger
 
 TEXT = "0123456789" * 4
 
 
 def entry(request_id: str = "a", num_bytes: int = 0, **fields: Any) -> Entry:
     request = GenerateRequest(**{"prompt": "p", "stream": True} | fields)
-    return Entry(request, request_id, Client((b"c",), JSON, Connection()), num_bytes)
+    return Entry(request, request_id, Client((b"c",), JSON, Connection(), Share("")), num_bytes)
 
 
 def logprobs(begin: int, end: int) -> list[TokenLogprobs | None]:

@@ -13,7 +13,7 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
 )
 from penstock.protocol.messages.codec import JSON, MSGPACK
-from penstock.services.gateway.admission.validation import (
+from penstock.services.gateway.validation import (
     UNTYPED,
     RefusedError,
     Validation,

@@ -8,8 +8,8 @@ from msgspec.inspect import AnyType, type_info
 
 from penstock.protocol.messages.codec import JSON, MSGPACK, REQUEST_TYPES
 from penstock.protocol.nesting import MAX_DEPTH
-from penstock.services.gateway.admission.validation import UNTYPED, decode_request
-from tests.services.gateway.admission.test_validation import MAX_BYTES, refusal
+from penstock.services.gateway.validation import UNTYPED, decode_request
+from tests.services.gateway.test_validation import MAX_BYTES, refusal
 
 
 def nested(levels: int) -> Any:

@@ -4,7 +4,6 @@ from collections import deque
 from typing import NamedTuple
 
 from penstock.protocol.messages.codec import Codec
-from penstock.services.gateway.admission.connection_limits import ConnectionTraffic
 
 
 class Share:
@@ -39,11 +38,11 @@ class Totals(Share):
             one.num_bytes += num_bytes
 
 
-class Connection(ConnectionTraffic):
+class Connection:
     """One connection of a client, and what waits to be sent on it.
 
-    `Connections` opens and closes it. `ClientSocket` counts its messages. `ClientSocket` and
-    `PipelineStatus` write what waits on it.
+    `Connections` opens and closes it. `ClientSocket` counts its messages and bytes, with
+    `client_watch`. `ClientSocket` and `PipelineStatus` write what waits on it.
     """
 
     def __init__(
@@ -53,7 +52,17 @@ class Connection(ConnectionTraffic):
         is_inner: bool = False,
         is_closed: bool = False,
     ) -> None:
-        super().__init__(fd, is_inner)
+        """fd: libzmq's descriptor. is_inner: of a process of the pipeline; it names its clients."""
+        self.fd = fd
+        self.is_inner = is_inner
+        self.num_messages = 0
+        """received"""
+        self.num_queued = 0
+        """bytes that libzmq and the kernel have for the client; updated by `update_num_read`"""
+        self.num_read = self.num_read_before = 0
+        """bytes that the client had read at the last `update_num_read`, and `take_progress`"""
+        self.largest = 0
+        """bytes of the largest message sent"""
         self.share = share or Share("")
         self.host = ""
         """address of the client's machine; empty within this machine"""
@@ -83,9 +92,5 @@ class Client(NamedTuple):
     """the frames before the message: identity, and an empty frame for a REQ socket"""
     codec: Codec
     connection: Connection
-    named: Share | None = None
-    """the share of the client that an HTTP server names; None: the connection's"""
-
-    @property
-    def share(self) -> Share:
-        return self.named or self.connection.share
+    share: Share
+    """of the client that an HTTP server names, otherwise of the connection"""

@@ -1,1 +1,0 @@
-"""Admission: checks and limits of requests and connections, and the ledger of open requests."""

@@ -1,1 +1,0 @@
-"""The replica of each request, by prefix and load."""
