@@ -1,1 +1,1 @@
-"""The gateway: the clients' socket and the ledger of what they asked."""
+"""The gateway: the clients' socket and the ledger of open requests."""
