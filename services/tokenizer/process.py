@@ -39,11 +39,7 @@ class TokenizerProcess:
         self.tokenizer = Tokenizer(config.model_folder, max_model_len)
         context, at = process.context, process.endpoints
         self.gateway = context.connect(
-            zmq.DEALER,
-            at.tokenizers,
-            ToTokenizer,
-            process.identity,
-            on_reconnect=self.resubmit_all,
+            zmq.DEALER, at.tokenizers, ToTokenizer, process.identity, on_reconnect=self.resubmit_all
         )
         self.schedulers = [
             context.connect(zmq.PUSH, one.requests, on_reconnect=self.resubmit_all)

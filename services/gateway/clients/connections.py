@@ -14,12 +14,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from penstock.protocol.transport.channel import Channel
-from penstock.protocol.transport.socket_info import (
-    duplicate,
-    peer_host,
-    shut_down,
-    take_events,
-)
+from penstock.protocol.transport.socket_info import duplicate, peer_host, shut_down, take_events
 from penstock.services.gateway.client import Client, Connection, Share
 from penstock.services.gateway.validation import refusal
 
