@@ -56,16 +56,16 @@ class Report:
         return [self._status(one) for one in running]
 
     def _status(self, process: ManagedProcess) -> ProcessStatus:
-        pulse = self._watchdog.newest_pulse(process.name)
+        heartbeat = self._watchdog.newest_heartbeat(process.name)
         return ProcessStatus(
             name=process.name,
             pid=process.pid,
             node=process.node,
             uptime=time.monotonic() - process.started_at,
             restarts=process.num_starts - 1,
-            cpu_seconds=pulse.cpu_seconds,
-            rss_bytes=pulse.rss_bytes,
-            counters=pulse.counters,
+            cpu_seconds=heartbeat.cpu_seconds,
+            rss_bytes=heartbeat.rss_bytes,
+            counters=heartbeat.counters,
         )
 
     def _send(self) -> None:

@@ -175,7 +175,7 @@ class Supervisor:
 
     def spawned(self, process: ManagedProcess) -> None:
         process.format_line = self._line_format(process.name, process.node)
-        if kind_of(process.name) in read_procfile():  # others in a --procfile send no pulses
+        if kind_of(process.name) in read_procfile():  # others in a --procfile send no heartbeats
             self._watchdog.spawned(process)
         self._control.spawned(process)
 

@@ -1,13 +1,13 @@
 """Watchdog over the processes: it kills what hangs, and what depends on a dead process.
 
-A process sends a pulse every half second, the first one when it has started, for which it has as
-long as a step may take. One that sends none is killed when it was stopped, or has used no CPU time
-for the hang timeout; as long as it uses some (a call of C that holds the interpreter's lock) it has
-as long as a step. One that says it has been at one step for too long is killed as well. All are
-restarted as any that died. When a worker dies, so do the others of its group: they may be waiting
-for it in a collective. The same happens when a worker is unreachable; the worker itself is left
-alone, because its machine may be cut off. A worker that dies before its pulse names the group
-leaves others that wait for it: a group that lacks ranks for the hang timeout is killed, too.
+A process sends a heartbeat every half second, the first one when it has started, for which it has
+as long as a step may take. One that sends none is killed when it was stopped or has used no CPU
+time for the hang timeout; as long as it uses some (a call of C that holds the interpreter's lock)
+it has as long as a step. One that says it has been at one step for too long is killed as well. All
+are restarted as any that died. When a worker dies, so do the others of its group: they may be
+waiting for it in a collective. The same happens when a worker is unreachable; the worker itself is
+left alone, because its machine may be cut off. A worker that dies before its heartbeat names the
+group leaves others that wait for it: a group that lacks ranks for the hang timeout is killed, too.
 
 A supervisor that did not run itself (all of the machine stood still) can't know who was silent: all
 have their time once more.
@@ -26,7 +26,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.supervisor import (
     PoisonFound,
     ProcessesDied,
-    Pulse,
+    SupervisorHeartbeat,
     SuspectsCleared,
     ToSupervisor,
 )
@@ -44,23 +44,23 @@ class _Watched:
     def __init__(self, process: ManagedProcess, now: float) -> None:
         """now: by the event loop's clock, as all times."""
         self.process = process
-        self.pulse = Pulse(process.name, process.pid)
+        self.heartbeat = SupervisorHeartbeat(process.name, process.pid)
         """the newest one"""
         self.has_started = False
-        """it has sent a pulse"""
+        """it has sent a heartbeat"""
         self.heard_at = now
-        """the time of the newest pulse; at first, of the start"""
+        """the time of the newest heartbeat; at first, of the start"""
         self.worked_at = now
         """the latest time at which it was seen to use a CPU since then"""
         self.cpu_seconds = 0.0
         """at the last examination"""
         self.is_being_examined = self.is_being_killed = self.has_exited = False
         self.is_unreachable = False
-        """since the newest pulse"""
+        """since the newest heartbeat"""
 
 
 class Watchdog:
-    """Receives the pulses of the supervisor's processes, in its event loop."""
+    """Receives the heartbeats of the supervisor's processes, in its event loop."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Watchdog:
         self._tasks = tasks
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self._channel = context.bind(zmq.PULL, endpoints(config).pulses, ToSupervisor)
+        self._channel = context.bind(zmq.PULL, endpoints(config).supervisor, ToSupervisor)
         self._handlers = [(self._channel, self._receive)]
         self._interval = min(HEARTBEAT_INTERVAL, self._hang_timeout / 4)
         self._judge()
@@ -117,29 +117,29 @@ class Watchdog:
         if watched := self._watched.get(process.name):
             self._kill(watched, "was stopped")
 
-    def newest_pulse(self, name: str) -> Pulse:
-        """Return the last pulse of a process that runs, an empty one without any."""
+    def newest_heartbeat(self, name: str) -> SupervisorHeartbeat:
+        """Return the last heartbeat of a process that runs, an empty one without any."""
         watched = self._watched.get(name)
-        return watched.pulse if watched else Pulse(name, 0)
+        return watched.heartbeat if watched else SupervisorHeartbeat(name, 0)
 
     def _receive(self) -> None:
         for _, message in self._channel.receive():
-            if not isinstance(message, Pulse):
+            if not isinstance(message, SupervisorHeartbeat):
                 self._on_deaths(message)
             elif watched := self._find(message):
-                self._on_pulse(watched, message)
+                self._on_heartbeat(watched, message)
 
-    def _find(self, pulse: Pulse) -> _Watched | None:
+    def _find(self, heartbeat: SupervisorHeartbeat) -> _Watched | None:
         """Return the state of a process that is ours and runs: a frame may hold any name."""
-        process, watched = self._processes.get(pulse.name), self._watched.get(pulse.name)
-        if watched and watched.pulse.pid == pulse.pid:
+        process, watched = self._processes.get(heartbeat.name), self._watched.get(heartbeat.name)
+        if watched and watched.heartbeat.pid == heartbeat.pid:
             return watched
-        if process is None or not process.owns(pulse.pid):
+        if process is None or not process.owns(heartbeat.pid):
             return None
         return watched or self.spawned(process)
 
     def _judge(self) -> None:
-        """Examine who is silent, after the pulses that wait were read."""
+        """Examine who is silent, after the heartbeats that wait were read."""
         due = self._timer.when() if self._timer else math.inf
         now = self._loop.time()
         self._timer = self._loop.call_at(now + self._interval, self._judge)
@@ -157,13 +157,13 @@ class Watchdog:
 
     async def _examine(self, one: _Watched, now: float) -> None:
         """Kill a process that was silent for too long at the time `now`."""
-        known = max(one.pulse.cpu_seconds, one.cpu_seconds)
-        used, is_underway = await one.process.vitals(one.pulse.pid)
+        known = max(one.heartbeat.cpu_seconds, one.cpu_seconds)
+        used, is_underway = await one.process.vitals(one.heartbeat.pid)
         one.cpu_seconds = max(known, used)
         one.is_being_examined = False
         if is_underway or used > known:
             one.worked_at = now
-        silent_seconds = now - one.heard_at  # less than 0 if a pulse has come meanwhile
+        silent_seconds = now - one.heard_at  # less than 0 if a heartbeat has come meanwhile
         idle_seconds = now - max(one.heard_at, one.worked_at)
         most = max(self._step_timeout, self._hang_timeout * one.has_started)
         if silent_seconds > most:
@@ -171,16 +171,16 @@ class Watchdog:
         elif one.has_started and idle_seconds > self._hang_timeout:
             self._kill(one, f"gave no sign of life for {self._hang_timeout:g} s")
 
-    def _on_pulse(self, one: _Watched, pulse: Pulse) -> None:
-        one.pulse, one.is_unreachable = pulse, False
+    def _on_heartbeat(self, one: _Watched, heartbeat: SupervisorHeartbeat) -> None:
+        one.heartbeat, one.is_unreachable = heartbeat, False
         one.has_started, one.heard_at = True, self._loop.time()
-        if pulse.busy_seconds > self._step_timeout:
-            self._kill(one, f"has been at one step for {pulse.busy_seconds:.0f} s")
+        if heartbeat.busy_seconds > self._step_timeout:
+            self._kill(one, f"has been at one step for {heartbeat.busy_seconds:.0f} s")
 
     def _kill_lacking(self, now: float) -> None:
         """Kill groups that have lacked ranks for long."""
-        living = Counter(one.pulse.group for one in self._watched.values())
-        sizes = {one.pulse.group: one.pulse.group_size for one in self._watched.values()}
+        living = Counter(one.heartbeat.group for one in self._watched.values())
+        sizes = {one.heartbeat.group: one.heartbeat.group_size for one in self._watched.values()}
         lacking = {group for group, size in sizes.items() if group and living[group] < size}
         self._lacking = {group: self._lacking.get(group, now) for group in lacking}
         for group, since in self._lacking.items():
@@ -189,12 +189,12 @@ class Watchdog:
 
     def _kill_group(self, lost: _Watched, reason: str) -> None:
         reason = f"is in a group with {lost.process.name}, which {reason}"
-        self._kill_ranks(lost.pulse.group, reason, lost)
+        self._kill_ranks(lost.heartbeat.group, reason, lost)
 
     def _kill_ranks(self, group: str, reason: str, lost: _Watched | None = None) -> None:
         for one in self._watched.values():
             is_stopped = not one.process.wanted.is_set()  # on request, perhaps all of the group
-            if not group or one is lost or one.pulse.group != group or is_stopped:
+            if not group or one is lost or one.heartbeat.group != group or is_stopped:
                 continue
             if not one.is_being_killed:
                 one.process.killed_with_group = one.process.pid

@@ -9,7 +9,7 @@ from penstock.protocol.messages.sampling import Positive
 from penstock.protocol.messages.status import ProcessStatus
 
 
-class Pulse(Struct, tag=True):
+class SupervisorHeartbeat(Struct, tag=True):
     """Process → supervisor: a heartbeat, with the use of resources and the running step."""
 
     name: str
@@ -60,7 +60,7 @@ class SuspectsCleared(Struct, tag=True):
     digests: list[bytes]
 
 
-ToSupervisor = Pulse | ProcessesDied | PoisonFound | SuspectsCleared
+ToSupervisor = SupervisorHeartbeat | ProcessesDied | PoisonFound | SuspectsCleared
 
 
 class ListProcesses(Struct, tag=True):

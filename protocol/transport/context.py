@@ -9,11 +9,12 @@
 | workers       | ROUTER ↔ DEALER | scheduler | workers                             |
 | detokenizers  | ROUTER ↔ DEALER | scheduler | detokenizers                        |
 | results       | PULL ← PUSH     | gateway   | detokenizers, scheduler, supervisor |
-| pulses        | PULL ← PUSH     | launch    | every process (`launch all` binds)  |
+| supervisor    | PULL ← PUSH     | launch    | every process (`launch all` binds)  |
 
 All but the first are `ipc://` files in the run folder, or, in a cluster, names whose addresses a
 directory knows (`discovery.py`). Each replica has its own sockets of those that a scheduler binds.
-With several models, each has a folder of its own for all but clients, inner_clients and pulses.
+With several models, each has a folder of its own for all except clients, inner_clients and
+supervisor.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,7 +45,7 @@ class Endpoints(NamedTuple):
     workers: str
     detokenizers: str
     results: str
-    pulses: str
+    supervisor: str
 
 
 _OF_SCHEDULER = ("requests", "workers", "detokenizers")
@@ -61,7 +62,7 @@ def endpoints(config: Config, replica: int = 0) -> Endpoints:
     ]
     # In the folder `clients` may be --endpoint.
     clients = f"{pipeline}{'clients' if is_cluster else 'inner'}"
-    return Endpoints._make([config.endpoint, clients, *inner, f"{pipeline}pulses"])
+    return Endpoints._make([config.endpoint, clients, *inner, f"{pipeline}supervisor"])
 
 
 def stays_on_host(endpoint: str) -> bool:

@@ -22,7 +22,7 @@ class DeathReports:
         """digests that were reported and not cleared, the newest"""
         self._channel: Channel[None] | None = None
         if SUPERVISOR_VARIABLE in os.environ:
-            self._channel = process.context.connect(zmq.PUSH, process.endpoints.pulses)
+            self._channel = process.context.connect(zmq.PUSH, process.endpoints.supervisor)
 
     def died(self, processes: list[tuple[str, int]], suspects: list[bytes]) -> None:
         if self._channel and processes and suspects:

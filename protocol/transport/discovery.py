@@ -45,7 +45,7 @@ class Node(Struct, frozen=True):
     host: str
     """address at which other machines reach this one"""
     fixed: dict[str, str]
-    """name → `tcp://` address of what the supervisor binds: `directory` and `pulses`"""
+    """name → `tcp://` address of what the supervisor binds: `directory` and `supervisor`"""
 
 
 class Address(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Heartbeats of this process: a thread that sends pulses to the supervisor."""
+"""Heartbeats of this process: a thread that sends them to the supervisor."""
 
 import math
 import threading
@@ -7,7 +7,7 @@ from time import monotonic
 
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.process import Process
-from penstock.protocol.transport.pulses import Counters, PulseSender
+from penstock.protocol.transport.supervisor_heartbeat import Counters, HeartbeatSender
 
 MAX_MISSED = 3
 """heartbeats that the thread may miss on a busy machine; if more, the process itself was stopped"""
@@ -31,7 +31,7 @@ class LentSockets:
 
 
 class HeartbeatThread:
-    """A thread that sends this process's pulses, with the seconds that the main thread is busy.
+    """A thread that sends this process's heartbeats, with the seconds that the main thread is busy.
 
     The main thread calls `beat` every HEARTBEAT_INTERVAL, as far as its work allows; the first call
     starts the thread. A worker calls `start`, then `progress` in each step and `rest` after it. A
@@ -47,10 +47,10 @@ class HeartbeatThread:
     ) -> None:
         """Prepare the thread, which the first `beat` starts.
 
-        counters: as in `PulseSender`, called by the main thread; to_peers: sends heartbeats on the
-        main thread's sockets, called by this thread while the main thread is in `working`.
+        counters: as in `HeartbeatSender`, called by the main thread; to_peers: sends heartbeats on
+        the main thread's sockets, called by this thread while the main thread is in `working`.
         """
-        self.sender = PulseSender(process, counters)
+        self.sender = HeartbeatSender(process, counters)
         self._to_peers = to_peers
         self.working = LentSockets()
         self._lost_seconds = 0.0  # this thread writes it, the main thread writes `_due`
@@ -69,7 +69,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def report(self) -> None:
-        """Send a pulse at once; return when it is sent. Before the thread's start, do nothing."""
+        """Send a heartbeat at once; return when it is sent. Without the thread, do nothing."""
         if not self._thread.is_alive():
             return
         self._sent.clear()

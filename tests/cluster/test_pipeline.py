@@ -147,7 +147,7 @@ def test_no_frame_between_machines_tells_a_prompt_or_an_answer(
     cluster.wire.capture(None)
     captured = b"\n".join(frames(cluster.folder / FRAMES))
     assert NULL not in captured
-    assert captured.count(CURVE) > 2 * NUM_PROCESSES  # each one's pulses, from both ends, and more
+    assert captured.count(CURVE) > 2 * NUM_PROCESSES  # each one's heartbeats, and more
     for word in WORDS.split():
         assert word.encode() not in captured
 

@@ -39,7 +39,7 @@ from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.supervisor import (
     PoisonFound,
     ProcessesDied,
-    Pulse,
+    SupervisorHeartbeat,
     SupervisorReport,
     SuspectsCleared,
     ToSupervisor,
@@ -222,7 +222,7 @@ MESSAGES: dict[str, list[Struct]] = {
     ],
     "ToGateway": [TextDeltas([DELTA, DELTA]), FAILED, STATUS, SupervisorReport([PROCESS])],
     "ToSupervisor": [
-        Pulse("fuzz", 2**31 - 1, 1.0, "g", 2, {"messages_sent": 1.0}),
+        SupervisorHeartbeat("fuzz", 2**31 - 1, 1.0, "g", 2, {"messages_sent": 1.0}),
         ProcessesDied([("fuzz", 7)], [b"digest"]),
         PoisonFound(b"digest"),
         SuspectsCleared([b"digest"]),

@@ -22,7 +22,7 @@ from penstock.protocol.messages.detokenizer import StepTokens, TextDeltas
 from penstock.protocol.messages.packed import pack, unpack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.scheduler import TokenizedRequest
-from penstock.protocol.messages.supervisor import Pulse
+from penstock.protocol.messages.supervisor import SupervisorHeartbeat
 from penstock.protocol.messages.tokenizer import TokenizeRequest, ToTokenizer
 from penstock.protocol.transport.channel import DECODE_ERRORS, Channel
 from penstock.services.detokenizer.process import Detokenizer
@@ -124,7 +124,7 @@ def use_plan(message: BatchPlan) -> None:
     assert len(unpack(message.chunks)) % 2 == 0
 
 
-def use_pulse(message: Pulse) -> None:
+def use_heartbeat(message: SupervisorHeartbeat) -> None:
     """As the supervisor does, which kills by a descriptor."""
     with contextlib.suppress(ProcessLookupError):
         os.close(os.pidfd_open(message.pid))
@@ -136,7 +136,7 @@ USES: dict[type[Struct], Callable[[Any], None]] = {
     TokenizedRequest: use_request,
     TextDeltas: use_texts,
     BatchPlan: use_plan,
-    Pulse: use_pulse,
+    SupervisorHeartbeat: use_heartbeat,
     SampledTokens: lambda message: list(unpack(message.token_ids)),
 }
 """what the receiver does with a message, where it relies on more than the types of the fields"""

@@ -39,7 +39,7 @@ INNER_SOCKETS = {
     "workers": (zmq.DEALER, "FromWorker"),
     "detokenizers": (zmq.DEALER, "FromDetokenizer"),
     "results": (zmq.PUSH, "ToGateway"),
-    "pulses": (zmq.PUSH, "ToSupervisor"),
+    "supervisor": (zmq.PUSH, "ToSupervisor"),
 }
 """what connects to each, and what it says"""
 

@@ -1,4 +1,4 @@
-"""Pulses for tests, with real processes and sockets."""
+"""Heartbeats for tests, with real processes and sockets."""
 
 import asyncio
 import sys
@@ -15,7 +15,7 @@ from penstock.launch.supervisor.processes import ManagedProcess
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.config import Config
-from penstock.protocol.messages.supervisor import Pulse
+from penstock.protocol.messages.supervisor import SupervisorHeartbeat
 from penstock.protocol.run_folder import make_run_folder
 from penstock.protocol.transport.context import Context, endpoints
 
@@ -52,7 +52,7 @@ class Supervised:
         self.watchdog = Watchdog(
             config, self.said.append, self.processes, self._context, self.tasks
         )
-        self._sender = self._context.connect(zmq.PUSH, endpoints(config).pulses)
+        self._sender = self._context.connect(zmq.PUSH, endpoints(config).supervisor)
         self.children: list[asyncio.subprocess.Process] = []
 
     async def child(self, name: str, code: str = "signal.pause()") -> asyncio.subprocess.Process:
@@ -73,8 +73,8 @@ class Supervised:
         process.pid = 0
         self.watchdog.exited(process)
 
-    def pulse(self, name: str, pid: int, *more: Any, **fields: Any) -> None:
-        assert self._sender.send(Pulse(name, pid, *more, **fields))
+    def heartbeat(self, name: str, pid: int, *more: Any, **fields: Any) -> None:
+        assert self._sender.send(SupervisorHeartbeat(name, pid, *more, **fields))
 
     async def close(self) -> None:
         self.watchdog.close()

@@ -48,7 +48,7 @@ def test_schedule_keeps_the_shares() -> None:
     assert {event.kind for event in always} == {"several"}
 
 
-def test_schedule_stops_nothing_that_sends_no_pulses_yet() -> None:
+def test_schedule_stops_nothing_that_sends_no_heartbeats_yet() -> None:
     options = ChaosOptions(kills=200, stop_share=1, during_recovery=1, together=0)
     for event in make_schedule(NAMES, options):
         if event.again:

@@ -15,7 +15,7 @@ def test_a_silent_process_is_killed(supervised: Callable[..., Any]) -> None:
     async def run() -> None:
         async with supervised(hang_timeout=0.2) as one:
             child = await one.child("gateway.1")
-            one.pulse("gateway.1", child.pid)
+            one.heartbeat("gateway.1", child.pid)
             assert await child.wait() == -9
             assert one.said == ["gateway.1 gave no sign of life for 0.2 s; killed"]
 
@@ -23,14 +23,14 @@ def test_a_silent_process_is_killed(supervised: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_before_its_first_pulse_is_killed(
+def test_a_process_that_hangs_before_its_first_heartbeat_is_killed(
     supervised: Callable[..., Any],
 ) -> None:
     async def run() -> None:
         async with supervised(step_timeout=0.2) as one:
             child, other = await one.child("gateway.1"), await one.child("scheduler.1")
             watched = one.watchdog.spawned(one.processes["scheduler.1"])
-            one.pulse("scheduler.1", other.pid)
+            one.heartbeat("scheduler.1", other.pid)
             while not watched.has_started:
                 await asyncio.sleep(0)
             one.watchdog.spawned(one.processes["gateway.1"])
@@ -46,7 +46,7 @@ def test_a_process_that_is_stopped_is_killed(supervised: Callable[..., Any]) -> 
         async with supervised(hang_timeout=0.2) as one:
             child = await one.child("gateway.1")
             child.send_signal(19)
-            one.pulse("gateway.1", child.pid)
+            one.heartbeat("gateway.1", child.pid)
             assert await child.wait() == -9
 
     asyncio.run(run())
@@ -59,15 +59,15 @@ SPIN = "while True: pass"
 def test_a_silent_process_that_computes_is_left_until_it_stops(
     supervised: Callable[..., Any],
 ) -> None:
-    """A call of C may hold the interpreter's lock: no pulse comes, but it uses a CPU."""
+    """A call of C may hold the interpreter's lock: no heartbeat comes, but it uses a CPU."""
 
     async def run() -> None:
         async with supervised(hang_timeout=0.3) as one:
             busy, idle = await one.child("worker.1", SPIN), await one.child("worker.2")
-            one.pulse("worker.1", busy.pid)
-            one.pulse("worker.2", idle.pid)
+            one.heartbeat("worker.1", busy.pid)
+            one.heartbeat("worker.2", idle.pid)
             assert await idle.wait() == -9
-            one.pulse("worker.3", (other := await one.child("worker.3")).pid)
+            one.heartbeat("worker.3", (other := await one.child("worker.3")).pid)
             assert await other.wait() == -9  # twice the time
             assert busy.returncode is None
             busy.send_signal(signal.SIGSTOP)
@@ -83,7 +83,7 @@ def test_a_silent_process_that_computes_has_the_time_of_a_step(
     async def run() -> None:
         async with supervised(hang_timeout=0.2, step_timeout=0.8) as one:
             busy = await one.child("worker.1", SPIN)
-            one.pulse("worker.1", busy.pid)
+            one.heartbeat("worker.1", busy.pid)
             assert await busy.wait() == -9
             assert one.said == ["worker.1 gave no sign of life for 0.8 s; killed"]
 
@@ -101,7 +101,7 @@ def test_nobody_is_late_after_all_stood_still(
         loop = asyncio.get_running_loop()
         async with supervised(hang_timeout=1.6) as one:
             child = await one.child("gateway.1")
-            one.pulse("gateway.1", child.pid, cpu_seconds=LONG)  # it has used no more since then
+            one.heartbeat("gateway.1", child.pid, cpu_seconds=LONG)  # none since then
             while not one.watchdog._watched:
                 await asyncio.sleep(0)
             clock = loop.time
@@ -113,12 +113,12 @@ def test_nobody_is_late_after_all_stood_still(
     asyncio.run(run())
 
 
-def test_pulses_that_wait_count_before_anyone_is_judged(supervised: Callable[..., Any]) -> None:
+def test_heartbeats_that_wait_count_before_anyone_is_judged(supervised: Callable[..., Any]) -> None:
     async def run() -> None:
         async with supervised(hang_timeout=0.2) as one:
             child = await one.child("gateway.1")
             leave(one.watchdog._handlers)  # as if not called yet
-            one.pulse("gateway.1", child.pid)
-            assert await child.wait() == -9  # so its pulse was read
+            one.heartbeat("gateway.1", child.pid)
+            assert await child.wait() == -9  # so its heartbeat was read
 
     asyncio.run(run())

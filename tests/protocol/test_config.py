@@ -90,7 +90,7 @@ def test_several_models_are_in_one_file() -> None:
     path = write_config(config)
     assert read_config(path) == config
     one, two = config.by_model()
-    assert endpoints(one).pulses == endpoints(two).pulses == endpoints(config).pulses
+    assert endpoints(one).supervisor == endpoints(two).supervisor == endpoints(config).supervisor
     assert endpoints(one).inner_clients == endpoints(two).inner_clients
     assert not set(endpoints(one)[2:-1]) & set(endpoints(two)[2:-1])
     assert make_run_folder(two).parent == path.parent

@@ -68,7 +68,7 @@ def test_only_suspects_are_cleared_and_once(monkeypatch: pytest.MonkeyPatch) -> 
     channel = SimpleNamespace(send=sent.append)
     context = SimpleNamespace(connect=lambda *_: channel)
     reports = DeathReports(
-        SimpleNamespace(context=context, endpoints=SimpleNamespace(pulses=""))  # type: ignore[arg-type]
+        SimpleNamespace(context=context, endpoints=SimpleNamespace(supervisor=""))  # type: ignore[arg-type]
     )
     reports.clear([b"a"])
     reports.died([("worker.1", 5)], [b"a", b"b"])

@@ -1,4 +1,4 @@
-"""The directory of a pipeline's addresses, at the supervisor, and the socket of its pulses."""
+"""The directory of a pipeline's addresses, at the supervisor, and the socket of its heartbeats."""
 
 from collections.abc import Callable
 from pathlib import Path

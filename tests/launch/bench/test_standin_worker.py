@@ -15,7 +15,7 @@ from penstock.protocol.transport.context import Context
 def test_a_place_that_is_told_again_changes_nothing(tmp_path: Path) -> None:
     """The scheduler does so every half second."""
     context = Context()
-    at = SimpleNamespace(workers=f"ipc://{tmp_path}/workers", pulses="")
+    at = SimpleNamespace(workers=f"ipc://{tmp_path}/workers", supervisor="")
     worker = StandInWorker(
         SimpleNamespace(
             name="worker.1", identity=b"w", context=context, endpoints=at, log=logging.getLogger()

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.launch.supervisor.report import Report
 from penstock.protocol.config import Config
-from penstock.protocol.messages.supervisor import Pulse, SupervisorReport
+from penstock.protocol.messages.supervisor import SupervisorHeartbeat, SupervisorReport
 from penstock.protocol.poison import PoisonList
 from penstock.protocol.run_folder import make_run_folder
 from penstock.protocol.transport.context import Context
@@ -30,7 +30,7 @@ def with_report(
             with Context() as context:
                 by_name = {one.name: one for one in running}
                 processes: Any = SimpleNamespace(context=context, by_name=by_name)
-                watchdog: Any = SimpleNamespace(newest_pulse=_pulse)
+                watchdog: Any = SimpleNamespace(newest_heartbeat=_heartbeat)
                 kinds = ["gateway", "worker"]
                 report = Report(Config(name="p"), kinds, processes, watchdog, PoisonList())
                 look(report)
@@ -41,8 +41,9 @@ def with_report(
     return run
 
 
-def _pulse(name: str) -> Pulse:
-    return Pulse(name, 0, counters={"name": len(name)}, cpu_seconds=2.5, rss_bytes=1 << 20)
+def _heartbeat(name: str) -> SupervisorHeartbeat:
+    counters = {"name": float(len(name))}
+    return SupervisorHeartbeat(name, 0, counters=counters, cpu_seconds=2.5, rss_bytes=1 << 20)
 
 
 def running(name: str, pid: int, node: str) -> SimpleNamespace:

@@ -113,9 +113,9 @@ def test_the_gateway_is_told_of_the_processes(supervise: Supervise) -> None:
     """Until it is there, one report waits for it; what a process has said goes with it."""
     code = (
         "import os, zmq; from penstock.protocol.transport.process import *; p = Process('x'); "
-        "from penstock.protocol.transport.pulses import PulseSender; "
-        "s = PulseSender(p, lambda: {'plan_bytes': 7}); s.count(); s.send(); p.context.destroy(); "
-        "print(1, flush=True); signal.pause()"
+        "from penstock.protocol.transport.supervisor_heartbeat import HeartbeatSender; "
+        "s = HeartbeatSender(p, lambda: {'plan_bytes': 7}); s.count(); s.send(); "
+        "p.context.destroy(); print(1, flush=True); signal.pause()"
     )
     reports: list[SupervisorReport] = []
     threads: list[threading.Thread] = []

@@ -17,8 +17,8 @@ def test_a_step_without_end_is_killed(supervised: Callable[..., Any]) -> None:
     async def run() -> None:
         async with supervised(step_timeout=60.0) as one:
             slow, stuck = await one.child("worker.1"), await one.child("worker.2")
-            one.pulse("worker.1", slow.pid, 59.0)
-            one.pulse("worker.2", stuck.pid, 61.0)
+            one.heartbeat("worker.1", slow.pid, 59.0)
+            one.heartbeat("worker.2", stuck.pid, 61.0)
             assert await stuck.wait() == -9
             assert slow.returncode is None
             assert one.said == ["worker.2 has been at one step for 61 s; killed"]
@@ -37,9 +37,9 @@ def test_a_group_dies_together(supervised: Callable[..., Any]) -> None:
                 ("worker.3", other, "h"),
                 ("gateway.1", alone, ""),
             ):
-                one.pulse(name, child.pid)
-                one.pulse(name, child.pid, group=group)
-            one.pulse("worker.1", first.pid, LONG * 2, "g")
+                one.heartbeat(name, child.pid)
+                one.heartbeat(name, child.pid, group=group)
+            one.heartbeat("worker.1", first.pid, LONG * 2, "g")
             assert await first.wait() == await second.wait() == -9
             assert other.returncode is None
             assert alone.returncode is None
@@ -51,7 +51,7 @@ def test_a_group_dies_together(supervised: Callable[..., Any]) -> None:
 
 
 def test_a_group_that_lacks_ranks_is_killed(supervised: Callable[..., Any]) -> None:
-    """A rank that died before a pulse named its group leaves the others in their rendezvous."""
+    """A rank that died before a heartbeat named its group leaves the others in their rendezvous."""
 
     async def run() -> None:
         async with supervised() as one:
@@ -59,11 +59,11 @@ def test_a_group_that_lacks_ranks_is_killed(supervised: Callable[..., Any]) -> N
             groups = {"worker.1": "g", "worker.2": "h", "worker.3": "h", "worker.4": "late"}
             children = {name: await one.child(name) for name in (*groups, "worker.5")}
             for name, group in groups.items():
-                one.pulse(name, children[name].pid, group=group, group_size=2)
+                one.heartbeat(name, children[name].pid, group=group, group_size=2)
             while len(one.watchdog._watched) < len(groups):
                 await asyncio.sleep(0)
             one.watchdog._kill_lacking(1.0)
-            one.pulse("worker.5", children["worker.5"].pid, group="late", group_size=2)
+            one.heartbeat("worker.5", children["worker.5"].pid, group="late", group_size=2)
             while len(one.watchdog._watched) < len(children):
                 await asyncio.sleep(0)
             one.watchdog._kill_lacking(LONG)
@@ -82,7 +82,7 @@ def test_a_group_that_is_stopped_on_request_is_left_alone(supervised: Callable[.
         async with supervised() as one:
             first, second = await one.child("worker.1"), await one.child("worker.2")
             for name, child in (("worker.1", first), ("worker.2", second)):
-                one.pulse(name, child.pid, group="g")
+                one.heartbeat(name, child.pid, group="g")
             while len(one.watchdog._watched) < 2:
                 await asyncio.sleep(0)
             one.processes["worker.2"].wanted.clear()
@@ -99,33 +99,33 @@ def test_what_a_process_counts_is_known_while_it_lives(supervised: Callable[...,
     async def run() -> None:
         async with supervised() as one:
             child = await one.child("worker.1")
-            assert one.watchdog.newest_pulse("worker.1").counters == {}
+            assert one.watchdog.newest_heartbeat("worker.1").counters == {}
             for number in (1.0, 2.0):
-                one.pulse("worker.1", child.pid, counters={"bad_frames": number})
-            one.pulse("worker.1", child.pid, LONG * 2, counters={"bad_frames": 3.0})
+                one.heartbeat("worker.1", child.pid, counters={"bad_frames": number})
+            one.heartbeat("worker.1", child.pid, LONG * 2, counters={"bad_frames": 3.0})
             one.watchdog._receive()
             while not one.said:
                 await asyncio.sleep(0)
-            assert one.watchdog.newest_pulse("worker.1").counters == {"bad_frames": 3.0}
+            assert one.watchdog.newest_heartbeat("worker.1").counters == {"bad_frames": 3.0}
             await child.wait()
             while one.watchdog._watched:
                 await asyncio.sleep(0)
-            assert one.watchdog.newest_pulse("worker.1").counters == {}
+            assert one.watchdog.newest_heartbeat("worker.1").counters == {}
 
     asyncio.run(run())
 
 
 def test_nobody_else_is_killed(supervised: Callable[..., Any]) -> None:
-    """A pulse may come from anywhere, and its frame may hold any name and pid."""
+    """A heartbeat may come from anywhere, and its frame may hold any name and pid."""
 
     async def run() -> None:
         async with supervised() as one:
             child, other = await one.child("worker.3"), await one.child("worker.4")
-            one.pulse("worker.1", os.getpid(), LONG * 2)
-            one.pulse("worker.2\n" + "x" * 100_000, child.pid, LONG * 2)
-            one.pulse("worker.4", child.pid, LONG * 2)
-            one.pulse("worker.4", 2**22 + 1, LONG * 2)
-            one.pulse("worker.3", child.pid, LONG * 2)
+            one.heartbeat("worker.1", os.getpid(), LONG * 2)
+            one.heartbeat("worker.2\n" + "x" * 100_000, child.pid, LONG * 2)
+            one.heartbeat("worker.4", child.pid, LONG * 2)
+            one.heartbeat("worker.4", 2**22 + 1, LONG * 2)
+            one.heartbeat("worker.3", child.pid, LONG * 2)
             assert await child.wait() == -9
             assert len(one.said) == 1
             assert other.returncode is None
@@ -202,10 +202,10 @@ def test_only_those_of_a_group_that_can_be_reached_are_killed(
             for name in ("far.1", "far.2", "near", "other"):
                 one.processes[name] = Somewhere(name, killed)
             for name, group in (("far.1", "g"), ("far.2", "g"), ("near", "g"), ("other", "h")):
-                one.pulse(name, 7, group=group)
+                one.heartbeat(name, 7, group=group)
             for _ in range(2):
                 one.said.clear()
-                one.pulse("far.1", 7, LONG * 2, group="g")
+                one.heartbeat("far.1", 7, LONG * 2, group="g")
                 while len(one.said) < 3:
                     await asyncio.sleep(0)
                 await asyncio.sleep(0)
@@ -213,7 +213,7 @@ def test_only_those_of_a_group_that_can_be_reached_are_killed(
                 assert len(one.said) == 3
                 killed.clear()
                 one.watchdog.exited(one.processes["near"])
-                one.pulse("far.2", 7, group="g")
-                one.pulse("near", 7, group="g")
+                one.heartbeat("far.2", 7, group="g")
+                one.heartbeat("near", 7, group="g")
 
     asyncio.run(run())

@@ -11,7 +11,7 @@ import zmq
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.registration import Heartbeat
-from penstock.protocol.messages.supervisor import Pulse
+from penstock.protocol.messages.supervisor import SupervisorHeartbeat
 from penstock.protocol.messages.tokenizer import FromTokenizer
 from penstock.protocol.run_folder import write_config
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, Channel
@@ -28,7 +28,7 @@ class Site:
     def __init__(self) -> None:
         self.process = Process("tokenizer")
         context, at = self.process.context, endpoints(self.process.config)
-        self.pulses: Channel[Any] = context.bind(zmq.PULL, at.pulses, Pulse)
+        self.heartbeats: Channel[Any] = context.bind(zmq.PULL, at.supervisor, SupervisorHeartbeat)
         self.peer: Channel[Any] = context.bind(zmq.ROUTER, at.tokenizers, FromTokenizer)
         self.to_peer: Channel[Any] = context.connect(zmq.DEALER, at.tokenizers)
         self.counters: dict[str, float] = {"n": 1}
@@ -36,10 +36,10 @@ class Site:
             self.process, lambda: dict(self.counters), lambda: self.to_peer.send(Heartbeat("t"))
         )
 
-    def pulse(self) -> Pulse:
+    def heartbeat(self) -> SupervisorHeartbeat:
         """Return the next one."""
-        assert self.pulses.socket.poll(TIMEOUT)
-        return msgspec.msgpack.decode(self.pulses.socket.recv(), type=Pulse)
+        assert self.heartbeats.socket.poll(TIMEOUT)
+        return msgspec.msgpack.decode(self.heartbeats.socket.recv(), type=SupervisorHeartbeat)
 
 
 @pytest.fixture
@@ -60,24 +60,24 @@ def test_who_is_at_work_is_heard_by_all(site: Site) -> None:
     with site.heartbeats.working:
         assert site.peer.socket.poll(TIMEOUT)
         assert next(site.peer.receive())[1] == Heartbeat("t")
-        site.pulse()
-        pulse = site.pulse()
-        while not pulse.busy_seconds:
-            pulse = site.pulse()
-        while site.pulse().busy_seconds <= pulse.busy_seconds:
+        site.heartbeat()
+        heartbeat = site.heartbeat()
+        while not heartbeat.busy_seconds:
+            heartbeat = site.heartbeat()
+        while site.heartbeat().busy_seconds <= heartbeat.busy_seconds:
             continue  # it was late itself
     site.counters["n"] = 2
     site.heartbeats.beat()
-    pulse = site.pulse()
-    while pulse.busy_seconds:
-        pulse = site.pulse()
-    assert pulse.counters["n"] == 2
+    heartbeat = site.heartbeat()
+    while heartbeat.busy_seconds:
+        heartbeat = site.heartbeat()
+    assert heartbeat.counters["n"] == 2
 
 
 def test_the_main_thread_s_sockets_are_left_alone(site: Site) -> None:
     site.heartbeats.beat()
     for _ in range(4):
-        site.pulse()
+        site.heartbeat()
     assert not site.peer.socket.poll(0)
 
 

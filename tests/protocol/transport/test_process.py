@@ -1,4 +1,4 @@
-"""Duties of every process: pulses that nothing may stop, room for descriptors."""
+"""Duties of every process: heartbeats that nothing may stop, room for descriptors."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.supervisor import Pulse
+from penstock.protocol.messages.supervisor import SupervisorHeartbeat
 from penstock.protocol.run_folder import write_config
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.context import endpoints
@@ -23,7 +23,7 @@ from penstock.protocol.transport.process import (
     Process,
     raise_descriptor_limit,
 )
-from penstock.protocol.transport.pulses import PulseSender
+from penstock.protocol.transport.supervisor_heartbeat import HeartbeatSender
 
 
 @pytest.fixture
@@ -38,21 +38,23 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process
 
 
 @pytest.fixture
-def supervisor(process: Process) -> Iterator[Channel[Pulse]]:
-    channel = process.context.bind(zmq.PULL, endpoints(process.config).pulses, Pulse)
+def supervisor(process: Process) -> Iterator[Channel[SupervisorHeartbeat]]:
+    channel = process.context.bind(
+        zmq.PULL, endpoints(process.config).supervisor, SupervisorHeartbeat
+    )
     yield channel
     channel.socket.close(linger=0)
 
 
-def received(supervisor: Channel[Pulse]) -> Pulse:
+def received(supervisor: Channel[SupervisorHeartbeat]) -> SupervisorHeartbeat:
     assert supervisor.socket.poll(60_000)
-    return msgspec.msgpack.decode(supervisor.socket.recv(), type=Pulse)
+    return msgspec.msgpack.decode(supervisor.socket.recv(), type=SupervisorHeartbeat)
 
 
-def test_a_pulse_is_sent_without_a_descriptor_left(
-    process: Process, supervisor: Channel[Pulse]
+def test_a_heartbeat_is_sent_without_a_descriptor_left(
+    process: Process, supervisor: Channel[SupervisorHeartbeat]
 ) -> None:
-    sender = PulseSender(process)
+    sender = HeartbeatSender(process)
     sender.send()
     assert received(supervisor).rss_bytes > 0  # and the connection is there
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -69,13 +71,13 @@ def test_a_pulse_is_sent_without_a_descriptor_left(
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_counter_that_fails_stops_no_pulse(
-    process: Process, supervisor: Channel[Pulse], caplog: pytest.LogCaptureFixture
+def test_a_counter_that_fails_stops_no_heartbeat(
+    process: Process, supervisor: Channel[SupervisorHeartbeat], caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> dict[str, float]:
         raise KeyError("x")
 
-    sender = PulseSender(process, fail)
+    sender = HeartbeatSender(process, fail)
     for _ in range(2):
         sender.count()
         sender.send()

@@ -1,4 +1,4 @@
-"""Pulses: what a process reports to its supervisor at each heartbeat."""
+"""Heartbeats for the supervisor, with what a process reports in them."""
 
 import contextlib
 import logging
@@ -9,17 +9,17 @@ from typing import Any
 import psutil
 import zmq
 
-from penstock.protocol.messages.supervisor import Pulse
+from penstock.protocol.messages.supervisor import SupervisorHeartbeat
 from penstock.protocol.transport.channel import Channel, traffic
 from penstock.protocol.transport.process import SUPERVISOR_VARIABLE, Process
 
 Counters = Callable[[], dict[str, float]]
 
 
-class PulseSender:
-    """Sends pulses to the supervisor, if there is one. `send` is for one thread.
+class HeartbeatSender:
+    """Sends heartbeats to the supervisor, if there is one. `send` is for one thread.
 
-    A pulse has this process's counts of messages, and what `counters` returned at the latest
+    A heartbeat has this process's counts of messages, and what `counters` returned at the latest
     `count`, by names of Prometheus metrics without `penstock_process_`.
     """
 
@@ -29,15 +29,15 @@ class PulseSender:
         self._counted: dict[str, float] = {}
         self._counters_failed = False
         self.group, self.group_size = "", 1
-        """of a worker, as in `Pulse`"""
+        """of a worker, as in `SupervisorHeartbeat`"""
         self._own = psutil.Process()
         self._rss_bytes = 0
         self._channel: Channel[Any] | None = None
         if SUPERVISOR_VARIABLE in os.environ:
-            self._channel = process.context.connect(zmq.PUSH, process.endpoints.pulses)
+            self._channel = process.context.connect(zmq.PUSH, process.endpoints.supervisor)
 
     def send(self, busy_seconds: float = 0.0) -> None:
-        """Send a pulse; to be called every HEARTBEAT_INTERVAL."""
+        """Send a heartbeat; to be called every HEARTBEAT_INTERVAL."""
         if self._channel:
             counters = {
                 "messages_sent_total": traffic.messages_sent,
@@ -48,10 +48,11 @@ class PulseSender:
             times = os.times()
             with contextlib.suppress(OSError):  # no descriptor is free
                 self._rss_bytes = self._own.memory_info().rss
-            pulse = Pulse(self._name, os.getpid(), busy_seconds, self.group, self.group_size)
-            pulse.counters = counters
-            pulse.cpu_seconds, pulse.rss_bytes = times.user + times.system, self._rss_bytes
-            self._channel.send(pulse)
+            beat = SupervisorHeartbeat(self._name, os.getpid(), busy_seconds)
+            beat.group, beat.group_size = self.group, self.group_size
+            beat.counters = counters
+            beat.cpu_seconds, beat.rss_bytes = times.user + times.system, self._rss_bytes
+            self._channel.send(beat)
 
     def count(self) -> None:
         """Call `counters`, in the thread that owns them; an exception stops no heartbeat."""
