@@ -73,10 +73,10 @@ class _Plan:
 
     def _tokens(self, row: Pointer) -> None:
         k, out = self.k, self.out
-        slot, start, count, first, given = (row[index] for index in range(5))
+        slot, start, count, first, token_index = (row[index] for index in range(5))
         table = self.tables + slot * self.max_blocks
-        source = (given < 0).choose(-2 - given, given) + self.record[6]
-        follows = given.compare("==", -1)
+        source = (token_index < 0).choose(-2 - token_index, token_index) + self.record[6]
+        follows = token_index.compare("==", -1)
         with k.range(0, count) as token:
             position, at = start + token, first + token
             out["positions"][at] = position

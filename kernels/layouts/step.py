@@ -14,6 +14,8 @@ ROW = 8
 APPENDED = 3
 PARAMETERS = 8
 """int32 of the parts of a record; see `penstock.kernels.step.apply_plan`"""
+SLOT, START, COUNT, FIRST, TOKEN_INDEX, FIRST_KEY, SAMPLING_SLOT, UNUSED = range(ROW)
+"""columns of a record's rows"""
 
 
 class Slots(NamedTuple):

@@ -4,15 +4,15 @@ The host fills and copies one record of int32 for each step. Block tables, last 
 parameters stay on the device, by slot. The record:
 
 - header: number of rows, of appended blocks, of parameter sets; offsets of rows, appended blocks,
-  parameter sets and given tokens;
+  parameter sets and prefill tokens;
 - rows [num_rows, 8]: slot, first new position, number of new tokens, their first index in the step,
-  their first index among the given tokens, the start of the row's context in `cu_seqlens_k`, the
-  slot again if the row samples (otherwise -1), 0. For a row that decodes, the index among the given
-  tokens is -1 for the token sampled last, or -2 - index;
+  their first index among the prefill tokens, the start of the row's context in `cu_seqlens_k`, the
+  slot again if the row samples (otherwise -1), 0. For a row that decodes, the index among the
+  prefill tokens is -1 for the token sampled last, or -2 - index;
 - appended [num_appended, 3]: slot, column of its block table, block id;
 - parameters [num_added, 8]: slot, temperature, top_k, top_p, min_p, seed (low, high word), 0;
   fractions as the bits of a float32;
-- given token ids.
+- prefill token ids.
 """
 
 from torch import Tensor, int32

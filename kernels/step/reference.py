@@ -42,9 +42,9 @@ def make_rows(
     data, tables, last_token = (
         tensor.numpy() for tensor in (record, slots.block_tables, slots.last_token)
     )
-    num_rows, _, _, rows_at, _, _, given_at, _ = data[:HEADER].tolist()
+    num_rows, _, _, rows_at, _, _, prefill_at, _ = data[:HEADER].tolist()
     rows = data[rows_at : rows_at + num_rows * ROW].reshape(-1, ROW)
-    slot, start, count, first, given, first_key, sampled, _ = rows.T
+    slot, start, count, first, token_index, first_key, sampled, _ = rows.T
     lengths = start + count
     num_tokens = int(count.sum())
     arrays: list[Any] = [tensor.numpy() for tensor in buffers]
@@ -55,13 +55,13 @@ def make_rows(
     out.positions[:num_tokens] = positions
     blocks = tables[slot[row], positions // block_size].astype(np.int64)
     out.slot_mapping[:num_tokens] = blocks * block_size + positions % block_size
-    follows = given[row] == -1
-    at = given_at + np.where(given < 0, -2 - given, given)[row] + offsets
+    follows = token_index[row] == -1
+    at = prefill_at + np.where(token_index < 0, -2 - token_index, token_index)[row] + offsets
     out.input_ids[:num_tokens] = np.where(
         follows, last_token[slot[row]], data[np.where(follows, 0, at)]
     )
     out.context_lens[:num_rows] = out.next_positions[:num_rows] = lengths
-    out.decode_lens[:num_rows] = np.where(given < 0, lengths, 0)
+    out.decode_lens[:num_rows] = np.where(token_index < 0, lengths, 0)
     out.cu_seqlens_q[:num_rows], out.cu_seqlens_k[:num_rows] = first, first_key
     out.slots[:num_rows] = sampled
     out.last_tokens[:num_rows] = first + count - 1
@@ -70,7 +70,7 @@ def make_rows(
     if shape.num_tiles:
         tiles = [
             (index, token)
-            for index in np.flatnonzero(given >= 0).tolist()
+            for index in np.flatnonzero(token_index >= 0).tolist()
             for token in reversed(range(0, int(count[index]), shape.tile_size))
         ]
         out.tiles[: len(tiles)] = tiles

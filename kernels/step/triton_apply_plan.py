@@ -64,18 +64,18 @@ def _make_tokens(
     max_blocks, block_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot, start, count = tl.load(source), tl.load(source + 1), tl.load(source + 2)
-    first, given = tl.load(source + 3), tl.load(source + 4)
-    given_at = tl.load(record + 6)
+    first, token_index = tl.load(source + 3), tl.load(source + 4)
+    prefill_at = tl.load(record + 6)
     table = block_tables + slot.to(tl.int64) * max_blocks
     for begin in range(0, count, BLOCK):
         token = begin + tl.arange(0, BLOCK)
         exists = token < count
         position = start + token
         block_id = tl.load(table + position // block_size, exists, 0).to(tl.int64)
-        if given == -1:
+        if token_index == -1:
             ids = tl.load(last_token + slot + token * 0, exists, 0)
         else:
-            at = given_at + tl.where(given < 0, -2 - given, given)
+            at = prefill_at + tl.where(token_index < 0, -2 - token_index, token_index)
             ids = tl.load(record + at + token, exists, 0).to(tl.int64)
         tl.store(input_ids + first + token, ids, exists)
         tl.store(positions + first + token, position.to(tl.int64), exists)
@@ -98,11 +98,11 @@ def _num_tiles(rows, num_rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
     for begin in range(0, num_rows, BLOCK):
         row = begin + tl.arange(0, BLOCK)
         exists = row < num_rows
-        count, given = (
+        count, token_index = (
             tl.load(rows + row * 8 + 2, exists, 0),
             tl.load(rows + row * 8 + 4, exists, -1),
         )
-        total += tl.where(given < 0, 0, tl.cdiv(count, TILE))
+        total += tl.where(token_index < 0, 0, tl.cdiv(count, TILE))
     return tl.sum(total)
 
 
@@ -163,11 +163,11 @@ def _make_rows(
     if row < num_real:
         source = rows + row * 8
         slot, start, count = tl.load(source), tl.load(source + 1), tl.load(source + 2)
-        first, given = tl.load(source + 3), tl.load(source + 4)
+        first, token_index = tl.load(source + 3), tl.load(source + 4)
         first_key, sampled = tl.load(source + 5), tl.load(source + 6)
         context_len = start + count
         last = first + count - 1
-        if given < 0:
+        if token_index < 0:
             decode_len = context_len
         else:
             _make_tiles(rows, tiles, row, count, TILE, BLOCK)

@@ -24,7 +24,7 @@ BLOCK_SIZE = 16
 
 
 class StandInWorker:
-    """Counts the given tokens of each row that are left to compute."""
+    """Counts the prefill tokens of each row that are left to compute."""
 
     def __init__(self, process: Process, step_seconds: float = 0.0) -> None:
         self.step_seconds, self.step_end = step_seconds, 0.0
@@ -67,7 +67,7 @@ class StandInWorker:
         time.sleep(max(0.0, self.step_end - time.monotonic()))
 
     def sample(self, plan: BatchPlan) -> SampledTokens:
-        """Return one token for each row that has no given token left."""
+        """Return one token for each row that has no prefill token left."""
         for slot in unpack(plan.removed):
             del self.num_left[slot]
         for row in plan.added:

@@ -4,16 +4,16 @@ A worker keeps the *persistent batch*: for every slot its block table, length, s
 and last token. A plan carries changes only, applied in this order: rows removed, rows added,
 blocks appended. Then the step runs:
 
-- every slot named in `chunks` computes that many of its given tokens (prefill);
+- every slot named in `chunks` computes that many of its prefill tokens;
 - every slot named in `drafts` computes the tokens named there, at the positions named there, and
   samples one after each of them: the first is its last token, or -1 for the one that it sampled
   last, the others are guesses. With one token it continues to decode; with more it is paused until
   it is named again, for the sampled tokens show which guesses were right (speculative decoding,
   Leviathan et al. 2023, arXiv:2211.17192);
-- every other slot whose given tokens are all computed, and which is not paused, computes one token,
-  the one it sampled last (decode).
+- every other slot whose prefill tokens are all computed, and which is not paused, computes one
+  token, the one it sampled last (decode).
 
-A slot in `chunks` that has no given token left to compute after this samples one. `SampledTokens`
+A slot in `chunks` that has no prefill token left after this samples one. `SampledTokens`
 has all these tokens in ascending order of slot, those of one slot in the order of their positions.
 """
 
@@ -39,7 +39,7 @@ class RowExtras(Struct, array_like=True):
     """
 
     num_prompt_tokens: int
-    """of the row's given tokens; the others are output"""
+    """of the row's prefill tokens; the others are output"""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -60,7 +60,7 @@ class RowExtras(Struct, array_like=True):
     bad_words: list[list[int]] = []
     """token sequences that the output must not contain"""
     pooling: Pooling | None = None
-    """the row ends with its given tokens: its result is in `SampledTokens.pooled`"""
+    """the row ends with its prefill tokens: its result is in `SampledTokens.pooled`"""
 
 
 class RowAdded(Struct, PackedLists, array_like=True):
@@ -70,9 +70,9 @@ class RowAdded(Struct, PackedLists, array_like=True):
 
     slot: int
     token_ids: bytes
-    """given tokens: the prompt and what was generated before: int32 [num_tokens]"""
+    """prefill tokens: the prompt and what was generated before: int32 [num_tokens]"""
     block_ids: bytes
-    """its block table: int32 [num_blocks], room for every given token"""
+    """its block table: int32 [num_blocks], room for every prefill token"""
     num_computed_tokens: int
     """leading tokens whose KV is in the blocks already (prefix cache)"""
     temperature: float

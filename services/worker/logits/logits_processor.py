@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.layouts.sampling import DEFERRED
-from penstock.kernels.layouts.step import Slots
+from penstock.kernels.layouts.step import SLOT, Slots
 from penstock.kernels.sampling.candidates import candidates_suffice
 from penstock.kernels.sampling.logits import apply_bitmask, process_logits
 from penstock.kernels.sampling.sampling import sample
@@ -117,12 +117,12 @@ class LogitsProcessor:
 
     def handles(self, rows: Rows) -> bool:
         """Return True if `run` has to be called after a step of these rows."""
-        return bool(self._traits[rows.table[:, 0]].any())
+        return bool(self._traits[rows.table[:, SLOT]].any())
 
     def run(self, rows: Rows, computed: Computed) -> PendingOutput:
         """Overwrite the tokens of deferred rows, in `computed` and in the persistent batch."""
         output = PendingOutput([], {}, [], [])
-        slots = rows.table[:, 0]
+        slots = rows.table[:, SLOT]
         for row in rows.table[self._traits[slots, HAS_PROMPT_LOGPROBS]].tolist():
             self._prompt_logprobs(row, computed.hidden_states, output)
         self._accept()
@@ -186,7 +186,7 @@ class LogitsProcessor:
         self, row: list[int], hidden_states: Tensor, output: PendingOutput
     ) -> None:
         """Compute logprobs of the prompt tokens that a chunk predicts; row: as in the record."""
-        slot, start, count, first = row[:4]
+        slot, start, count, first, *_ = row
         token_ids, extras = self.rows[slot].token_ids, self.rows[slot].extras
         end = min(start + count, extras.num_prompt_tokens - 1)
         for begin in range(start, end, MAX_PROMPT_TOKENS):

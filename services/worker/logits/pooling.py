@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.layouts.step import COUNT, FIRST
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.messages.sampling import MAX_LABELS, Pooling
 from penstock.services.worker.step.cuda_graphs import Computed
@@ -32,7 +33,8 @@ def pool(
     embedded = {index: one for index, one in poolings.items() if not one.label_ids}
     if embedded and model.tp.rank == 0:
         table = rows.table[rows.sampled[list(embedded)]]
-        (last,) = integers_to_device((table[:, 3] + table[:, 2] - 1,), computed.tokens.device)
+        ends = table[:, FIRST] + table[:, COUNT]
+        (last,) = integers_to_device((ends - 1,), computed.tokens.device)
         states = to_host(computed.hidden_states[last].float())
         norm = model.model.norm
         yield partial(_embeddings, embedded, states, to_host(norm.weight.float()), norm.eps)

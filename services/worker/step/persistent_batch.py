@@ -8,6 +8,7 @@ with the record that `penstock.kernels.step.apply_plan` describes.
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.kernels.layouts import step as layout
 from penstock.protocol.messages.plan import BLOCK_BITS, MAX_BLOCKS, BatchPlan, RowAdded
 from penstock.services.worker.step.drafts import Decoding, drafted_rows, merged
 from penstock.services.worker.step.step_record import (
@@ -41,7 +42,7 @@ class PersistentBatch:
         self._num_computed = np.zeros(num_slots, np.int64)
         self._is_paused = np.zeros(num_slots, np.bool_)
         """computes nothing until a draft includes the slot"""
-        self._given: dict[int, Record] = {}
+        self._prefill_tokens: dict[int, Record] = {}
         """prefill tokens of the rows that have not computed all of them"""
         self._changes = Changes([], [])
         self._decoding_rows: DecodingRows | None = None
@@ -50,7 +51,7 @@ class PersistentBatch:
     def clear(self) -> None:
         self._active[:] = False
         self._decoding_rows = None
-        self._given.clear()
+        self._prefill_tokens.clear()
         self._changes.clear()
 
     def apply(self, plan: BatchPlan) -> None:
@@ -127,8 +128,8 @@ class PersistentBatch:
         return plain if drafted is None else merged(plain, drafted)
 
     def _single(self, slots: Integers) -> Decoding:
-        """Return the rows of chunks with one token, which is given."""
-        taken, _ = self._take_given(slots, np.ones_like(slots))
+        """Return the rows that decode the chunks with one token."""
+        taken, _ = self._take_prefill_tokens(slots, np.ones_like(slots))
         return Decoding(slots, self._num_computed[slots], np.concatenate(taken, dtype=np.int64))
 
     def _add(self, row: RowAdded) -> Integers:
@@ -147,7 +148,7 @@ class PersistentBatch:
         self._num_computed[slot] = row.num_computed_tokens
         self._is_paused[slot] = False
         self._num_row_blocks[slot] = 0
-        self._given[slot] = token_ids.astype(np.int32)
+        self._prefill_tokens[slot] = token_ids.astype(np.int32)
         self._changes.parameters.append(parameters_of(row))
         return block_ids
 
@@ -170,34 +171,33 @@ class PersistentBatch:
         ends: lengths of the rows after the step; decoded: token ids of rows that decode, or -1.
         """
         num_decode, explicit = len(decoded), decoded >= 0
-        bounds = np.concatenate([[0], np.cumsum(counts)])
-        key_bounds = np.concatenate([[0], np.cumsum(ends)])
         samples = ends >= self._num_prefill_tokens[slots]
-        given, offsets = self._take_given(slots[num_decode:], counts[num_decode:])
+        prefilled, offsets = self._take_prefill_tokens(slots[num_decode:], counts[num_decode:])
         explicit_ids = decoded[explicit].astype(np.int32)
-        record, rows = make_record(len(slots), self._changes, [explicit_ids, *given])
-        rows[:, 7] = 0
-        rows[:, 0] = slots
-        rows[:, 1] = ends - counts
-        rows[:, 2] = counts
-        rows[:, 3] = bounds[:-1]
-        rows[:num_decode, 4] = np.where(explicit, -1 - np.cumsum(explicit), -1)
-        rows[num_decode:, 4] = np.count_nonzero(explicit) + offsets
-        rows[:, 5] = key_bounds[:-1]
-        rows[:, 6] = np.where(samples, slots, -1)
+        record, rows = make_record(len(slots), self._changes, [explicit_ids, *prefilled])
+        rows[:, layout.SLOT], rows[:, layout.UNUSED] = slots, 0
+        rows[:, layout.START] = ends - counts
+        rows[:, layout.COUNT] = counts
+        rows[:, layout.FIRST] = np.cumsum(counts) - counts
+        rows[:num_decode, layout.TOKEN_INDEX] = np.where(explicit, -1 - np.cumsum(explicit), -1)
+        rows[num_decode:, layout.TOKEN_INDEX] = np.count_nonzero(explicit) + offsets
+        rows[:, layout.FIRST_KEY] = np.cumsum(ends) - ends
+        rows[:, layout.SAMPLING_SLOT] = np.where(samples, slots, -1)
         sampled = np.flatnonzero(samples)
         shape = shape_of(counts, num_decode, int(ends.max()))
         order = np.argsort(slots[sampled], kind="stable")
         return Rows(record, rows, shape, sampled[order])
 
-    def _take_given(self, slots: Integers, counts: Integers) -> tuple[list[Record], Integers]:
+    def _take_prefill_tokens(
+        self, slots: Integers, counts: Integers
+    ) -> tuple[list[Record], Integers]:
         """Return the prefill tokens of chunks, and the index of each chunk's first token."""
         taken = []
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
-            given, begin = self._given[slot], int(self._num_computed[slot])
-            taken.append(given[begin : begin + count])
-            if begin + count == len(given):
-                del self._given[slot]
+            token_ids, begin = self._prefill_tokens[slot], int(self._num_computed[slot])
+            taken.append(token_ids[begin : begin + count])
+            if begin + count == len(token_ids):
+                del self._prefill_tokens[slot]
         return taken, np.cumsum(counts) - counts
 
     def _check_chunks(self, slots: Integers, lengths: Integers) -> None:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.kernels.layouts import step as layout
 from penstock.kernels.layouts.forward_batch import SMALL_TILE, BatchShape, tile_size
 from penstock.kernels.layouts.step import APPENDED, HEADER, PARAMETERS, ROW
 from penstock.protocol.messages.plan import RowAdded
@@ -26,7 +27,7 @@ class Rows(NamedTuple):
     @property
     def follows_last_step(self) -> bool:
         """True if a row continues with the token that the last step has sampled."""
-        return bool((self.table[:, 4] == -1).any())
+        return bool((self.table[:, layout.TOKEN_INDEX] == -1).any())
 
 
 class Changes(NamedTuple):
@@ -48,9 +49,9 @@ class Changes(NamedTuple):
         self.appended[:] = [entry[~np.isin(entry[:, 0], slots)].ravel() for entry in entries]
 
 
-def make_record(num_rows: int, changes: Changes, given: list[Record]) -> tuple[Record, Record]:
+def make_record(num_rows: int, changes: Changes, token_ids: list[Record]) -> tuple[Record, Record]:
     """Return a record with all parts except the rows, and the rows to be filled, [num_rows, 8]."""
-    parts = *changes.appended, *changes.parameters, *given
+    parts = *changes.appended, *changes.parameters, *token_ids
     num_appended = sum(map(len, changes.appended))
     num_parameters = sum(map(len, changes.parameters))
     end = HEADER + num_rows * ROW
@@ -78,12 +79,12 @@ class DecodingRows:
         """steps for which the rows' blocks are known to have room"""
         self._longest = int(lengths.max())
         self._record, rows = make_record(num_rows, Changes([], []), [])
-        rows[:, 0] = rows[:, 6] = slots
-        rows[:, 1] = lengths - 1
-        rows[:, 2], rows[:, 3], rows[:, 4] = 1, self._order, -1
-        rows[0, 5] = rows[:, 7] = 0
-        rows[1:, 5] = lengths[:-1].cumsum()
-        self._positions, self._bounds = rows[:, 1], rows[:, 5]
+        rows[:, layout.SLOT] = rows[:, layout.SAMPLING_SLOT] = slots
+        rows[:, layout.START], rows[:, layout.COUNT] = lengths - 1, 1
+        rows[:, layout.FIRST], rows[:, layout.TOKEN_INDEX] = self._order, -1
+        rows[0, layout.FIRST_KEY] = rows[:, layout.UNUSED] = 0
+        rows[1:, layout.FIRST_KEY] = lengths[:-1].cumsum()
+        self._positions, self._bounds = rows[:, layout.START], rows[:, layout.FIRST_KEY]
 
     def step(self, changes: Changes) -> Rows:
         """Return the next step; the changes go with it."""
@@ -128,7 +129,7 @@ def parameters_of(row: RowAdded) -> Record:
 
 
 def integers(data: bytes) -> Integers:
-    """Return the integers that `plan.pack` packed, as int64."""
+    """Return the integers that `pack` of `protocol.messages.packed` packed, as int64."""
     return np.frombuffer(data, "<i4").astype(np.int64)
 
 
