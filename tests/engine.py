@@ -13,7 +13,7 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.tokenizer_file import read_eos_token_ids
-from penstock.services.scheduler.kept_records import make_block_manager
+from penstock.services.scheduler.factory import make_block_manager
 from penstock.services.scheduler.planning.scheduler import Scheduler
 from penstock.services.scheduler.sequences.sequence import Sequence
 from penstock.services.worker.loading import load

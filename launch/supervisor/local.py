@@ -18,7 +18,7 @@ from penstock.launch.supervisor.processes import GRACE, ManagedProcess, Policy, 
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.config import Config
 from penstock.protocol.transport.context import Context
-from penstock.protocol.transport.kept_memory import MEMORY_VARIABLE, socket_pair
+from penstock.protocol.transport.memory_client import MEMORY_VARIABLE, socket_pair
 from penstock.protocol.transport.process import (
     INCARNATION_VARIABLE,
     PROCESS_VARIABLE,

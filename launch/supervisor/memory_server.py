@@ -20,7 +20,7 @@ from penstock.protocol.messages.supervisor import (
     TakeMemory,
     ToMemoryServer,
 )
-from penstock.protocol.transport.kept_memory import MAX_MESSAGE
+from penstock.protocol.transport.memory_client import MAX_MESSAGE
 
 MAX_EXIT_SECONDS = 5.0
 """in which the last user of memory must have exited, or the memory is dropped"""
@@ -42,7 +42,7 @@ class _Region(NamedTuple):
 
 
 class MemoryServer:
-    """Kept memory by name, in the running event loop."""
+    """Persistent memory by name, in the running event loop."""
 
     def __init__(self, tasks: Tasks, say: Callable[[str], None]) -> None:
         """tasks: reports exceptions. say: takes a line for the log."""

@@ -1,6 +1,6 @@
 """Messages between the supervisor and processes, `launch` commands and fork servers.
 
-Over the socket pairs of kept memory and of forks, one message at a time waits for its reply.
+Over the socket pairs of persistent memory and of forks, one message at a time waits for its reply.
 """
 
 from msgspec import Struct

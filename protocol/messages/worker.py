@@ -31,16 +31,16 @@ class WorkerState(Struct, array_like=True, tag=True):
     """`tcp://host:port` at which it could listen as rank 0, of a worker without a group"""
     incarnation: int = 0
     """a larger one was started later"""
-    memory: int = 0
-    """id of its KV memory, which may be an earlier worker's; 0: the memory ends with the worker"""
+    memory_id: int = 0
+    """of its KV memory, which may be an earlier worker's; 0: the memory ends with the worker"""
     epoch: int = -1
     """of the plans that it expects"""
     num_plans_before: int = 0
     """that it has run of the epoch before, which was another scheduler's"""
     host_slots: int = 0
     """KV blocks that fit into its host tier; 0: there is none, or none yet"""
-    host_memory: int = 0
-    """id of the host tier's memory, as `memory`"""
+    host_memory_id: int = 0
+    """of the host tier's memory, as `memory_id`"""
     standby: bool = False
     """whether it is in a standby group: see `WorkerAssignment`"""
 

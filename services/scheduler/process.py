@@ -27,7 +27,7 @@ from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process, first_number
 from penstock.services.scheduler import report
-from penstock.services.scheduler.kept_records import make_scheduler, use_host_tier
+from penstock.services.scheduler.factory import make_scheduler, use_host_tier
 from penstock.services.scheduler.peers import poison
 from penstock.services.scheduler.peers.detokenizer_recovery import RecoverableStreams
 from penstock.services.scheduler.peers.lease import Lease
@@ -204,7 +204,7 @@ class SchedulerProcess:
             raise SystemExit(f"num_blocks: the restarted workers have {number}, fewer than before")
         else:
             self.end_group()
-            self.scheduler.begin(self.group.epoch, self.group.has_memory, self.group.memory)
+            self.scheduler.begin(self.group.epoch, self.group.has_memory, self.group.memory_id)
 
     def end_group(self) -> None:
         """Forget the plans in flight if the workers died."""

@@ -47,7 +47,7 @@ def counters(scheduler: Scheduler | None, plan_bytes: int) -> dict[str, float]:
     """Return metrics: the age of the queue's head is in seconds, 0 if nothing waits."""
     head = next(iter(scheduler.waiting), None) if scheduler else None
     age = monotonic() - head.arrived_at if head else 0.0
-    drafts = scheduler.proposer.counters() if scheduler else {}
+    drafts = scheduler.draft_scheduler.counters() if scheduler else {}
     return {"plan_bytes_total": plan_bytes, "queue_age_seconds": age, **drafts}
 
 

@@ -29,7 +29,7 @@ from penstock.protocol.messages.plan import BatchPlan, RowAdded, RowExtras
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.run_folder import make_run_folder
-from penstock.protocol.transport.kept_memory import MemoryClient
+from penstock.protocol.transport.memory_client import MemoryClient
 from penstock.services.worker.hardware.compiling import (
     INTEGER_BITS,
     check_integers,
@@ -41,9 +41,9 @@ from penstock.services.worker.hardware.compiling import (
 from penstock.services.worker.hardware.determinism import checked
 from penstock.services.worker.hardware.device import check_capability, choose_device, compute_dtype
 from penstock.services.worker.logits.grammars import Grammars
-from penstock.services.worker.memory.kept_memory import KeptMemory, Region, load_model
 from penstock.services.worker.memory.kv_cache import KVLayout, free_gpu_bytes
 from penstock.services.worker.memory.kv_offload import make_offload
+from penstock.services.worker.memory.persistent_memory import PersistentMemory, Region, load_model
 from penstock.services.worker.model_runner import ModelRunner
 from penstock.services.worker.step.cuda_graphs import graph_shapes
 from penstock.services.worker.step.persistent_batch import PersistentBatch
@@ -64,7 +64,7 @@ class Rank(NamedTuple):
     dtype: torch.dtype
     tp: TensorParallel
     attention: AttentionBackend
-    memory: KeptMemory
+    memory: PersistentMemory
 
     @property
     def max_blocks(self) -> int:
@@ -108,7 +108,7 @@ def load(
     times.end("group")
     num_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
     tp.reserve(num_tokens * model_config.hidden_size, dtype)
-    memory = KeptMemory(config, assignment, device, MemoryClient.from_environment())
+    memory = PersistentMemory(config, assignment, device, MemoryClient.from_environment())
     rank = Rank(config, assignment, model_config, device, dtype, tp, attention, memory)
     model = _load_model(rank, on_progress)
     times.end("weights")
@@ -215,7 +215,7 @@ def _make_runner(rank: Rank, model: Qwen3, grammars: Grammars | None) -> ModelRu
             layout.allocate(num_blocks, rank.device, region),
             config.max_num_batched_tokens,
             grammars,
-            memory=region.manifest.number if region else 0,
+            memory_id=region.manifest.number if region else 0,
             take_over=memory.take_over,
         )
 

@@ -19,7 +19,7 @@ from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 from penstock.protocol.transport.process_exit import ProcessExit
-from penstock.services.worker.memory.kept_memory import SharedMemoryError
+from penstock.services.worker.memory.persistent_memory import SharedMemoryError
 from penstock.services.worker.model_runner import ModelRunner
 
 MAX_END = 5.0
@@ -62,9 +62,9 @@ class Member:
             state.rendezvous = free_rendezvous(self._process.context.host)
         if self._runner:
             state.num_blocks, state.block_size = self._runner.num_blocks, self._runner.block_size
-            state.idle_us, state.memory = self._runner.idle_us(), self._runner.memory
+            state.idle_us, state.memory_id = self._runner.idle_us(), self._runner.memory_id
             if offload := self._runner.offload:
-                state.host_slots, state.host_memory = offload.num_slots, offload.memory
+                state.host_slots, state.host_memory_id = offload.num_slots, offload.memory_id
                 if offload.folder:
                     offload.folder.check_time()
         self.channel.send(state)

@@ -35,16 +35,16 @@ class ModelRunner:
         kv: KVMemory,
         max_tokens: int,
         grammars: Grammars | None,
-        memory: int,
+        memory_id: int,
         take_over: Callable[[], None],
     ) -> None:
         """Allocate the step's buffers.
 
-        max_tokens: maximum of a step; grammars: on rank 0; memory: as `WorkerState.memory`;
-        take_over: as `KeptMemory.take_over`.
+        max_tokens: maximum of a step; grammars: on rank 0; memory_id: as `WorkerState.memory_id`;
+        take_over: as `PersistentMemory.take_over`.
         """
         self.num_blocks, self.block_size = batch.num_blocks, batch.block_size
-        self.kv, self.memory, self.take_over = kv, memory, take_over
+        self.kv, self.memory_id, self.take_over = kv, memory_id, take_over
         self.offload: KvOffload | None = None
         """the host tier"""
         self._model = model

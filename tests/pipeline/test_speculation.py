@@ -69,8 +69,8 @@ def plain() -> list[list[int]]:
 def test_the_same_tokens(plain: list[list[int]], options: dict[str, int]) -> None:
     engine = Speculating("ngram", **options)
     assert engine.outputs(*requests()) == plain
-    proposer = engine.scheduler.proposer
-    assert 100 < proposer.num_accepted_tokens < proposer.num_draft_tokens
+    drafts = engine.scheduler.draft_scheduler
+    assert 100 < drafts.num_accepted_tokens < drafts.num_draft_tokens
 
 
 def test_a_text_to_repeat_takes_fewer_steps() -> None:

@@ -131,10 +131,10 @@ class BlockManager:
             self.pool.offload.unpin(sequence.loads)
         sequence.loads.clear()
 
-    def forget(self, memory: int) -> None:
+    def forget(self, memory_id: int) -> None:
         """Empty the cache, because the KV memory was replaced. No sequence may have blocks."""
         if self.pool.records:
-            self.pool.records.begin(memory)
+            self.pool.records.begin(memory_id)
         old = self.pool
         self.pool = BlockPool(old.num_blocks, old.hash_block, old.records)
         self.pool.offload = old.offload

@@ -65,7 +65,7 @@ class BlockRecords:
         """memory: of `size_of` bytes, zeros or those of an earlier scheduler."""
         self._bytes = view = memoryview(memory)
         self._bodies = 8 + 16 * num_blocks
-        self._memory = view[:8].cast("q")
+        self._memory_id = view[:8].cast("q")
         self._numbers = view[8 : 8 + 8 * num_blocks].cast("q")
         self._parents = view[8 + 8 * num_blocks : self._bodies].cast("q")
         self._hash_bytes = hash_bytes
@@ -78,12 +78,12 @@ class BlockRecords:
         """Return the number of bytes of the memory."""
         return 8 + num_blocks * (16 + hash_bytes + 4 * block_size)
 
-    def begin(self, memory: int) -> None:
-        """Keep the records if they are of this KV memory, `WorkerGroup.memory`, or clear them."""
-        if memory == 0 or memory != self._memory[0]:
-            self._memory[0] = 0
+    def begin(self, memory_id: int) -> None:
+        """Keep the records if they are of this KV memory, that of `WorkerGroup`, or clear them."""
+        if memory_id == 0 or memory_id != self._memory_id[0]:
+            self._memory_id[0] = 0
             self._bytes[8 : 8 + self._numbers.nbytes] = bytes(self._numbers.nbytes)
-            self._memory[0] = memory
+            self._memory_id[0] = memory_id
 
     def read(self) -> Iterator[tuple[int, Content | Tail]]:
         """Yield blocks and their content."""

@@ -34,14 +34,14 @@ class OffloadIndex:
         self,
         num_slots: int,
         copies_per_step: int,
-        memory: int = 0,
+        memory_id: int = 0,
         records: BlockRecords | None = None,
     ) -> None:
         """Make an index; copies_per_step: most copies that run beside a step.
 
-        memory: id of the slots. records: of the slots that earlier schedulers' workers have filled.
+        memory_id: of the slots. records: of the slots that earlier schedulers' workers have filled.
         """
-        self.num_slots, self.memory = num_slots, memory
+        self.num_slots, self.memory_id = num_slots, memory_id
         self.copies_per_step = copies_per_step
         self.num_loaded = 0
         """blocks that were copied back"""

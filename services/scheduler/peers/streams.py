@@ -8,7 +8,7 @@ from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.transport.peers import Peers
 from penstock.services.scheduler.peers.poison import DetokenizerTrials
-from penstock.services.scheduler.planning.in_flight_plan import StepOutput
+from penstock.services.scheduler.planning.in_flight_plan import PlanOutput
 from penstock.services.scheduler.sequences.sequence import Sequence
 
 MAX_CHARACTER_TOKENS = 4
@@ -113,7 +113,7 @@ class Streams:
         self._unopened.discard(sequence.stream_id)
         outbox.opened[sequence.stream_id] = _opened(sequence)
 
-    def put(self, output: StepOutput) -> None:
+    def put(self, output: PlanOutput) -> None:
         """Add the tokens of a step to the next messages."""
         outboxes = self._outboxes
         for sequence, token_id in zip(output.sequences, output.token_ids, strict=True):

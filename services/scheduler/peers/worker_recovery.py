@@ -65,16 +65,16 @@ class RecoverableScheduler(Scheduler):
             blocks = self.block_manager.publish(sequence, confirmed)
             self.block_manager.pool.confirm(blocks)
 
-    def begin(self, epoch: int, has_memory: bool, memory: int = 0) -> None:
+    def begin(self, epoch: int, has_memory: bool, memory_id: int = 0) -> None:
         """Make plans for new workers, after `lose_plans`; all wait if the KV memory is lost.
 
-        memory: `WorkerGroup.memory`.
+        memory_id: `WorkerGroup.memory_id`.
         """
         self.epoch = epoch
         if not has_memory:
             for sequence in reversed(self.running):
                 self.preempt(sequence)
-            self.block_manager.forget(memory)
+            self.block_manager.forget(memory_id)
 
 
 def _can_continue(sequence: Sequence) -> bool:

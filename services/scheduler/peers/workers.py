@@ -67,7 +67,7 @@ class WorkerGroup:
         self.members_before: list[tuple[str, int]] = []
         """names and pids of the last group's members"""
         self._memory_before = 0
-        """`memory` of the last group that was ready"""
+        """`memory_id` of the last group that was ready"""
         self._pids_before: list[tuple[str, int]] = []
         """nodes and pids of the last group's members: they may hold its memory still"""
 
@@ -88,19 +88,19 @@ class WorkerGroup:
     @property
     def has_memory(self) -> bool:
         """True if every rank has the KV memory of the last group that was ready."""
-        return self.memory != 0 and self.memory == self._memory_before
+        return self.memory_id != 0 and self.memory_id == self._memory_id_before
 
     @property
-    def memory(self) -> int:
+    def memory_id(self) -> int:
         """The id of the KV memory of all ranks; 0 if that of one ends with the worker."""
-        ids = [self._states[member].memory for member in self.members]
+        ids = [self._states[member].memory_id for member in self.members]
         return 0 if 0 in ids else xxh3_64_intdigest(repr(ids).encode()) >> 1
 
     @property
     def host_tier(self) -> tuple[int, int]:
         """Slots that every rank has, 0 until all have them; and the id of their memory."""
         states = [self._states[member] for member in self.members]
-        ids = [state.host_memory for state in states]
+        ids = [state.host_memory_id for state in states]
         return min(state.host_slots for state in states), xxh3_64_intdigest(repr(ids).encode()) >> 1
 
     @property
@@ -186,7 +186,7 @@ class WorkerGroup:
     def _dissolve(self, reason: str, lost: bytes = b"") -> list[WorkerMessage]:
         """End the group, of which one member may be lost; spare workers make the next one."""
         if self.ready:
-            self._num_blocks_before, self._memory_before = self.num_blocks, self.memory
+            self._num_blocks_before, self._memory_id_before = self.num_blocks, self.memory_id
         states = [self._states[member] for member in self.members]
         self._pids_before = [(state.node, state.pid) for state in states if state.pid > 0]
         self.members_before = [(state.name, state.pid) for state in states]
@@ -246,7 +246,7 @@ class WorkerGroup:
 
     def _seat_standby(self) -> list[WorkerMessage]:
         """Let spare workers prepare to continue with the memory of a group that is ready."""
-        if self.standby or not self.ready or not self.memory:
+        if self.standby or not self.ready or not self.memory_id:
             return []
         rest = [identity for identity in self._states if identity not in self.members]
         groups = {self._states[identity].group for identity in rest} - {""}

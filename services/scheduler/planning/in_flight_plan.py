@@ -153,12 +153,12 @@ def _without_failed(
         if index not in reasons:
             yield sequence, token_id
         elif sequence.finish_reason is None:
-            speculation = sequence.speculation
-            if speculation is None or speculation.accept_row():
+            lookup = sequence.ngram_lookup
+            if lookup is None or lookup.accept_row():
                 fail(sequence, token_id, reasons[index])
 
 
-class StepOutput(NamedTuple):
+class PlanOutput(NamedTuple):
     """The result of a plan."""
 
     sequences: list[Sequence]

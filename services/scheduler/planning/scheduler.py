@@ -19,8 +19,8 @@ from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.worker import CopyBlocks, FolderRequest
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.offload_index import OffloadIndex
-from penstock.services.scheduler.planning.in_flight_plan import PlanBuilder, StepOutput, row_of
-from penstock.services.scheduler.planning.ngram_proposer import NgramProposer
+from penstock.services.scheduler.planning.draft_scheduler import DraftScheduler
+from penstock.services.scheduler.planning.in_flight_plan import PlanBuilder, PlanOutput, row_of
 from penstock.services.scheduler.planning.scheduler_base import SchedulerBase
 from penstock.services.scheduler.sequences.sequence import Sequence, Status
 
@@ -46,7 +46,7 @@ class Scheduler(SchedulerBase):
         self._block_size = block_manager.block_size
         self._max_tokens_per_step = config.max_num_batched_tokens
         self._max_length = min(max_model_len, block_manager.pool.num_blocks * self._block_size)
-        self.proposer = NgramProposer(config, block_manager)
+        self.draft_scheduler = DraftScheduler(config, block_manager)
         self._speculates = config.speculative_method == "ngram"
 
     # ---- requests come and go ----------------------------------------------------------------
@@ -101,7 +101,7 @@ class Scheduler(SchedulerBase):
         budget = self._admit(builder, budget)
         num_rows = self._max_rows - num_decoding - len(plan.chunks)
         if self._speculates:
-            self.proposer.add_drafts(self.running, builder, min(num_rows, budget))
+            self.draft_scheduler.add_drafts(self.running, builder, min(num_rows, budget))
         if plan.computes:
             self.step_tokens.add(self._max_tokens_per_step - budget)
         elif not (builder.appended or (self.in_flight and self.in_flight[-1].computes)):
@@ -122,7 +122,7 @@ class Scheduler(SchedulerBase):
     def _add_row(self, sequence: Sequence, builder: PlanBuilder) -> None:
         builder.added.append(row_of(sequence))
         if self._speculates:
-            self.proposer.begin(sequence, builder.added[-1])
+            self.draft_scheduler.begin(sequence, builder.added[-1])
 
     def _schedule_decode(self, builder: PlanBuilder) -> list[Sequence]:
         """Plan a token for every row whose prefill is computed. Return the other rows."""
@@ -136,7 +136,7 @@ class Scheduler(SchedulerBase):
             if position < sequence.num_prefill_tokens:
                 prefilling.append(sequence)
             elif (
-                sequence.speculation and sequence.is_paused and position >= len(sequence.token_ids)
+                sequence.ngram_lookup and sequence.is_paused and position >= len(sequence.token_ids)
             ):
                 pass  # the next token can only be guessed
             elif position < len(sequence.block_table) * block_size or self._append_block(
@@ -226,7 +226,7 @@ class Scheduler(SchedulerBase):
 
     # ---- its result --------------------------------------------------------------------------
 
-    def update(self, tokens: SampledTokens) -> StepOutput:
+    def update(self, tokens: SampledTokens) -> PlanOutput:
         """Add the tokens of the oldest plan in flight to its sequences, one for each sampled row.
 
         Raises ValueError for tokens of another plan.
@@ -236,7 +236,7 @@ class Scheduler(SchedulerBase):
         if not expected or (expected.number, len(expected.sampled)) != (number, len(token_ids)):
             raise ValueError(f"got {len(token_ids)} tokens of step {number}; expected {expected}")
         plan, confirm = self.in_flight.popleft(), self.block_manager.confirm
-        output = StepOutput([], [], [], [])
+        output = PlanOutput([], [], [], [])
         for sequence, end in zip(plan.chunks.values(), plan.chunk_ends, strict=True):
             sequence.num_computed_tokens = end
         for sequence in plan.add_outputs(tokens):
@@ -245,16 +245,16 @@ class Scheduler(SchedulerBase):
         for sequence, token_id in plan.rows(token_ids, tokens.failed, partial(self._fail, output)):
             if sequence.finish_reason is not None:
                 continue  # it ended while the plan was in flight
-            speculation = sequence.speculation
-            if speculation and not speculation.accept_row():
+            lookup = sequence.ngram_lookup
+            if lookup and not lookup.accept_row():
                 continue
             confirm(sequence)
             sequence.token_ids.append(token_id)
             sequence.num_deaths = 0
             output.sequences.append(sequence)
             output.token_ids.append(token_id)
-            if speculation:
-                self.proposer.check(sequence, speculation)
+            if lookup:
+                self.draft_scheduler.check(sequence, lookup)
             if (
                 token_id in sequence.stop_token_ids
                 or len(sequence.token_ids) >= sequence.max_length
@@ -264,7 +264,7 @@ class Scheduler(SchedulerBase):
         self.block_manager.confirm_plan(plan.published, number)
         return output
 
-    def _fail(self, output: StepOutput, sequence: Sequence, token_id: int, reason: str) -> None:
+    def _fail(self, output: PlanOutput, sequence: Sequence, token_id: int, reason: str) -> None:
         """End a failed row; keys and values that may be NaN are hidden from others."""
         if token_id < 0:
             self.block_manager.unpublish(sequence)

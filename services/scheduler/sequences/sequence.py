@@ -14,7 +14,7 @@ from penstock.protocol.messages.packed import pack, unpack
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import Reasoning
-from penstock.services.scheduler.sequences.speculative import Speculation
+from penstock.services.scheduler.sequences.ngram_lookup import NgramLookup
 
 MAX_WORKER_DEATHS = 3
 """deaths of workers in a row, without a token in between, after which a request is given up"""
@@ -62,7 +62,7 @@ class Sequence:
     - `BlockManager`: block_table, num_prefill_tokens, num_planned_tokens, num_computed_tokens,
       num_published_blocks, published_content, record_place, loads, has_fetched, full_blocks
     - `OffloadIndex`: has_fetched, loads
-    - `NgramProposer`: speculation, num_planned_tokens, last_step
+    - `DraftScheduler`: ngram_lookup, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `Streams`: detokenizer, stream_id
     - `RecoverableStreams`: detokenizer
@@ -119,7 +119,7 @@ class Sequence:
     num_lost_tokens: int = 0
     """positions that were planned before a preemption or a death, also of a scheduler: where their
     KV is not found, it is computed again"""
-    speculation: Speculation | None = None
+    ngram_lookup: NgramLookup | None = None
     """made at its admission, if it speculates"""
     num_cached_tokens: int = 0
     """prompt tokens found in the prefix cache when it was first admitted"""
@@ -190,7 +190,7 @@ class Sequence:
     @property
     def is_paused(self) -> bool:
         """True if a plan computes nothing of it unless a draft names it."""
-        return self.speculation is not None and self.speculation.is_paused
+        return self.ngram_lookup is not None and self.ngram_lookup.is_paused
 
     @property
     def needs_prompt_logprobs(self) -> bool:

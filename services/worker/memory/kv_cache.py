@@ -13,7 +13,7 @@ from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.types import FP8
 from penstock.protocol.checkpoint import ModelConfig, ModelError
 from penstock.protocol.messages.plan import MAX_BLOCKS
-from penstock.services.worker.memory.kept_memory import Region
+from penstock.services.worker.memory.persistent_memory import Region
 
 log = logging.getLogger(__name__)
 STANDBY_BYTES = 1 << 30

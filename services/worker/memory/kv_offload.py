@@ -20,8 +20,8 @@ from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.worker import CopyBlocks, FolderRequest
-from penstock.services.worker.memory.kept_memory import KeptMemory
 from penstock.services.worker.memory.kv_folder import KvFolder
+from penstock.services.worker.memory.persistent_memory import PersistentMemory
 
 log = logging.getLogger(__name__)
 PAGE = 4096
@@ -34,8 +34,8 @@ class KvOffload:
 
     folder: KvFolder | None = None
 
-    def __init__(self, kv: Sequence[Tensor], host: Tensor, num_slots: int, memory: int) -> None:
-        """Use host memory, uint8 [num_slots * slot_bytes(kv)]; memory: its id.
+    def __init__(self, kv: Sequence[Tensor], host: Tensor, num_slots: int, memory_id: int) -> None:
+        """Use host memory, uint8 [num_slots * slot_bytes(kv)]; memory_id: of it.
 
         kv: the tensors of the KV cache, [num_layers, 2, num_blocks, ...].
         """
@@ -47,7 +47,7 @@ class KvOffload:
             part = self._host[:, begin : begin + num_bytes].view(words.dtype)
             self._slots.append(part.view(num_slots, *words.shape[:2], -1))
             begin += -(-num_bytes // 16) * 16
-        self.memory = memory
+        self.memory_id = memory_id
         self.num_slots = 0
         """0 until they are pinned"""
         self.pinning: threading.Thread | None = None
@@ -64,7 +64,7 @@ class KvOffload:
         else:
             self.num_slots = num_slots
 
-    def use_folder(self, config: Config, memory: KeptMemory, *facts: object) -> None:
+    def use_folder(self, config: Config, memory: PersistentMemory, *facts: object) -> None:
         """Keep blocks in files, too; facts: of their content, in addition to the checkpoint."""
         is_cuda = self._device.type == "cuda"
         name = torch.cuda.get_device_name(self._device) if is_cuda else "cpu"
@@ -172,7 +172,7 @@ def slot_bytes(kv: Sequence[Tensor]) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
-def make_offload(config: Config, memory: KeptMemory, kv: Sequence[Tensor]) -> KvOffload:
+def make_offload(config: Config, memory: PersistentMemory, kv: Sequence[Tensor]) -> KvOffload:
     """Return the host tier, in the last worker's memory or in new memory. Raises ModelError."""
     size = slot_bytes(kv)
     num_slots = int(config.kv_offload_gib * 2**30 / size)
@@ -189,7 +189,11 @@ def make_offload(config: Config, memory: KeptMemory, kv: Sequence[Tensor]) -> Kv
 
 
 def _make_host(
-    config: Config, memory: KeptMemory, kv: Sequence[Tensor], num_slots: int, facts: list[object]
+    config: Config,
+    memory: PersistentMemory,
+    kv: Sequence[Tensor],
+    num_slots: int,
+    facts: list[object],
 ) -> KvOffload:
     size = slot_bytes(kv)
     if kept := memory.take("host", *facts):

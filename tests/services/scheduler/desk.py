@@ -4,7 +4,7 @@ from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.packed import pack, unpack
 from penstock.services.scheduler.peers.detokenizer_recovery import RecoverableStreams
-from penstock.services.scheduler.planning.in_flight_plan import StepOutput
+from penstock.services.scheduler.planning.in_flight_plan import PlanOutput
 from penstock.services.scheduler.sequences.sequence import Sequence
 from tests.services.scheduler.builders import make_sequence
 
@@ -71,11 +71,11 @@ class Desk:
             sequence.add_logprobs(packed(token_id))
             sequence.token_ids.append(token_id)
         ended = [sequence for sequence in sequences if sequence.finish_reason]
-        self.streams.put(StepOutput(sequences, [token_id] * len(sequences), ended, []))
+        self.streams.put(PlanOutput(sequences, [token_id] * len(sequences), ended, []))
 
     def end(self, sequence: Sequence) -> None:
         """End a sequence without a token."""
-        self.streams.put(StepOutput([], [], [sequence], []))
+        self.streams.put(PlanOutput([], [], [sequence], []))
 
     def deliver(self) -> None:
         for identity, delta in self.streams.take_messages():

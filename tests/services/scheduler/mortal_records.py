@@ -52,5 +52,5 @@ class MortalRecords(BlockRecords):
     def __init__(self, memory: bytearray, *sizes: int, life: Life) -> None:
         super().__init__(memory, *sizes)
         views: Any = self
-        for name in ("_bytes", "_memory", "_numbers", "_parents", "tokens"):
+        for name in ("_bytes", "_memory_id", "_numbers", "_parents", "tokens"):
             setattr(views, name, MortalView(getattr(self, name), life))

@@ -14,7 +14,7 @@ from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import hash_block
 from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
-from penstock.services.scheduler.planning.in_flight_plan import StepOutput
+from penstock.services.scheduler.planning.in_flight_plan import PlanOutput
 from penstock.services.scheduler.sequences.sequence import Sequence, Status
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.invariants import (
@@ -24,8 +24,8 @@ from tests.services.scheduler.invariants import (
     check_output,
     check_slots,
 )
-from tests.services.scheduler.kept_tables import KeptTables
 from tests.services.scheduler.mortal_records import Life, SchedulerDiedError
+from tests.services.scheduler.persistent_tables import PersistentTables
 from tests.services.scheduler.reference import (
     ReferenceWorker,
     WorkerDiedError,
@@ -59,7 +59,7 @@ class Simulation:
         self.limit = min(max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
         self.num_watermark_blocks, self.num_host_slots = num_watermark_blocks, num_host_slots
-        self.kept = KeptTables(self.config, num_blocks, num_host_slots, hash_block)
+        self.kept = PersistentTables(self.config, num_blocks, num_host_slots, hash_block)
         self.kv = 1
         """id of the worker's memory"""
         self.life = Life()
@@ -158,7 +158,7 @@ class Simulation:
         """The tokens of a step are back."""
         return len(self.results) > self.num_ahead
 
-    def receive(self) -> StepOutput | None:
+    def receive(self) -> PlanOutput | None:
         """Return the tokens of the oldest step; None if the scheduler dies meanwhile."""
         result = msgspec.msgpack.decode(self.results.popleft(), type=SampledTokens)
         rows = self.scheduler.in_flight[0].sampled
@@ -182,7 +182,7 @@ class Simulation:
         self.check()
         return output
 
-    def step(self) -> StepOutput | None:
+    def step(self) -> PlanOutput | None:
         """Every plan that may be sent, and one result; None if there is nothing to do."""
         while self.send() or self.answer():
             pass

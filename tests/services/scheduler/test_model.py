@@ -21,7 +21,7 @@ from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.scheduler.blocks.block_records import HASH_BYTES, hash_block
-from penstock.services.scheduler.sequences import speculative as speculation
+from penstock.services.scheduler.sequences import ngram_lookup
 from penstock.services.scheduler.sequences.sequence import CannotFitError, Sequence
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.reference import POISON, expected_output
@@ -227,7 +227,7 @@ class AmpleMachine(SchedulerMachine):
 def _guesses_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """After one equal token, also where guesses are wrong: most are in a random text."""
     for name, number in {"SHORT": 1, "LONG": 2, "MAX_REQUIRED": 2}.items():
-        monkeypatch.setattr(speculation, name, number)
+        monkeypatch.setattr(ngram_lookup, name, number)
 
 
 @pytest.mark.search

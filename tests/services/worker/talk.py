@@ -54,7 +54,7 @@ class FakeRunner:
 
     num_blocks = 5
     block_size = 16
-    memory = 7
+    memory_id = 7
     offload = None
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Talk:
 def hello(*fields: Any, epoch: int = -1, num_plans_before: int = 0) -> WorkerState:
     state = WorkerState(*fields, pid=os.getpid(), node="node-a", incarnation=17)
     state.epoch, state.num_plans_before = epoch, num_plans_before
-    state.memory = FakeRunner.memory if state.num_blocks else 0
+    state.memory_id = FakeRunner.memory_id if state.num_blocks else 0
     return state
 
 

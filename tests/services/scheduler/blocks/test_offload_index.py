@@ -7,7 +7,7 @@ from penstock.protocol.messages.worker import CopyBlocks, FolderReport
 from penstock.services.scheduler.blocks.block_records import BlockRecords
 from penstock.services.scheduler.blocks.folder_index import FolderIndex
 from penstock.services.scheduler.blocks.offload_index import OffloadIndex
-from penstock.services.scheduler.kept_records import PREFIX_HASH_BYTES
+from penstock.services.scheduler.factory import PREFIX_HASH_BYTES
 from tests.services.scheduler.packed_plans import pairs
 
 A, B, C = (bytes([n]) * PREFIX_HASH_BYTES for n in range(3))

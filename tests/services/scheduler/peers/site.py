@@ -48,9 +48,9 @@ class Site:
         for identity in identities:
             self.deliver(self.group.on_state(identity, self.states[identity]))
 
-    def load(self, identity: bytes, num_blocks: int, memory: int = 0) -> None:
+    def load(self, identity: bytes, num_blocks: int, memory_id: int = 0) -> None:
         self.states[identity].num_blocks = num_blocks
-        self.states[identity].memory = memory or self.states[identity].memory
+        self.states[identity].memory_id = memory_id or self.states[identity].memory_id
         self.say_hello(identity)
 
     def pass_time(self, num_heartbeats: int, *speakers: bytes) -> list[bytes]:

@@ -56,10 +56,10 @@ def with_standby(tp_size: int) -> tuple[Site, list[bytes], list[bytes]]:
     spares = site.start(*(f"w{1 + tp_size + rank}" for rank in range(tp_size)))
     for number, member in enumerate(members):
         assert site.group.standby == []  # there is no memory to share
-        site.load(member, 9, memory=number + 1)
+        site.load(member, 9, memory_id=number + 1)
     assert site.group.standby == spares
     for number, spare in enumerate(spares):
-        site.load(spare, 9, memory=number + 1)
+        site.load(spare, 9, memory_id=number + 1)
     return site, members, spares
 
 
@@ -93,7 +93,7 @@ def test_a_standby_group_that_is_called_before_it_has_reported_its_group() -> No
     site = Site(1, num_spares=1)
     [member, spare] = site.start("w1", "w2")
     state = replace(site.states[spare])
-    site.load(member, 9, memory=1)
+    site.load(member, 9, memory_id=1)
     group = site.assignments[spare].group
     site.deliver(site.group.on_state(spare, state))  # was on its way
     site.kill(member)
@@ -115,7 +115,7 @@ def test_spares_that_make_no_whole_group_wait(num_spares: int) -> None:
     spares = site.start(*(f"w{3 + number}" for number in range(num_spares)))
     num_standby = num_spares // 2 * 2
     for member in members:
-        site.load(member, 9, memory=1)
+        site.load(member, 9, memory_id=1)
     assert site.group.standby == spares[:num_standby]
     assert [spare for spare in spares if spare in site.assignments] == spares[:num_standby]
 

@@ -201,12 +201,12 @@ def test_a_group_has_the_memory_of_the_last_one_if_every_rank_has() -> None:
         site = Site()
         first = site.start("w1", "w2")
         for identity, memory in zip(first, (7, 8), strict=True):
-            site.states[identity].memory = memory
+            site.states[identity].memory_id = memory
             site.load(identity, 5)
         assert not site.group.has_memory  # the first group
         site.kill(first[0])
         for identity, memory in zip(site.start("w3", "w4"), memory_after, strict=True):
-            site.states[identity].memory = memory
+            site.states[identity].memory_id = memory
             site.load(identity, 5)
         assert site.group.ready
         assert site.group.has_memory == is_kept

@@ -11,9 +11,9 @@ from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.worker import CopyBlocks, WorkerAssignment
-from penstock.services.worker.memory.kept_memory import KeptMemory
 from penstock.services.worker.memory.kv_cache import KVMemory
 from penstock.services.worker.memory.kv_offload import PAGE, KvOffload, make_offload, slot_bytes
+from penstock.services.worker.memory.persistent_memory import PersistentMemory
 
 NUM_BLOCKS = 6
 
@@ -32,7 +32,7 @@ def bits_of(kv: KVMemory, block: int) -> list[bytes]:
 
 def tier_of(kv: KVMemory, num_slots: int) -> KvOffload:
     host = torch.zeros(num_slots * slot_bytes(kv.tensors), dtype=torch.uint8)
-    return KvOffload(kv.tensors, host, num_slots, memory=1)
+    return KvOffload(kv.tensors, host, num_slots, memory_id=1)
 
 
 def copies(before: list[int], beside: list[int]) -> CopyBlocks:
@@ -76,7 +76,7 @@ def folder_of(config: Config) -> Path:
     """Return the folder of the files of a worker."""
     kv = random_kv(torch.float32).tensors
     assignment = WorkerAssignment(1, "1", 0, 1, "")
-    memory = KeptMemory(config, assignment, torch.device("cpu"), None)
+    memory = PersistentMemory(config, assignment, torch.device("cpu"), None)
     folder = make_offload(config, memory, kv).folder
     assert folder
     return folder._disk.folder

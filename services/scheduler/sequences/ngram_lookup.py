@@ -1,8 +1,9 @@
-"""N-gram speculation: guesses of the next tokens by earlier equal ones (prompt lookup).
+"""N-gram lookup, the proposer of drafts: it guesses the next tokens by earlier equal ones.
 
 A *pointer* follows an earlier place of the sequence that equals its end; the tokens after it are
-the guess (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding). After the last known
-token it continues with the guesses themselves, so that a loop is guessed to any length.
+the guess (prompt lookup, Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding). After
+the last known token it continues with the guesses themselves, so that a loop is guessed to any
+length.
 
 Guesses are optimistic: while some are in flight, the next ones follow them as if all were right.
 The first wrong one voids the later ones in flight, and the sequence continues from its last known
@@ -19,7 +20,7 @@ KNOWN = -1
 """in place of a token: not a guess, for the sequence has it, or will when it is computed"""
 
 
-class Speculation:
+class NgramLookup:
     """The guesses for one sequence since its admission, and those in flight."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The proposer of draft tokens, where a plan has room for them; `Speculation` guesses the tokens.
+"""The scheduler of draft tokens, where a plan has room for them; `NgramLookup` proposes them.
 
 A step verifies guesses while it decodes: each is a row of its own, which samples the next token.
 """
@@ -7,11 +7,11 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import RowAdded
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.planning.in_flight_plan import PlanBuilder
+from penstock.services.scheduler.sequences.ngram_lookup import KNOWN, NgramLookup
 from penstock.services.scheduler.sequences.sequence import Sequence
-from penstock.services.scheduler.sequences.speculative import KNOWN, Speculation
 
 
-class NgramProposer:
+class DraftScheduler:
     """Makes and counts the drafts of all sequences."""
 
     def __init__(self, config: Config, blocks: BlockManager) -> None:
@@ -31,11 +31,11 @@ class NgramProposer:
     def begin(self, sequence: Sequence, row: RowAdded) -> None:
         """Prepare an admitted sequence; a row with extras gets one token a step."""
         speculates = sequence.sampling.speculative and row.extras is None
-        sequence.speculation = Speculation() if speculates else None
+        sequence.ngram_lookup = NgramLookup() if speculates else None
 
-    def check(self, sequence: Sequence, speculation: Speculation) -> None:
+    def check(self, sequence: Sequence, lookup: NgramLookup) -> None:
         """Compare a new token with its guess. A wrong guess voids the later ones."""
-        is_right = speculation.check(sequence.token_ids)
+        is_right = lookup.check(sequence.token_ids)
         if is_right:
             self.num_accepted_tokens += 1
         elif is_right is False:
@@ -44,13 +44,13 @@ class NgramProposer:
     def add_drafts(self, running: list[Sequence], builder: PlanBuilder, num_left: int) -> None:
         """Add drafts of decoding sequences; num_left: rows that the step may still get."""
         for sequence in running:
-            if sequence.speculation and sequence.num_planned_tokens > sequence.num_prefill_tokens:
-                num_left -= self._add(sequence, sequence.speculation, builder, num_left)
+            if sequence.ngram_lookup and sequence.num_planned_tokens > sequence.num_prefill_tokens:
+                num_left -= self._add(sequence, sequence.ngram_lookup, builder, num_left)
 
     def _add(
         self,
         sequence: Sequence,
-        speculation: Speculation,
+        lookup: NgramLookup,
         builder: PlanBuilder,
         num_left: int,
     ) -> int:
@@ -62,16 +62,16 @@ class NgramProposer:
         has_row = sequence.last_step == builder.plan.number
         limits = num_left, self._max_tokens + (not has_row), sequence.max_length - 1 - begin
         number = max(0, min(limits))
-        may_guess = number and (speculation.look_up(token_ids) if has_row else speculation.matched)
+        may_guess = number and (lookup.look_up(token_ids) if has_row else lookup.matched)
         number = self._make_room(sequence, builder, number if may_guess else 0)
         if not has_row and number < 2:
             return 0  # alone it would be decoded from, even if it is wrong
-        guesses = speculation.guess(token_ids, begin, begin + number)
-        first = [token_ids[-1] if speculation.is_paused else KNOWN] if has_row else []
-        if speculation.is_paused or guesses:
+        guesses = lookup.guess(token_ids, begin, begin + number)
+        first = [token_ids[-1] if lookup.is_paused else KNOWN] if has_row else []
+        if lookup.is_paused or guesses:
             tokens = first + guesses
             builder.drafts.extend((sequence.slot, begin - len(first), len(tokens), *tokens))
-        speculation.send([KNOWN] * len(first) + guesses)
+        lookup.send([KNOWN] * len(first) + guesses)
         builder.plan.sampled.extend([sequence] * number)
         sequence.num_planned_tokens += number
         sequence.last_step = builder.plan.number

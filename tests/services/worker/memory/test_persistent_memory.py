@@ -16,10 +16,10 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan, RowAdded
 from penstock.protocol.messages.worker import WorkerAssignment
-from penstock.protocol.transport.kept_memory import MemoryClient, Taken
+from penstock.protocol.transport.memory_client import MemoryClient, Taken
 from penstock.services.worker.loading import load
-from penstock.services.worker.memory import kept_memory
-from penstock.services.worker.memory.kept_memory import SharedMemoryError
+from penstock.services.worker.memory import persistent_memory
+from penstock.services.worker.memory.persistent_memory import SharedMemoryError
 from penstock.services.worker.model_runner import ModelRunner
 from tests.models.checkpoints import save_checkpoint
 from tests.models.stored_formats import awq, gptq, quantize_checkpoint
@@ -58,7 +58,7 @@ def keeper(monkeypatch: pytest.MonkeyPatch) -> Keeper:
 def fills(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of checkpoints' folders that were read."""
     found: list[str] = []
-    read = kept_memory.load_model
+    read = persistent_memory.load_model
 
     def count(memory: object, config: Config, make: object, fill: Callable[[Qwen3], None]) -> Qwen3:
         def fill_and_count(model: Qwen3) -> None:
@@ -105,11 +105,11 @@ def test_the_next_worker_has_weights_and_kv(
         quantize_checkpoint(folder, quantization)
     first = start(folder, attention=attention)
     expected = tokens(first)
-    number = first.memory
+    number = first.memory_id
     del first
     second = start(folder, 9, attention=attention)
     assert len(fills) == 1
-    assert second.memory == number > 0
+    assert second.memory_id == number > 0
     assert tokens(second, num_computed=39) == expected
     assert sorted(keeper.kept) == ["kv.0.0", "weights.0.0"]
 
@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_made_again(
             os.ftruncate(keeper.kept["weights.0.0"].descriptor, 0)
             os.ftruncate(keeper.kept["kv.0.0"].descriptor, 0)
     second = start(copy, num_blocks, **options)
-    assert second.memory != first.memory
+    assert second.memory_id != first.memory_id
     assert len(fills) == 1 + (change != "more blocks")
     assert tokens(second) == expected
 
@@ -165,9 +165,9 @@ def test_a_platform_without_such_memory(
 
     expected = tokens(start(folder))
     keeper.kept.clear()
-    monkeypatch.setattr(kept_memory, "_allocate", refuse)
+    monkeypatch.setattr(persistent_memory, "_allocate", refuse)
     runner = start(folder)
-    assert runner.memory == 0
+    assert runner.memory_id == 0
     assert tokens(runner) == expected
     assert caplog.messages.count("memory ends with the worker: not here") == 1
 
@@ -184,7 +184,7 @@ def test_a_standby_worker_shares_memory_that_it_takes_over(
     first = start(folder)
     standby = start(folder, standby=True)
     assert (keeper.num_shared, len(fills)) == (2, 1)
-    assert standby.memory == first.memory > 0
+    assert standby.memory_id == first.memory_id > 0
     expected = tokens(first)  # after the standby worker has loaded
     del first
     standby.take_over()

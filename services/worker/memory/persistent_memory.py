@@ -1,4 +1,4 @@
-"""The memory of a rank that outlives its worker: weights and KV cache.
+"""The persistent memory of a rank, which outlives its worker: weights and KV cache.
 
 The supervisor keeps the descriptors. Weights are passed on when they are whole, so that what a
 killed worker had loaded in part is never used. The next worker of this rank uses what was made for
@@ -23,7 +23,7 @@ from penstock.models.allocation import without_memory
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.config import Config
 from penstock.protocol.messages.worker import WorkerAssignment
-from penstock.protocol.transport.kept_memory import MemoryClient, create_memory
+from penstock.protocol.transport.memory_client import MemoryClient, create_memory
 from penstock.services.worker.hardware.compiling import INTEGER_BITS
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Placed(msgspec.Struct, array_like=True):
 
 
 class Manifest(msgspec.Struct, array_like=True):
-    """The contents of kept memory."""
+    """The contents of persistent memory."""
 
     digest: bytes
     """of everything that must be equal for a worker to use it"""
@@ -76,8 +76,8 @@ class SharedMemoryError(ConnectionError):
     """Memory of a running worker that a standby worker can't share, or can't take over."""
 
 
-class KeptMemory:
-    """Memory of one rank, by kind: `weights` and `kv`.
+class PersistentMemory:
+    """Persistent memory of one rank, by kind: `weights` and `kv`.
 
     A standby worker shares the memory of the worker that runs, and makes none of its own.
     """
@@ -104,7 +104,7 @@ class KeptMemory:
         facts = stats, torch.__version__, str(device), assignment.rank, assignment.tp_size
         self._facts = msgspec.json.encode(config) + repr(facts).encode()
 
-    def on_host(self) -> "KeptMemory":
+    def on_host(self) -> "PersistentMemory":
         """Return the same for memory of the host."""
         other = copy(self)
         other.device = torch.device("cpu")
@@ -158,7 +158,7 @@ class KeptMemory:
             self._client.drop(self._name(kind))
 
     def allocate(self, kind: str, num_bytes: int, *facts: object) -> "NewRegion | None":
-        """Return zeros, to be kept when they are filled; None where memory can't last."""
+        """Return zeros, to be kept when they are filled; None where memory can't be persistent."""
         if self._client is None:
             return None
         try:
@@ -201,7 +201,10 @@ class NewRegion(NamedTuple):
 
 
 def load_model(
-    memory: KeptMemory, config: Config, make: Callable[[], Qwen3], fill: Callable[[Qwen3], None]
+    memory: PersistentMemory,
+    config: Config,
+    make: Callable[[], Qwen3],
+    fill: Callable[[Qwen3], None],
 ) -> Qwen3:
     """Return a model with the last worker's weights, or one that `make` makes and `fill` loads."""
     if config.quantization in INTEGER_BITS:  # made of the weights, which are then freed
@@ -237,7 +240,7 @@ def load_model(
     return model
 
 
-def _allocate_for(model: nn.Module, memory: KeptMemory) -> NewRegion | None:
+def _allocate_for(model: nn.Module, memory: PersistentMemory) -> NewRegion | None:
     """Return memory for the parameters of a model."""
     tensors, begin = [], 0
     for name, parameter in model.named_parameters():
@@ -261,7 +264,7 @@ def attach(model: nn.Module, region: Region, copies: bool = False) -> None:
             view.copy_(parameter.data)
         parameter.data = view
     if parameters:
-        raise RuntimeError(f"kept weights: {min(parameters)} is missing")
+        raise RuntimeError(f"persistent weights: {min(parameters)} is missing")
 
 
 def _allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, int]:

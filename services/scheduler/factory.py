@@ -1,11 +1,11 @@
-"""Records of KV blocks and host slots, in memory that the supervisor keeps."""
+"""Factories of the scheduler, with its records of KV blocks and host slots in persistent memory."""
 
 import logging
 from hashlib import sha256
 
 from penstock.protocol.checkpoint import ModelConfig
 from penstock.protocol.config import Config
-from penstock.protocol.transport.kept_memory import MemoryClient
+from penstock.protocol.transport.memory_client import MemoryClient
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import HASH_BYTES, BlockRecords, hash_block
@@ -40,30 +40,30 @@ def make_scheduler(
     """Return a scheduler for a group that is ready, with what its predecessor has recorded."""
     size = group.num_blocks, group.block_size
     hash_bytes = PREFIX_HASH_BYTES if config.kv_offload_gib else HASH_BYTES
-    records = open_records(f"blocks.{replica}", *size, group.memory, hash_bytes)
+    records = open_records(f"blocks.{replica}", *size, group.memory_id, hash_bytes)
     blocks = make_block_manager(config, *size, records)
     length = model.context(config.max_model_len)
     return RecoverableScheduler(config, length, blocks, group.epoch)
 
 
 def open_records(
-    name: str, num_blocks: int, block_size: int, memory: int, hash_bytes: int = HASH_BYTES
+    name: str, num_blocks: int, block_size: int, memory_id: int, hash_bytes: int = HASH_BYTES
 ) -> BlockRecords | None:
-    """Return the records that the last scheduler kept, or empty ones; memory: as in `begin`.
+    """Return the records of the last scheduler, or empty ones; memory_id: as in `begin`.
 
-    Return None where no memory can be kept.
+    Return None where memory can't be persistent.
     """
     client = MemoryClient.from_environment()
     if client is None:
         return None
     size = num_blocks, block_size, hash_bytes
     try:
-        kept = client.open(name, BlockRecords.size_of(*size), repr(size).encode())
+        memory = client.open(name, BlockRecords.size_of(*size), repr(size).encode())
     except OSError as error:
         log.warning("%s: records end with the scheduler: %s", name, error)
         return None
-    records = BlockRecords(kept, *size)
-    records.begin(memory)
+    records = BlockRecords(memory, *size)
+    records.begin(memory_id)
     return records
 
 
@@ -71,16 +71,16 @@ def use_host_tier(
     scheduler: RecoverableScheduler, config: Config, replica: int, group: WorkerGroup
 ) -> None:
     """Use the host tier of a group that is ready, if all of its workers have one by now."""
-    num_slots, memory = group.host_tier
+    num_slots, memory_id = group.host_tier
     offload, pool = scheduler.offload, scheduler.block_manager.pool
     if not num_slots or not config.enable_prefix_caching:
         scheduler.use_offload(None)
-    elif offload is None or offload.memory != memory:
+    elif offload is None or offload.memory_id != memory_id:
         if offload and offload.num_blocks:
             log.warning("host tier: its %d blocks ended with the workers", offload.num_blocks)
-        records = open_records(f"slots.{replica}", num_slots, 0, memory, PREFIX_HASH_BYTES)
+        records = open_records(f"slots.{replica}", num_slots, 0, memory_id, PREFIX_HASH_BYTES)
         per_step = max(1, config.max_num_batched_tokens // scheduler.block_manager.block_size)
-        offload = OffloadIndex(num_slots, per_step, memory, records)
+        offload = OffloadIndex(num_slots, per_step, memory_id, records)
         scheduler.use_offload(offload)
         log.info("host tier: %d blocks, %d of them in use", num_slots, offload.num_blocks)
     elif pool.offload is None:

@@ -7,14 +7,14 @@ from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import HASH_BYTES, BlockRecords
 from penstock.services.scheduler.blocks.folder_index import FolderIndex
 from penstock.services.scheduler.blocks.offload_index import OffloadIndex
-from penstock.services.scheduler.kept_records import PREFIX_HASH_BYTES, hash_prefix
+from penstock.services.scheduler.factory import PREFIX_HASH_BYTES, hash_prefix
 from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
 from tests.services.scheduler.mortal_records import Life, MortalRecords
 
 Hash = Callable[[bytes, bytes], bytes]
 
 
-class KeptTables:
+class PersistentTables:
     """Records that schedulers make, one after the other; some die while they write."""
 
     def __init__(self, config: Config, num_blocks: int, num_slots: int, hash_block: Hash) -> None:
@@ -38,7 +38,7 @@ class KeptTables:
         if not self._num_slots or not self._config.enable_prefix_caching:
             return
         offload = scheduler.offload
-        if offload is None or offload.memory != kv:
+        if offload is None or offload.memory_id != kv:
             records = MortalRecords(self._slots, *self._of_slots, life=life)
             records.begin(kv)
             per_step = max(1, self._config.max_num_batched_tokens // self._config.block_size)

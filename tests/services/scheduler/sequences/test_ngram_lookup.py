@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.scheduler.sequences.speculative import (
+from penstock.services.scheduler.sequences.ngram_lookup import (
     KNOWN,
     LONG,
     MAX_REQUIRED,
     SHORT,
-    Speculation,
+    NgramLookup,
 )
 from tests.services.scheduler.builders import long_prompt
 from tests.services.scheduler.packed_plans import split
@@ -43,8 +43,8 @@ def test_guesses_run_ahead_of_the_tokens() -> None:
     # 1 by the prefill and 28 in sevens; the last token is not a guess, but follows from one
     behind = [draft for plan in drafts(sim)[7:] for draft in plan]
     assert behind == [(0, (36, [1, 2, 3, 1])), (0, (40, [2]))]
-    proposer = sim.scheduler.proposer
-    assert proposer.num_draft_tokens == proposer.num_accepted_tokens == 3 + 6 * 4
+    counted = sim.scheduler.draft_scheduler
+    assert counted.num_draft_tokens == counted.num_accepted_tokens == 3 + 6 * 4
     assert not sim.num_wasted
 
 
@@ -110,34 +110,34 @@ def test_guesses_preempt_nobody(num_blocks: int) -> None:
 def test_the_newest_and_longest_place_is_found() -> None:
     text = long_prompt(LONG, 10)
     token_ids = [*text, 1, *text[-SHORT:], 2, *text]
-    speculation = Speculation()
-    assert speculation.look_up(token_ids)
+    lookup = NgramLookup()
+    assert lookup.look_up(token_ids)
     begin = len(token_ids)
-    assert speculation.guess(token_ids, begin, begin + 3) == [1, *text[-SHORT:-1]]
+    assert lookup.guess(token_ids, begin, begin + 3) == [1, *text[-SHORT:-1]]
     token_ids = [*text, 1, 5, *text[-SHORT:], 2, 5, *text[-SHORT:]]
-    speculation = Speculation()
-    assert speculation.look_up(token_ids)
+    lookup = NgramLookup()
+    assert lookup.look_up(token_ids)
     begin = len(token_ids)
-    assert speculation.guess(token_ids, begin, begin + 2) == [2, 5]
-    assert not Speculation().look_up([*text, *text[-SHORT + 1 :]])
+    assert lookup.guess(token_ids, begin, begin + 2) == [2, 5]
+    assert not NgramLookup().look_up([*text, *text[-SHORT + 1 :]])
 
 
 def test_wrong_guesses_make_it_wary() -> None:
     """A match must be twice as long then, and one shorter after each guess that is right."""
-    speculation, text = Speculation(), long_prompt(MAX_REQUIRED + 1)
-    assert speculation.accept_row()  # the prefill
+    lookup, text = NgramLookup(), long_prompt(MAX_REQUIRED + 1)
+    assert lookup.accept_row()  # the prefill
     for required in (SHORT, 2 * SHORT, 4 * SHORT, 8 * SHORT, MAX_REQUIRED):
-        assert not speculation.look_up(text + text[: required - 1])
+        assert not lookup.look_up(text + text[: required - 1])
         token_ids = text + text[:required]
-        assert speculation.check(token_ids) is None
-        assert speculation.look_up(token_ids)
-        speculation.send([KNOWN, 999, 998])
-        assert speculation.accept_row()
-        assert speculation.check([*token_ids, 1]) is False
-        assert speculation.is_paused
-        assert not speculation.accept_row()
-        assert not speculation.accept_row()
-    speculation.send([KNOWN, text[required]])
-    assert speculation.accept_row()
-    assert speculation.check(text + text[: required + 1])
-    assert speculation._required == MAX_REQUIRED - 1
+        assert lookup.check(token_ids) is None
+        assert lookup.look_up(token_ids)
+        lookup.send([KNOWN, 999, 998])
+        assert lookup.accept_row()
+        assert lookup.check([*token_ids, 1]) is False
+        assert lookup.is_paused
+        assert not lookup.accept_row()
+        assert not lookup.accept_row()
+    lookup.send([KNOWN, text[required]])
+    assert lookup.accept_row()
+    assert lookup.check(text + text[: required + 1])
+    assert lookup._required == MAX_REQUIRED - 1

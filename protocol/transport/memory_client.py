@@ -1,4 +1,4 @@
-"""Memory that outlives its process: the supervisor keeps descriptors, passed by a socket pair."""
+"""Persistent memory, which outlives its process. The supervisor keeps its descriptors."""
 
 import mmap
 import os
@@ -29,7 +29,7 @@ class Taken(NamedTuple):
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket] | None:
-    """Return the supervisor's end and a process's end; None where no memory can be kept."""
+    """Return the supervisor's end and a process's end; None where memory can't be persistent."""
     if not hasattr(os, "memfd_create"):
         return None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -70,7 +70,7 @@ class MemoryClient:
         self._request(KeepMemory(name, manifest), [descriptor])
 
     def open(self, name: str, num_bytes: int, manifest: bytes) -> mmap.mmap:
-        """Return the memory of this name if its manifest is the same, otherwise zeros; kept.
+        """Return the memory of this name if its manifest is the same, otherwise zeros. Keep it.
 
         Raises OSError.
         """
@@ -97,5 +97,5 @@ class MemoryClient:
         flags = socket.MSG_CMSG_CLOEXEC
         data, received, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, 1, flags)
         if not data:
-            raise ConnectionError("the supervisor has closed the socket of kept memory")
+            raise ConnectionError("the supervisor has closed the socket of persistent memory")
         return msgspec.msgpack.decode(data, type=MemoryReply).manifest, received
