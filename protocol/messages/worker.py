@@ -75,12 +75,12 @@ class CopyBlocks(Struct, PackedLists, array_like=True, tag=True):
     of one from there, in order.
     """
 
-    item_bytes: ClassVar = {"before": 8, "beside": 8}
+    item_bytes: ClassVar = {"blocking": 8, "overlapped": 8}
 
     epoch: int
-    before: bytes = b""
+    blocking: bytes = b""
     """between the steps of earlier plans and that of the next one"""
-    beside: bytes = b""
+    overlapped: bytes = b""
     """after these; they may end after the step of the next plan, but before the one that follows"""
     hashes: list[bytes] = []
     """of the prefixes that are copied to the host, in this order, where there is a folder"""

@@ -10,7 +10,7 @@ def main() -> None:
     process = Process("detokenizer")
     detokenizer = DetokenizerProcess(process)
     detokenizer.loop.run()
-    detokenizer.tell(Goodbye())
+    detokenizer.send_to_schedulers(Goodbye())
     process.context.destroy()
 
 

@@ -233,8 +233,8 @@ class DetokenizerProcess:
                 self.tracer.span("detokenize", delta.request_id, begin)
 
     def on_heartbeat(self) -> None:
-        self.tell(Heartbeat(self.name))
+        self.send_to_schedulers(Heartbeat(self.name))
 
-    def tell(self, message: FromDetokenizer) -> None:
+    def send_to_schedulers(self, message: FromDetokenizer) -> None:
         for tokens in self.tokens:
             tokens.send(message)

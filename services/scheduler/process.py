@@ -58,11 +58,11 @@ class SchedulerProcess:
         self.reported_ready, self.has_deaths, self.plan_bytes = False, False, 0
         self.poison = poison.SequencePoison(DeathReports(process))
         self.tracer = Tracer(self.config, process.name)
-        context, at = process.context, process.endpoints
-        self.inbox = context.bind(zmq.PULL, at.requests, ToScheduler)
-        self.workers = context.bind(zmq.ROUTER, at.workers, FromWorker)
-        self.detokenizers = context.bind(zmq.ROUTER, at.detokenizers, FromDetokenizer)
-        self.gateway = context.connect(zmq.PUSH, at.results, on_reconnect=self.on_gateway_reconnect)
+        context, endpoints = process.context, process.endpoints
+        self.inbox = context.bind(zmq.PULL, endpoints.requests, ToScheduler)
+        self.workers = context.bind(zmq.ROUTER, endpoints.workers, FromWorker)
+        self.detokenizers = context.bind(zmq.ROUTER, endpoints.detokenizers, FromDetokenizer)
+        self.gateway = context.connect(zmq.PUSH, endpoints.results, on_reconnect=self.renew_epoch)
         self.loop = EventLoop(
             process.context,
             self.on_heartbeat,
@@ -73,7 +73,7 @@ class SchedulerProcess:
         self.loop.add(self.inbox, self.on_requests)
         self.loop.add(self.detokenizers, self.on_detokenizers)
 
-    def on_gateway_reconnect(self) -> None:
+    def renew_epoch(self) -> None:
         """Act as a restarted scheduler, so that the gateway resubmits what may be lost."""
         self.epoch += 1
 

@@ -37,9 +37,13 @@ class TokenizerProcess:
         model = read_model_config(config.model_folder)
         max_model_len = model.context(config.max_model_len)
         self.tokenizer = Tokenizer(config.model_folder, max_model_len)
-        context, at = process.context, process.endpoints
+        context, endpoints = process.context, process.endpoints
         self.gateway = context.connect(
-            zmq.DEALER, at.tokenizers, ToTokenizer, process.identity, on_reconnect=self.resubmit_all
+            zmq.DEALER,
+            endpoints.tokenizers,
+            ToTokenizer,
+            process.identity,
+            on_reconnect=self.resubmit_all,
         )
         self.schedulers = [
             context.connect(zmq.PUSH, one.requests, on_reconnect=self.resubmit_all)

@@ -50,7 +50,7 @@ class Member:
         self._num_plans_before = 0
         self._sent_state_at = 0.0
         self._is_standby = False
-        self._early: deque[ToWorker] = deque()
+        self._deferred_messages: deque[ToWorker] = deque()
         """messages that came while graphs were captured"""
 
     def send_state(self) -> None:
@@ -115,21 +115,22 @@ class Member:
             self._runner = self._load(self._process.config, assignment, self._on_progress)
             for _ in self._runner.capture_graphs():
                 self._on_progress()
-                if self._is_called(assignment.tp_size):
+                if self._has_pending_message(assignment.tp_size):
                     break
             log.info("standby for rank %d of %d: ready", rank, assignment.tp_size)
         except (SharedMemoryError, torch.OutOfMemoryError) as error:
             self._runner = None
             log.warning("standby for rank %d is not prepared: %s", rank, error)
 
-    def _is_called(self, tp_size: int) -> bool:
+    def _has_pending_message(self, tp_size: int) -> bool:
         """Return whether a message other than its standby assignment waits for this worker.
 
         Ranks of one group capture the same graphs.
         """
-        self._early.extend(message for _, message in self.channel.receive())
+        messages = self._deferred_messages
+        messages.extend(message for _, message in self.channel.receive())
         return tp_size == 1 and any(
-            not (isinstance(one, WorkerAssignment) and one.standby) for one in self._early
+            not (isinstance(one, WorkerAssignment) and one.standby) for one in messages
         )
 
     def _on_progress(self) -> None:

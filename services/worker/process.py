@@ -38,8 +38,8 @@ class Worker(Member):
         """Handle what waits at the socket. Raises WorkerError and what the runner raises."""
         for _, message in self.channel.receive():
             self._handle(message)
-            while self._early:
-                self._handle(self._early.popleft())
+            while self._deferred_messages:
+                self._handle(self._deferred_messages.popleft())
         self._wait()
         self.heartbeats.rest()
 

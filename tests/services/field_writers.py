@@ -9,22 +9,24 @@ MUTATORS = {"append", "extend", "clear", "pop", "popleft", "insert", "remove", "
 
 
 def stated_writers(documented: type) -> dict[str, set[str]]:
-    """Class, or module of functions → fields, as the docstring says."""
-    found = re.findall(r"- `(\w+)`: ([\w,\s]+?)(?=\n\s*-|\n\s*$)", str(documented.__doc__))
+    """Class or `module.function` → fields, as the docstring says."""
+    found = re.findall(r"- `([\w.]+)`: ([\w,\s]+?)(?=\n\s*-|\n\s*$)", str(documented.__doc__))
     return {name: set(re.split(r",\s*", " ".join(fields.split()))) for name, fields in found}
 
 
 def found_writers(
     folder: Path, fields: Collection[str], *, named: str = ".*", unnamed: str = "self"
 ) -> dict[str, set[str]]:
-    """Class, or module of functions → fields that it assigns to or changes in place.
+    """Class or `module.function` → fields that it assigns to or changes in place.
 
     named, unnamed: patterns of the expressions that are such objects, and that are not.
     """
     found: dict[str, set[str]] = {}
     for path in folder.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
-            name = node.name if isinstance(node, ast.ClassDef) else path.stem
+            name = getattr(node, "name", "")
+            if not isinstance(node, ast.ClassDef):
+                name = f"{path.stem}.{name}"
             for target in _written(node):
                 of = ast.unparse(target.value)
                 is_object = re.fullmatch(named, of) and not re.fullmatch(unnamed, of)

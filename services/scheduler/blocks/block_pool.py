@@ -110,10 +110,10 @@ class BlockPool:
     def store_ahead(self, offload: OffloadIndex) -> None:
         """Copy content that is evicted next, while the step runs; no step has to wait for it."""
         for block in islice(self._free, 2 * offload.copies_per_step):
-            if not offload.has_room_beside:
+            if not offload.has_overlap_room:
                 break
             if content := self._contents[block]:
-                offload.store(block, content.hash, beside=True)
+                offload.store(block, content.hash, overlapped=True)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference to each block of a block table."""

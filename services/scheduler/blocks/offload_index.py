@@ -1,8 +1,8 @@
 """The host tier of the prefix cache: the blocks that lie in host memory, and their copies. No I/O.
 
 Blocks go to the host before the pool gives them to another sequence, and are copied back on a hit.
-Workers run all copies in the order of the index: those of `before` between two steps, those of
-`beside` while the plan's step runs. So the index knows the content of every slot without a reply.
+Workers run all copies in the order of the index: those of `blocking` between two steps, those of
+`overlapped` while the plan's step runs. So the index knows every slot's content without a reply.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -37,7 +37,7 @@ class OffloadIndex:
         memory_id: int = 0,
         records: BlockRecords | None = None,
     ) -> None:
-        """Make an index; copies_per_step: most copies that run beside a step.
+        """Make an index; copies_per_step: maximum of copies that overlap a step.
 
         memory_id: of the slots. records: of the slots that earlier schedulers' workers have filled.
         """
@@ -45,7 +45,7 @@ class OffloadIndex:
         self.copies_per_step = copies_per_step
         self.num_loaded = 0
         """blocks that were copied back"""
-        self.is_pressed = False
+        self.has_blocking_stores = False
         """a block of the plan that is built had to be copied before its step"""
         self._records = records
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
@@ -53,8 +53,8 @@ class OffloadIndex:
         """hashes that sequences load, whose slots stay"""
         self._loaded: list[bytes] = []
         """hashes whose pins end with the plan that is built"""
-        self._before: list[int] = []
-        self._beside: list[int] = []
+        self._blocking: list[int] = []
+        self._overlapped: list[int] = []
         self._new: dict[bytes, _Entry] = {}
         """entries that the plan that is built copies to the host"""
         self.folder: FolderIndex | None = None
@@ -107,14 +107,14 @@ class OffloadIndex:
         """Return whether a sequence loads this block, and publishes it soon."""
         return hash_ in self._pins
 
-    def store(self, block: int, hash_: bytes, beside: bool = False) -> None:
+    def store(self, block: int, hash_: bytes, overlapped: bool = False) -> None:
         """Copy a block to the host, unless its content lies there or all slots are pinned."""
         if hash_ in self._entries:
             self._entries.move_to_end(hash_)
         elif (slot := self._take_slot()) is not None:
             self._new[hash_] = self._enter(hash_, slot)
-            (self._beside if beside else self._before).extend((block, slot))
-            self.is_pressed |= not beside
+            (self._overlapped if overlapped else self._blocking).extend((block, slot))
+            self.has_blocking_stores |= not overlapped
 
     def _enter(self, hash_: bytes, slot: int) -> _Entry:
         self._num_copies += 1
@@ -133,48 +133,48 @@ class OffloadIndex:
             if not self._pins[hash_]:
                 del self._pins[hash_]
 
-    def load(self, hash_: bytes, block: int, beside: bool) -> None:
+    def load(self, hash_: bytes, block: int, overlapped: bool) -> None:
         """Copy a pinned slot into a block."""
         self.num_loaded += 1
         self._loaded.append(hash_)
-        copies = self._beside if beside else self._before
+        copies = self._overlapped if overlapped else self._blocking
         copies.extend((block, -1 - self._entries[hash_].slot))
 
-    def load_blocks(self, sequence: Sequence, block_size: int, beside: bool) -> None:
-        """Plan the copies of a sequence's blocks; beside: those for which the step has room."""
+    def load_blocks(self, sequence: Sequence, block_size: int, overlapped: bool) -> None:
+        """Plan the copies of a sequence's blocks; overlapped: those for which the step has room."""
         num_loads = len(sequence.loads)
         begin = sequence.num_planned_tokens // block_size - num_loads
         for block in sequence.block_table[begin : begin + num_loads]:
-            if beside and not self.has_room_beside:
+            if overlapped and not self.has_overlap_room:
                 break
-            self.load(sequence.loads.popleft(), block, beside)
+            self.load(sequence.loads.popleft(), block, overlapped)
 
     @property
-    def has_room_beside(self) -> bool:
-        """True if more copies may run beside the step of the plan that is built."""
-        return len(self._beside) < 2 * self.copies_per_step
+    def has_overlap_room(self) -> bool:
+        """True if more copies may overlap the step of the plan that is built."""
+        return len(self._overlapped) < 2 * self.copies_per_step
 
     def flush(self, epoch: int, number: int) -> CopyBlocks | None:
         """Return the copies of a plan, or None without any.
 
-        Copies beside a step have ended when the next step has.
+        Copies that overlap a step have ended when the next step has.
         """
         self.unpin(self._loaded)
         self._loaded.clear()
-        if not self._before and not self._beside:
+        if not self._blocking and not self._overlapped:
             return None
-        copies = CopyBlocks(epoch, pack(self._before), pack(self._beside))
+        copies = CopyBlocks(epoch, pack(self._blocking), pack(self._overlapped))
         if self._new:
-            self._uncertain.append((number + bool(self._beside), list(self._new.items())))
+            self._uncertain.append((number + bool(self._overlapped), list(self._new.items())))
         if self.folder:
             by_slot = {entry.slot: hash_ for hash_, entry in self._new.items()}
-            slots = [*self._before[1::2], *self._beside[1::2]]
+            slots = [*self._blocking[1::2], *self._overlapped[1::2]]
             copies.hashes = [by_slot[slot] for slot in slots if slot >= 0]
-        self._before, self._beside, self._new, self.is_pressed = [], [], {}, False
+        self._blocking, self._overlapped, self._new, self.has_blocking_stores = [], [], {}, False
         return copies
 
     def confirm(self, number: int) -> None:
-        """Note that workers have run a plan: its copies, and those beside the plan before it."""
+        """Note that workers have run a plan, with its copies and those that overlapped the last one."""
         while self._uncertain and self._uncertain[0][0] <= number:
             for hash_, entry in self._uncertain.popleft()[1]:
                 if self._records and self._entries.get(hash_) == entry:
@@ -187,10 +187,10 @@ class OffloadIndex:
             if self._entries.get(hash_) == entry:
                 del self._entries[hash_]
                 self._free.append(entry.slot)
-        for one in (
-            *(self._before, self._beside, self._new, self._loaded, self._pins, self._uncertain),
-        ):
-            one.clear()
+        for pending in (self._blocking, self._overlapped, self._loaded, self._uncertain):
+            pending.clear()
+        self._new.clear()
+        self._pins.clear()
         self.use_folder(None)
 
     # ---- the folder --------------------------------------------------------------------------

@@ -9,8 +9,6 @@ from penstock.services.scheduler.peers.workers import NO_GROUP
 from penstock.services.scheduler.planning.scheduler import Scheduler
 from penstock.services.scheduler.sequences.sequence import Sequence, Status
 
-_, RUNNING, DRAINING, _ = Status
-
 
 class RecoverableScheduler(Scheduler):
     """A scheduler that outlives its workers."""
@@ -28,13 +26,13 @@ class RecoverableScheduler(Scheduler):
         given_up = count_death(in_flight)
         for plan in plans:
             self.block_manager.pool.hide(block for block, _ in plan.published)
-        draining = [sequence for sequence in in_flight if sequence.status is DRAINING]
+        draining = [sequence for sequence in in_flight if sequence.status is Status.DRAINING]
         self._returning.update(self.running)  # the next workers have no rows
         for sequence in [one for one in reversed(self.running) if not _can_continue(one)]:
             self.preempt(sequence)
         for sequence in sorted(draining, key=attrgetter("last_step"), reverse=True):
             if _can_continue(sequence):
-                sequence.status, sequence.slot = RUNNING, heappop(self._free_slots)
+                sequence.status, sequence.slot = Status.RUNNING, heappop(self._free_slots)
                 insort(self.running, sequence, key=attrgetter("rank"))
                 self._returning.add(sequence)
             else:

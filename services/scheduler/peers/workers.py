@@ -66,7 +66,7 @@ class WorkerGroup:
         """of the last group that was ready"""
         self.members_before: list[tuple[str, int]] = []
         """names and pids of the last group's members"""
-        self._memory_before = 0
+        self._memory_id_before = 0
         """`memory_id` of the last group that was ready"""
         self._pids_before: list[tuple[str, int]] = []
         """nodes and pids of the last group's members: they may hold its memory still"""

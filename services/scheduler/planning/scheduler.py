@@ -24,8 +24,6 @@ from penstock.services.scheduler.planning.in_flight_plan import PlanBuilder, Pla
 from penstock.services.scheduler.planning.scheduler_base import SchedulerBase
 from penstock.services.scheduler.sequences.sequence import Sequence, Status
 
-_, RUNNING, DRAINING, _ = Status
-
 
 class Scheduler(SchedulerBase):
     """Continuous batching over a pool of KV blocks: decode first, then chunks of prefill."""
@@ -96,7 +94,7 @@ class Scheduler(SchedulerBase):
         num_decoding = len(plan.sampled)
         budget = self._max_tokens_per_step - num_decoding
         for sequence in prefilling:
-            if sequence.status is RUNNING and self._loads(sequence, builder) and budget:
+            if sequence.status is Status.RUNNING and self._loads(sequence, builder) and budget:
                 budget -= self._add_chunk(sequence, builder, budget)
         budget = self._admit(builder, budget)
         num_rows = self._max_rows - num_decoding - len(plan.chunks)
@@ -113,7 +111,7 @@ class Scheduler(SchedulerBase):
     def _return_rows(self, builder: PlanBuilder) -> None:
         """Add the rows of sequences that continue after a death; each has room for its tokens."""
         for sequence in [one for one in self.running if one in self._returning]:
-            while sequence.status is RUNNING and not self.block_manager.has_place(sequence):
+            while sequence.status is Status.RUNNING and not self.block_manager.has_place(sequence):
                 self._take_block(sequence)
         for sequence in [one for one in self.running if one in self._returning]:
             self._add_row(sequence, builder)
@@ -173,13 +171,13 @@ class Scheduler(SchedulerBase):
     def _loads(self, sequence: Sequence, builder: PlanBuilder) -> bool:
         """Plan copies of its KV from the host; return whether it may compute in this plan.
 
-        Copies run beside the step of other sequences. Where there are none, they precede it.
+        Copies overlap the step of other sequences. Where there are none, they precede it.
         """
         if sequence.loads:
-            offload, beside = self.block_manager.pool.offload, builder.plan.computes
+            offload, overlapped = self.block_manager.pool.offload, builder.plan.computes
             if offload:
-                offload.load_blocks(sequence, self._block_size, beside)
-            return not beside
+                offload.load_blocks(sequence, self._block_size, overlapped)
+            return not overlapped
         return True
 
     def _admit(self, builder: PlanBuilder, budget: int) -> int:
@@ -208,16 +206,16 @@ class Scheduler(SchedulerBase):
             is_last = sequence.num_planned_tokens + 1 == sequence.max_length
             if is_last and not sequence.is_paused:
                 self.running.remove(sequence)
-                sequence.status = DRAINING
+                sequence.status = Status.DRAINING
 
     def _launch(self, builder: PlanBuilder) -> BatchPlan:
         message = builder.build(self.epoch, self._removed)
         self._removed.clear()
         for sequence in builder.plan.sampled:
-            if sequence.status is DRAINING:
+            if sequence.status is Status.DRAINING:
                 self._leave_slot(sequence)
         if offload := self.block_manager.pool.offload:
-            if offload.is_pressed:
+            if offload.has_blocking_stores:
                 self.block_manager.pool.store_ahead(offload)
             self.copies = offload.flush(self.epoch, self.num_steps)
         self.in_flight.append(builder.plan)

@@ -10,8 +10,6 @@ from penstock.services.scheduler.planning.in_flight_plan import InFlightPlan
 from penstock.services.scheduler.planning.waiting_queue import WaitingQueue
 from penstock.services.scheduler.sequences.sequence import Sequence, Status
 
-WAITING, RUNNING, DRAINING, FINISHED = Status
-
 
 class SchedulerBase:
     """Moves of sequences between the queue, the slots and their end. No plan is made here.
@@ -39,15 +37,15 @@ class SchedulerBase:
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence in any state. Its tokens in flight are discarded."""
-        if sequence.status is FINISHED:
+        if sequence.status is Status.FINISHED:
             return
-        if sequence.status is WAITING:
+        if sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
-        elif sequence.status is RUNNING:
+        elif sequence.status is Status.RUNNING:
             self.running.remove(sequence)
             self._leave_slot(sequence)
         self.block_manager.free(sequence)
-        sequence.status = FINISHED
+        sequence.status = Status.FINISHED
         sequence.finish_reason = reason
 
     def preempt(self, sequence: Sequence) -> None:
@@ -59,7 +57,7 @@ class SchedulerBase:
     def _requeue(self, sequence: Sequence) -> None:
         self._note_lost(sequence)
         self.block_manager.free(sequence)
-        sequence.status = WAITING
+        sequence.status = Status.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.put_back(sequence)
@@ -88,8 +86,8 @@ class SchedulerBase:
     @property
     def _is_trial(self) -> bool:
         """True while a suspect runs that has not got a token yet: it runs alone."""
-        one = self._suspect
-        return one is not None and one.is_suspect and one.status in (RUNNING, DRAINING)
+        one, statuses = self._suspect, (Status.RUNNING, Status.DRAINING)
+        return one is not None and one.is_suspect and one.status in statuses
 
     def _must_wait(self, sequence: Sequence) -> bool:
         """Return whether a sequence is still in flight, or waits for a trial, perhaps its own."""

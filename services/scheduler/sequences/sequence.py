@@ -52,7 +52,7 @@ class Status(Enum):
 class Sequence:
     """Tokens, blocks and progress of one request.
 
-    Besides its own methods, these classes write its fields (a test compares):
+    In addition to its own methods, these write its fields (compared by test_sequence_writers.py):
 
     - `SchedulerBase`: status, finish_reason, slot, num_lost_tokens, num_preemptions
     - `RecoverableScheduler`: status, slot, last_step, num_prefill_tokens, num_planned_tokens,
@@ -68,7 +68,7 @@ class Sequence:
     - `RecoverableStreams`: detokenizer
     - `SchedulerProcess`: attempt
     - `SequencePoison`: num_deaths
-    - `poison`: num_deaths
+    - `poison.count_death`: num_deaths
     """
 
     request: InitVar[TokenizedRequest]

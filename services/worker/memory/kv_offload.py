@@ -56,7 +56,7 @@ class KvOffload:
         self._copied: torch.cuda.Event | None = None
         """the end of the copies for which a step has to wait"""
         self._are_new = False
-        """they run beside the next step"""
+        """they overlap the next step"""
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self.pinning = threading.Thread(target=self._pin, args=(num_slots,), daemon=True)
@@ -100,7 +100,7 @@ class KvOffload:
 
     def copy(self, copies: CopyBlocks) -> None:
         """Run copies; on a GPU they are launched."""
-        slots = [slot for one in (copies.before, copies.beside) for slot in unpack(one)[1::2]]
+        slots = [slot for one in (copies.blocking, copies.overlapped) for slot in unpack(one)[1::2]]
         written = [slot for slot in slots if slot >= 0]
         if self.folder:
             self.folder.overwrite(written)
@@ -110,20 +110,20 @@ class KvOffload:
 
     def _launch(self, copies: CopyBlocks) -> None:
         if self._stream is None:
-            self._run(copies.before)
-            self._run(copies.beside)
+            self._run(copies.blocking)
+            self._run(copies.overlapped)
             return
         step = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(step)
         with torch.cuda.stream(self._stream):
-            self._run(copies.before)
+            self._run(copies.blocking)
             step.wait_stream(self._stream)
-            self._run(copies.beside)
+            self._run(copies.overlapped)
             self._copied = self._stream.record_event()
         self._are_new = True
 
     def before_step(self) -> None:
-        """Let a step wait for the copies that ran beside the last one."""
+        """Let a step wait for the copies that overlapped the last one."""
         if self._copied and not self._are_new:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None

@@ -28,7 +28,7 @@ class Site:
     def __init__(self) -> None:
         self.process = Process("tokenizer")
         context, at = self.process.context, endpoints(self.process.config)
-        self.heartbeats: Channel[Any] = context.bind(zmq.PULL, at.supervisor, SupervisorHeartbeat)
+        self.supervisor: Channel[Any] = context.bind(zmq.PULL, at.supervisor, SupervisorHeartbeat)
         self.peer: Channel[Any] = context.bind(zmq.ROUTER, at.tokenizers, FromTokenizer)
         self.to_peer: Channel[Any] = context.connect(zmq.DEALER, at.tokenizers)
         self.counters: dict[str, float] = {"n": 1}
@@ -38,8 +38,8 @@ class Site:
 
     def heartbeat(self) -> SupervisorHeartbeat:
         """Return the next one."""
-        assert self.heartbeats.socket.poll(TIMEOUT)
-        return msgspec.msgpack.decode(self.heartbeats.socket.recv(), type=SupervisorHeartbeat)
+        assert self.supervisor.socket.poll(TIMEOUT)
+        return msgspec.msgpack.decode(self.supervisor.socket.recv(), type=SupervisorHeartbeat)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ GARBAGE = -1  # in a cell: no prefix has this number
 class ReferenceHost:
     """Host slots of a worker, whose `memory` of blocks it shares.
 
-    Copies beside a step run before the next one. Until then what they write is garbage, and it is
-    asserted that what they read stays the same.
+    Copies that overlap a step run before the next one. Until then what they write is garbage, and
+    it is asserted that what they read stays the same.
     """
 
     def __init__(self, memory: Cells, block_size: int) -> None:
@@ -23,15 +23,15 @@ class ReferenceHost:
         self.memory = memory
         self._block_size = block_size
         self.slots: list[Cells] = [[None] * block_size]
-        self._beside: list[tuple[int, int]] = []
-        """copies beside the last step"""
+        self._overlapped: list[tuple[int, int]] = []
+        """copies that overlap the last step"""
         self._sources: dict[int, Cells] = {}
         """content of blocks that they read"""
         self._written: list[list[tuple[int, int]]] = []
         """copies that ended in each plan"""
         self.files: dict[bytes, Cells] = {}
         self._hashes: dict[int, bytes] = {}
-        """of slots that are written beside the last step"""
+        """of slots that are written during the last step"""
         self._added: list[bytes] = []
         self.requests: deque[FolderRequest] = deque()
 
@@ -42,10 +42,10 @@ class ReferenceHost:
         """
         self.slots, self.files = dead.slots, dead.files
         if is_whole:
-            for copy in dead._beside:
+            for copy in dead._overlapped:
                 self._copy(*copy)
             return
-        for copies in (*dead._written[num_confirmed:], dead._beside):
+        for copies in (*dead._written[num_confirmed:], dead._overlapped):
             for block, slot in copies:
                 if slot < 0:
                     self.memory[self._cells(block)] = self._garbage
@@ -53,23 +53,23 @@ class ReferenceHost:
                     self.slots[slot] = self._garbage
 
     def run(self, copies: CopyBlocks | None) -> None:
-        """End the copies beside the last step, run those before the next one, begin others."""
-        before = pairs(copies.before) if copies else []
-        beside = pairs(copies.beside) if copies else []
+        """End the copies of the last step, run those before the next one, begin others."""
+        blocking = pairs(copies.blocking) if copies else []
+        overlapped = pairs(copies.overlapped) if copies else []
         hashes = iter(copies.hashes if copies else [])
-        found = {slot: next(hashes, b"") for _, slot in [*before, *beside] if slot >= 0}
-        for block, slot in self._beside:
+        found = {slot: next(hashes, b"") for _, slot in [*blocking, *overlapped] if slot >= 0}
+        for block, slot in self._overlapped:
             if slot >= 0:
                 assert self.memory[self._cells(block)] == self._sources[block], "a race"
-        self._written.append([*self._beside, *before])
-        for block, slot in self._beside:
+        self._written.append([*self._overlapped, *blocking])
+        for block, slot in self._overlapped:
             self._copy(block, slot)
             self._write(slot, self._hashes)
-        for block, slot in before:
+        for block, slot in blocking:
             self._copy(block, slot)
             self._write(slot, found)
-        self._beside, self._hashes = list(beside), found
-        self._sources = {block: self.memory[self._cells(block)] for block, _ in self._beside}
+        self._overlapped, self._hashes = list(overlapped), found
+        self._sources = {block: self.memory[self._cells(block)] for block, _ in self._overlapped}
         for block in self.loading:
             self.memory[self._cells(block)] = self._garbage
 
@@ -110,8 +110,8 @@ class ReferenceHost:
 
     @property
     def loading(self) -> set[int]:
-        """Blocks that are written beside the step."""
-        return {block for block, slot in self._beside if slot < 0}
+        """Blocks that are written during the step."""
+        return {block for block, slot in self._overlapped if slot < 0}
 
     @property
     def _garbage(self) -> Cells:

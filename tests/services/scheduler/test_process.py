@@ -256,7 +256,7 @@ def test_a_worker_that_can_t_be_reached_has_lost_its_place(
 def test_one_that_comes_back_is_older_than_one_in_its_place(process: SchedulerProcess) -> None:
     """Its machine was cut off, and the gateway has the reports of another scheduler since."""
     before, epoch_of_another = process.epoch, first_number(INCARNATION + 1)
-    process.on_gateway_reconnect()
+    process.renew_epoch()
     assert before < process.epoch < epoch_of_another
 
 

@@ -34,12 +34,12 @@ def test_an_evicted_prefix_comes_back_from_the_host() -> None:
     plan = sim.send()
     assert plan and plan.added[0].num_computed_tokens == again.num_cached_tokens == 16
     copies = sim.scheduler.copies
-    assert copies and [slot < 0 for _, slot in pairs(copies.before)].count(True) == 4
+    assert copies and [slot < 0 for _, slot in pairs(copies.blocking)].count(True) == 4
     sim.run()
     assert offload_of(sim).num_loaded == 4
 
 
-def test_copies_run_beside_the_step_of_others() -> None:
+def test_copies_overlap_the_step_of_others() -> None:
     """A sequence computes when its blocks are there; meanwhile it delays nobody."""
     sim = Simulation(num_blocks=24, max_model_len=60, num_host_slots=64, max_num_batched_tokens=8)
     sim.add(long_prompt(33), max_tokens=1)
@@ -48,17 +48,17 @@ def test_copies_run_beside_the_step_of_others() -> None:
     sim.add([1], max_tokens=20, ignore_eos=True)
     sim.step()
     again = sim.add(long_prompt(33), max_tokens=1)
-    num_beside = []
+    num_overlapped = []
     while not again.output_token_ids:
         plan = sim.send()
         if plan and sim.scheduler.copies:
-            copies = pairs(sim.scheduler.copies.beside)
-            num_beside.append(sum(slot < 0 for _, slot in copies))
-            assert all(slot >= 0 for _, slot in pairs(sim.scheduler.copies.before))
+            copies = pairs(sim.scheduler.copies.overlapped)
+            num_overlapped.append(sum(slot < 0 for _, slot in copies))
+            assert all(slot >= 0 for _, slot in pairs(sim.scheduler.copies.blocking))
         if sim.has_result:
             sim.receive()
-    assert sum(num_beside) == 8
-    assert max(num_beside) == 2 == 8 // sim.config.block_size
+    assert sum(num_overlapped) == 8
+    assert max(num_overlapped) == 2 == 8 // sim.config.block_size
     sim.run()
 
 
@@ -95,7 +95,7 @@ def test_copies_in_flight_are_void_after_a_death() -> None:
     sim.add([2, *long_prompt(28)], max_tokens=1)
     sim.send()
     copies = sim.scheduler.copies
-    assert copies and copies.before and offload_of(sim).num_blocks > 0
+    assert copies and copies.blocking and offload_of(sim).num_blocks > 0
     sim.restart(keeps_memory=True)
     assert offload_of(sim).num_blocks == 0
     sim.run()

@@ -35,16 +35,16 @@ def plan(index: OffloadIndex, number: int) -> CopyBlocks:
 def test_a_copy_is_recorded_when_its_plan_is_confirmed() -> None:
     index = make_index(2)
     index.store(7, A)
-    assert pairs(plan(index, 0).before) == [(7, index._entries[A].slot)]
+    assert pairs(plan(index, 0).blocking) == [(7, index._entries[A].slot)]
     assert successor(index).find([A]) == []
     index.confirm(0)
     assert successor(index).find([A]) == [A]
 
 
-def test_a_copy_beside_a_step_is_certain_after_the_next_one() -> None:
+def test_a_copy_that_overlaps_a_step_is_certain_after_the_next_one() -> None:
     index = make_index(2)
-    index.store(7, A, beside=True)
-    assert len(plan(index, 0).beside) == 8
+    index.store(7, A, overlapped=True)
+    assert len(plan(index, 0).overlapped) == 8
     index.confirm(0)
     assert successor(index).find([A]) == []
     index.confirm(1)
@@ -76,7 +76,7 @@ def test_a_death_voids_copies_in_flight_and_no_others() -> None:
     index = make_index(4)
     index.store(1, A)
     plan(index, 0)
-    index.store(2, B, beside=True)
+    index.store(2, B, overlapped=True)
     plan(index, 1)
     index.store(3, C)
     index.confirm(1)
@@ -93,11 +93,11 @@ def test_loads_keep_their_slots() -> None:
     index.store(5, C)
     assert index.find([C]) == []
     assert index.is_loading(A)
-    index.load(A, 6, beside=False)
-    index.load(B, 7, beside=True)
+    index.load(A, 6, overlapped=False)
+    index.load(B, 7, overlapped=True)
     copies = plan(index, 0)
-    assert [(block, slot < 0) for block, slot in pairs(copies.before)][-1] == (6, True)
-    assert [(block, slot < 0) for block, slot in pairs(copies.beside)] == [(7, True)]
+    assert [(block, slot < 0) for block, slot in pairs(copies.blocking)][-1] == (6, True)
+    assert [(block, slot < 0) for block, slot in pairs(copies.overlapped)] == [(7, True)]
     index.store(5, C)
     assert index.find([C]) == [C]
     assert not index.is_loading(A)

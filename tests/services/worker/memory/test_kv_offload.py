@@ -35,8 +35,8 @@ def tier_of(kv: KVMemory, num_slots: int) -> KvOffload:
     return KvOffload(kv.tensors, host, num_slots, memory_id=1)
 
 
-def copies(before: list[int], beside: list[int]) -> CopyBlocks:
-    return CopyBlocks(1, pack(before), pack(beside))
+def copies(blocking: list[int], overlapped: list[int]) -> CopyBlocks:
+    return CopyBlocks(1, pack(blocking), pack(overlapped))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
