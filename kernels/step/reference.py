@@ -6,14 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from penstock.kernels.layouts.forward_batch import BatchShape
-from penstock.kernels.layouts.step import (
-    APPENDED,
-    HEADER,
-    PARAMETERS,
-    ROW,
-    Slots,
-    StepBuffers,
-)
+from penstock.kernels.layouts.step import APPENDED, HEADER, PARAMETERS, ROW, Slots, StepBuffers
 
 
 def apply_changes(record: Tensor, slots: Slots) -> None:

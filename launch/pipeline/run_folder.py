@@ -233,7 +233,7 @@ def stop(name: str) -> None:
 
 
 def base_url(config: Config) -> str:
-    """Where the HTTP processes of a pipeline on this machine listen."""
+    """Return the base URL of the HTTP processes on this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.http_host, config.http_host)  # noqa: S104
     return f"http://{host_and_port(host, config.http_port)}"
 

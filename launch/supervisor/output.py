@@ -122,7 +122,7 @@ class LogToOutput(logging.Handler):
         self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Says a record, line by line."""
+        """Log a record line by line."""
         for line in self.format(record).splitlines():
             self._say(line)
 

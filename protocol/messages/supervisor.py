@@ -118,7 +118,7 @@ class TakeMemory(Struct, tag=True):
 
     name: str
     shares: bool = False
-    """at once, beside its user: it may only be read, and is taken before it is written"""
+    """share the memory read-only while its user still runs; it is taken before it is written"""
 
 
 class KeepMemory(Struct, tag=True):

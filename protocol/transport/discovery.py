@@ -16,11 +16,7 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from penstock.protocol.transport.channel import (
-    HEARTBEAT_INTERVAL,
-    MAX_MISSED_HEARTBEATS,
-    Channel,
-)
+from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.context import CLUSTER, Context, drain, host_and_port
 from penstock.protocol.transport.curve import secure_client, secure_server
 

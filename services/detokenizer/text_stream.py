@@ -48,8 +48,8 @@ class TextStream:
     ) -> TextDelta:
         """Return the text that these tokens add; tokens after a stop string are dropped.
 
-        One token after the other, so that the text does not depend on how they came.
-        logprobs: one for each of them, if they were asked for.
+        Decode token by token, so that the text is independent of batching.
+        logprobs: one for each token, if requested.
         """
         offset, text = self._num_tokens, ""
         text_offsets: list[int] = []
@@ -102,9 +102,9 @@ class TextStream:
         return delta
 
     def _release(self, text: str) -> str:
-        """`text` and what was held, less what may become a stop string.
+        """Return held and new text, except an end that may become a stop string.
 
-        One that ends in what was held came before `min_tokens`, and is none.
+        A stop string that ends within held text is ignored: it came before `min_tokens`.
         """
         if not self._stop:
             return text
@@ -125,7 +125,7 @@ class TextStream:
         return text[: len(text) - keep]
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest end of `text` that begins a stop string."""
         for length in range(min(self._max_held, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return length

@@ -17,16 +17,9 @@ from penstock.models.allocation import with_integers
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights
-from penstock.protocol.checkpoint import (
-    ModelConfig,
-    ModelError,
-    check_tp,
-    read_model_config,
-)
+from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read_model_config
 from penstock.protocol.config import Config
-from penstock.protocol.messages.packed import pack
-from penstock.protocol.messages.plan import BatchPlan, RowAdded, RowExtras
-from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.protocol.messages.plan import BatchPlan
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.run_folder import make_run_folder
 from penstock.protocol.transport.memory_client import MemoryClient
@@ -41,7 +34,7 @@ from penstock.services.worker.hardware.compiling import (
 from penstock.services.worker.hardware.determinism import checked
 from penstock.services.worker.hardware.device import check_capability, choose_device, compute_dtype
 from penstock.services.worker.logits.grammars import Grammars
-from penstock.services.worker.memory.kv_cache import KVLayout, free_gpu_bytes
+from penstock.services.worker.memory.kv_cache import KVLayout, free_gpu_bytes, worst_case_plan
 from penstock.services.worker.memory.kv_offload import make_offload
 from penstock.services.worker.memory.persistent_memory import PersistentMemory, Region, load_model
 from penstock.services.worker.model_runner import ModelRunner
@@ -255,40 +248,3 @@ def _kv_bytes(rank: Rank, model: Qwen3, make: Callable[[int], ModelRunner]) -> f
 def _run_alone(runner: ModelRunner, plan: BatchPlan) -> None:
     runner.launch(plan).output()
     runner.clear()
-
-
-def worst_case_plan(
-    config: Config, max_model_len: int, block_size: int, with_extras: bool = False
-) -> BatchPlan:
-    """Return a plan with the maximum tokens and rows of a step, all in block 0.
-
-    with_extras: one row has most of the tokens, and all rows have all extras.
-    """
-    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-    lengths = [1 if with_extras else config.max_num_batched_tokens // num_rows] * num_rows
-    lengths[0] += config.max_num_batched_tokens - sum(lengths)
-    lengths = [min(length, max_model_len) for length in lengths]
-    added = [
-        RowAdded(
-            slot=slot,
-            token_ids=bytes(4 * length),
-            block_ids=bytes(4 * -(-length // block_size)),
-            num_computed_tokens=0,
-            temperature=1.0,
-            top_k=20,
-            top_p=0.95,
-            min_p=0.0,
-            seed=slot,
-            extras=_all_extras(length) if with_extras else None,
-        )
-        for slot, length in enumerate(lengths)
-    ]
-    chunks = pack(number for pair in enumerate(lengths) for number in pair)
-    return BatchPlan(epoch=0, step=0, added=added, chunks=chunks)
-
-
-def _all_extras(num_prompt_tokens: int) -> RowExtras:
-    grammar = StructuredOutputs(regex="a*")
-    return RowExtras(
-        num_prompt_tokens, 1.0, 1.0, 1.5, {0: 1.0}, 0, [], 20, 20, grammar, bad_words=[[1], [2, 3]]
-    )

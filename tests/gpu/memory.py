@@ -15,7 +15,7 @@ import torch
 from penstock.launch.pipeline.model_memory import Layout, needs
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
-from penstock.services.worker.loading import worst_case_plan
+from penstock.services.worker.memory.kv_cache import worst_case_plan
 from tests.engine import Engine
 
 GIB = 1 << 30

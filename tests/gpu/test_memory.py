@@ -10,7 +10,7 @@ import torch
 
 from penstock.kernels.device import this_device
 from penstock.protocol.config import Config
-from penstock.services.worker.loading import worst_case_plan
+from penstock.services.worker.memory.kv_cache import worst_case_plan
 from tests.engine import Engine
 from tests.gpu.test_logits import SMALL
 from tests.models.checkpoints import save_checkpoint

@@ -148,7 +148,7 @@ def _bundles(placement: Placement, members: list[str]) -> list[Resources]:
 def _reserve(
     free: Free, bundles: list[Resources], machines: list[Machine]
 ) -> Literal["PACK", "STRICT_PACK"]:
-    """On one node if one can hold them all, beside what is reserved already."""
+    """Reserve the bundles on one node if they fit next to existing reservations."""
     whole = sum(bundles, Counter[str]())
     nodes = sorted(free, key=lambda node: free[node][::-1])  # GPUs count first, fewest first
     if _take(free, nodes, whole):
@@ -156,8 +156,8 @@ def _reserve(
     for bundle in bundles:
         if not _take(free, reversed(nodes), bundle):
             raise LaunchError(
-                f"a replica needs {_words(whole)}, of which {_words(bundle)} on one node; beside "
-                f"the other processes that does not fit into {_sum(machines)}"
+                f"a replica needs {_words(whole)}, of which {_words(bundle)} on one node; next "
+                f"to the other processes that does not fit into {_sum(machines)}"
             )
     return "PACK"
 
@@ -167,7 +167,7 @@ def _words(resources: Resources) -> str:
 
 
 def _take(free: Free, nodes: Iterable[str], asked: Resources) -> bool:
-    """Take them from the first of the nodes that has them."""
+    """Take resources from the first of the nodes that has them."""
     for node in nodes:
         cpus = free[node][0] - asked["CPU"]
         gpus = free[node][1] - asked["GPU"]

@@ -1,7 +1,8 @@
 """Processes on the nodes of a Ray cluster.
 
 Ray places an actor for each, and restarts it, elsewhere if need be, when it or its node is lost;
-the actor runs the process as its child (`actor.py`). Here is what the supervisor asks of them.
+the actor runs the process as its child (`actor.py`). This module implements
+the supervisor's process interface.
 """
 
 import asyncio

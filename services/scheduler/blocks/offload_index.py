@@ -174,7 +174,7 @@ class OffloadIndex:
         return copies
 
     def confirm(self, number: int) -> None:
-        """Note that workers have run a plan, with its copies and those that overlapped the last one."""
+        """Note that workers have run a plan: its copies, and those that ran with the last one."""
         while self._uncertain and self._uncertain[0][0] <= number:
             for hash_, entry in self._uncertain.popleft()[1]:
                 if self._records and self._entries.get(hash_) == entry:

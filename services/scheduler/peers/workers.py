@@ -227,7 +227,7 @@ class WorkerGroup:
         return self._assign(self._neighbours(fresh), "")
 
     def _neighbours(self, fresh: list[bytes]) -> list[bytes]:
-        """As many of these as a group needs, in the order of their ranks; those of a node together.
+        """Choose `tp_size` workers in rank order, preferring one node.
 
         A node with enough of them comes first, then the scheduler's own, then the one with most.
         """
@@ -286,11 +286,11 @@ class WorkerGroup:
                     epoch,
                     group,
                     rank,
-                    self.tp_size,
-                    rendezvous,
-                    self._num_blocks_before,
-                    [pid for other, pid in self._pids_before if other == node],
-                    self._replica,
+                    tp_size=self.tp_size,
+                    rendezvous=rendezvous,
+                    num_blocks=self._num_blocks_before,
+                    pids_before=[pid for other, pid in self._pids_before if other == node],
+                    replica=self._replica,
                     spans_nodes=len(set(nodes)) > 1,
                     standby=standby,
                 ),

@@ -48,11 +48,7 @@ class DraftScheduler:
                 num_left -= self._add(sequence, sequence.ngram_lookup, builder, num_left)
 
     def _add(
-        self,
-        sequence: Sequence,
-        lookup: NgramLookup,
-        builder: PlanBuilder,
-        num_left: int,
+        self, sequence: Sequence, lookup: NgramLookup, builder: PlanBuilder, num_left: int
     ) -> int:
         """Return the number of rows it takes.
 

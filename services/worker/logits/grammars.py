@@ -74,7 +74,7 @@ class _Row:
 
     @cached_property
     def state(self) -> _State:
-        """Waits for it."""
+        """The compiled grammar; blocks until it is compiled."""
         return self.compiled.result()
 
     def find_matcher(self) -> TimedMatcher | None:

@@ -1,4 +1,4 @@
-"""Size and allocation of the KV cache."""
+"""Size and allocation of the KV cache, and the largest steps, which need memory next to it."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -12,7 +12,10 @@ from penstock.kernels.device import this_device
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.types import FP8
 from penstock.protocol.checkpoint import ModelConfig, ModelError
-from penstock.protocol.messages.plan import MAX_BLOCKS
+from penstock.protocol.config import Config
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import MAX_BLOCKS, BatchPlan, RowAdded, RowExtras
+from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.worker.memory.persistent_memory import Region
 
 log = logging.getLogger(__name__)
@@ -136,3 +139,47 @@ def free_gpu_bytes(
         log.info("the standby worker has %.2f GiB", standby / 2**30)
     size = this_device().memory_bytes or total
     return int(utilization * min(size, total) - used - steps - standby)
+
+
+def worst_case_plan(
+    config: Config, max_model_len: int, block_size: int, with_extras: bool = False
+) -> BatchPlan:
+    """Return a plan with the maximum tokens and rows of a step, all in block 0.
+
+    with_extras: one row has most of the tokens, and all rows have all extras.
+    """
+    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    lengths = [1 if with_extras else config.max_num_batched_tokens // num_rows] * num_rows
+    lengths[0] += config.max_num_batched_tokens - sum(lengths)
+    lengths = [min(length, max_model_len) for length in lengths]
+    added = [
+        RowAdded(
+            slot=slot,
+            token_ids=bytes(4 * length),
+            block_ids=bytes(4 * -(-length // block_size)),
+            num_computed_tokens=0,
+            temperature=1.0,
+            top_k=20,
+            top_p=0.95,
+            min_p=0.0,
+            seed=slot,
+            extras=_all_extras(length) if with_extras else None,
+        )
+        for slot, length in enumerate(lengths)
+    ]
+    chunks = pack(number for pair in enumerate(lengths) for number in pair)
+    return BatchPlan(epoch=0, step=0, added=added, chunks=chunks)
+
+
+def _all_extras(num_prompt_tokens: int) -> RowExtras:
+    return RowExtras(
+        num_prompt_tokens,
+        presence_penalty=1.0,
+        frequency_penalty=1.0,
+        repetition_penalty=1.5,
+        logit_bias={0: 1.0},
+        num_logprobs=20,
+        num_prompt_logprobs=20,
+        structured_outputs=StructuredOutputs(regex="a*"),
+        bad_words=[[1], [2, 3]],
+    )
