@@ -21,8 +21,10 @@ IGNORED_WORDS = Path(".ci/codespell.txt")
 ALLOWED = "english: ok"
 RULES = {"product": "D100,D101,D103,D104,D205,D400,D401,D404", "tests": "D205,D400,D401,D404"}
 
-START = re.compile(r"\s*(What|How|Which|Whether|Of|It|Those)\b")
+START = re.compile(r"\s*(What|How|Which|Whether|Who|Where|Here|Of|It|Those)\b")
 """of docstrings"""
+THIRD_PERSON = re.compile(r"\s*([A-Z][a-z]*[a-rt-z]s|As|One)\b")
+"""of the product's functions, whose docstrings start with a verb: `Return`, not `Returns`"""
 IN_FRONT = "proxy|proxies|balancer|firewall|NAT|nginx|Service"
 """things that a server can stand behind"""  # english: ok
 BANNED = {
@@ -34,6 +36,7 @@ BANNED = {
     r"\bbut for\b": "except for, otherwise",
     r"\b(is|are|was|were|be) gone\b": "exited, disconnected, unreachable",
     r"\banew\b": "again",
+    r"\bbesides?\b": "in addition to, next to, during",
 }
 PATTERNS = [
     (re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE), better)
@@ -55,13 +58,15 @@ def folder_of(path: str) -> str:
     return "/".join(Path(path).parts[:-1][:2]) or "."
 
 
-def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
-    """Yield the docstrings of the module, its classes and its functions."""
+def docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, bool]]:
+    """Yield the docstrings of the module, its classes and its functions; the last with True."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_function or isinstance(node, ast.Module | ast.ClassDef):
             first = node.body[0] if node.body else None
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                yield first.value
+                named = map(ast.unparse, getattr(node, "decorator_list", ()))
+                yield first.value, is_function and not any("property" in one for one in named)
 
 
 def texts_of_python(path: str, source: str) -> Iterator[tuple[int, int, str]]:
@@ -98,8 +103,11 @@ def banned_words(path: str) -> Iterator[Place]:
                 is_block = "\n" in text and last > first
                 line = first + text.count("\n", 0, match.start()) if is_block else first
                 yield path, line, f'"{" ".join(match[0].split())}": {better}'
-    for node in docstrings(ast.parse(source)) if is_python else ():
-        if match := START.match(str(node.value)):
+    for node, is_function in docstrings(ast.parse(source)) if is_python else ():
+        is_verb = is_function and not path.startswith("tests/")
+        text = node.value if isinstance(node.value, str) else ""
+        match = START.match(text) or (is_verb and THIRD_PERSON.match(text))
+        if match:
             yield path, node.lineno, f'a docstring starts with "{match[1]}"'
 
 

@@ -24,7 +24,7 @@ LINE = tl.constexpr(128)
 
 @triton.jit
 def launch_dependents():
-    """Lets the next kernel start after every program of this kernel has called this."""
+    """Let the next kernel start after every program of this kernel has called this."""
     if PDL:
         gdc_launch_dependents()
 
@@ -47,7 +47,7 @@ def prefetch(addresses):
 
 @triton.jit
 def prefetch_rows(weight, rows, begin, end, K, COUNT: tl.constexpr):
-    """Prefetches `COUNT` elements of each row from `begin` on into the L2."""
+    """Prefetch `COUNT` elements of each row from `begin` on into the L2."""
     if PDL:
         PER_LINE: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
         LINES: tl.constexpr = (COUNT + PER_LINE - 1) // PER_LINE

@@ -1,4 +1,4 @@
-"""Files of a checkpoint besides `config.json`, checked before any process starts.
+"""Files of a checkpoint other than `config.json`, checked before any process starts.
 
 Of the weights only the headers of the safetensors files are read.
 """

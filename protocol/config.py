@@ -196,12 +196,12 @@ class Config(ModelOptions, kw_only=True, frozen=True, forbid_unknown_fields=True
 
     @property
     def run_folder(self) -> Path:
-        """Where the sockets are; of mode 0700."""
+        """The folder of the sockets; of mode 0700."""
         return run_folder(self.name)
 
     @property
     def pipeline_folder(self) -> Path:
-        """Where the sockets of all models and `config.json` are."""
+        """The folder of the sockets of all models and of `config.json`."""
         return run_folder(self.name.partition("/")[0])
 
     @property

@@ -1,4 +1,4 @@
-"""Embedding models, known by the files that sentence-transformers keeps beside the checkpoint."""
+"""Embedding models, known by the files that sentence-transformers keeps next to the checkpoint."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,6 @@
 """Poison requests: those that end the processes that work at them.
 
-A request is known by a digest of what it asks for, so that it is recognized when it is sent again.
+A request is known by a digest of its content, so that it is recognized when it is sent again.
 The supervisor does not count deaths that a poison request explains.
 """
 

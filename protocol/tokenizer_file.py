@@ -13,7 +13,7 @@ log = logging.getLogger("checkpoint")
 
 
 class AddedToken(Struct):
-    """A token besides those of the model's vocabulary, such as `<|im_end|>`."""
+    """A token in addition to the model's vocabulary, such as `<|im_end|>`."""
 
     id: int
     content: str

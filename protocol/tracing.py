@@ -112,5 +112,5 @@ def trace_ids(request_id: str) -> tuple[int, int]:
 
 
 def _since_1970(moment: float) -> int:
-    """Nanoseconds, of a moment of `time.monotonic`."""
+    """Return the nanoseconds since 1970 of a moment of `time.monotonic`."""
     return time.time_ns() - time.monotonic_ns() + round(moment * 1e9)

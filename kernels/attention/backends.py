@@ -38,7 +38,7 @@ class GpuAttentionBackend(AttentionBackend):
         self._prefill = prefill
 
     def begin(self, batch: ForwardBatch) -> None:
-        """Plans the split of the KV cache for the rows that decode."""
+        """Plan the split of the KV cache for the rows that decode."""
         if batch.shape.num_decode:
             self._decode.plan(batch.decode_lens)
 

@@ -181,7 +181,7 @@ def _attend_tile(
 
 
 def _mask_later_keys(scores: Tensor, position: int) -> None:
-    """Masks scores [num_tiles, num_kv_heads, num_tokens, group, KEY_TILE] from `position` on."""
+    """Mask scores [num_tiles, num_kv_heads, num_tokens, group, KEY_TILE] from `position` on."""
     num_tiles, _, num_tokens, _, _ = scores.shape
     first_tile = position // KEY_TILE  # earlier tiles have no later key
     keys = torch.arange(first_tile * KEY_TILE, num_tiles * KEY_TILE, device=scores.device)

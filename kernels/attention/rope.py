@@ -61,7 +61,7 @@ def qk_norm_rope_store(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates x [num_tokens, num_heads, head_dim] by cos, sin [num_tokens, 1, head_dim / 2]."""
+    """Rotate x [num_tokens, num_heads, head_dim] by cos, sin [num_tokens, 1, head_dim / 2]."""
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return rotated.to(x.dtype)

@@ -54,7 +54,7 @@ class DecodeAttention:
         is_fp8: bool = False,
         tuning: DecodeTuning | None = None,
     ) -> None:
-        """Allocates the workspace; is_fp8: of the KV cache. Raises ValueError for invalid sizes."""
+        """Allocate the workspace; is_fp8: of the KV cache. Raises ValueError for invalid sizes."""
         self._fixed_tuning, self._group = tuning, num_heads // num_kv_heads
         self._is_fp8, self._head_dim, self._block_size = is_fp8, head_dim, block_size
         _check_sizes(max_rows, num_heads, num_kv_heads, head_dim, block_size, self._tuning(1))
@@ -195,7 +195,7 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MERGED_SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Attends one item with one KV head in each program; the heads of an item are adjacent.
+    """Attend one item with one KV head in each program; the heads of an item are adjacent.
 
     The next kernel is not launched early: its reads of the output projection's weights would
     precede the reads of keys and values (8B, batch 16: 132 instead of 120 µs a layer).

@@ -100,7 +100,7 @@ def plan_kernel(
     context_lens_ptr, items_ptr, num_rows, max_items, target_items, min_tiles,
     BLOCK_N: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr = 0
 ):  # fmt: skip
-    """Cuts every row into items of equal length, the longest items first, in one program.
+    """Cut every row into items of equal length, the longest items first, in one program.
 
     CAPACITY: of splits, of BLOCK_N keys, whose results are stored; a row without room has one item.
     """

@@ -17,7 +17,7 @@ def attend_keys(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Attends q [16, HEAD_DIM] over keys `begin` to `end` of a sequence.
+    """Attend q [16, HEAD_DIM] over keys `begin` to `end` of a sequence.
 
     slots: of the first tile; head: of keys. Returns float32 [16, HEAD_DIM] and the base 2 logarithm
     of the sum of the weights, [16].

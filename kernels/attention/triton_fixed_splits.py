@@ -152,7 +152,7 @@ def prefill_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Attends BLOCK_M queries of one head in each program; heads of a group are neighbors.
+    """Attend BLOCK_M queries of one head in each program; heads of a group are neighbors.
 
     scale: of the scores, as powers of 2.
     """
@@ -226,7 +226,7 @@ def decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Attends one item, whole splits of one row, with one KV head in each program.
+    """Attend one item, whole splits of one row, with one KV head in each program.
 
     The sums of the splits of rows with several items: values [splits, NUM_KV_HEADS, GROUP,
     HEAD_DIM], masses and tops without the last dimension. scale: as powers of 2.

@@ -113,7 +113,7 @@ def _prefill_attention_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attends BLOCK_M queries of one head in each program; heads of a group are neighbors."""
+    """Attend BLOCK_M queries of one head in each program; heads of a group are neighbors."""
     launch_dependents()
     wait()
     head, tile = tl.program_id(0), tl.program_id(1)

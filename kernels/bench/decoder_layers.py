@@ -25,7 +25,7 @@ EPS = 1e-6
 
 
 def separately(product: Product, dtype: torch.dtype = torch.bfloat16) -> Rows:
-    """Multiplies by cuBLAS, with separate kernels for norm, activation and sum."""
+    """Multiply by cuBLAS, with separate kernels for norm, activation and sum."""
     if product.norm_weight is None:
         if product.residual is None:
             raise ValueError("product: got neither norm nor residual, expected one of them")
@@ -47,7 +47,7 @@ class Layers:
     """Layers of one published size that decode `rows` rows, with weights beyond the L2 cache."""
 
     def __init__(self, size: str, rows: int, pool: Tensor) -> None:
-        """Cuts weights from `pool`, random numbers in bfloat16 or 8 bits."""
+        """Cut weights from `pool`, random numbers in bfloat16 or 8 bits."""
         hidden, _, self.heads, self.kv_heads = SIZES[size]
         self.shapes = shapes(size)[:4]
         num_weights = sum(shape.num_weights * shape.inner for shape in self.shapes)

@@ -100,7 +100,7 @@ def compile_some(dtype: torch.dtype, work: Sequence[tuple[GemmShape, int, GemmCo
 
 
 def compile_all(measured: Sequence[tuple[GemmShape, int]], dtype: torch.dtype) -> None:
-    """Compiles every kernel once, in a process for each core: N and K are not constants."""
+    """Compile every kernel once, in a process for each core: N and K are not constants."""
     unique: dict[object, tuple[GemmShape, int, GemmConfig]] = {}
     for shape, rows in measured:
         for candidate in candidates(shape, rows, dtype.itemsize):
@@ -155,7 +155,7 @@ def right_candidates(shape: GemmShape, rows: int, pool: Tensor) -> list[GemmConf
 
 
 def tune_layers(size: str, rows: int, pool: Tensor) -> Configs:
-    """Tunes the products of a layer in turn."""
+    """Tune the products of a layer in turn."""
     layers = Layers(size, rows, pool)
     right = partial(right_candidates, rows=rows, pool=pool)
     configs, separate, best = fastest_in_turn(layers.shapes, right, layers.us)
@@ -191,7 +191,7 @@ def _readable(config: GemmConfig | None) -> str:
 
 
 class Output(NamedTuple):
-    """Where tables are written, and those that are there."""
+    """The path of the tables to be written, and the tables that it has."""
 
     path: Path | None
     origin: Origin | None

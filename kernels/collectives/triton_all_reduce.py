@@ -91,7 +91,7 @@ def _push_and_sum(
     x_ptr, residual_ptr, inbox_ptr, distances_ptr, calls_ptr, num_words, capacity, rank,
     num_ranks: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Exchanges _BLOCK words with the same program of every rank; grid (num_words / _BLOCK,)."""
+    """Exchange _BLOCK words with the same program of every rank; grid (num_words / _BLOCK,)."""
     launch_dependents()
     wait()
     program = tl.program_id(0)

@@ -19,7 +19,7 @@ KEYS = 16
 """keys of a tile"""
 MAX_ROWS = 4
 ACCUMULATORS = 16
-"""vectors of sums that fit the registers beside others"""
+"""vectors of sums that fit the registers in addition to others"""
 
 
 class _Row(NamedTuple):

@@ -134,7 +134,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 def sort_by_expert(
     logits: Tensor, top_k: int, normalize: bool, first: int, num_here: int, bm: int
 ) -> Routing:
-    """Routes float32 logits [num_tokens, num_experts] to local experts, `first` and after."""
+    """Route float32 logits [num_tokens, num_experts] to local experts, `first` and after."""
     num_tokens, num_experts = logits.shape
     num_pairs = num_tokens * top_k
     used = min(num_pairs, num_here)  # each expert has one tile that may not be full

@@ -102,7 +102,7 @@ def route(
     NORMALIZE: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr,
     K: tl.constexpr, KB: tl.constexpr, EB: tl.constexpr, LB: tl.constexpr,
 ):  # fmt: skip
-    """Chooses the experts of CHUNK tokens in each program.
+    """Choose the experts of CHUNK tokens in each program.
 
     ALL: one program has all tokens, and sorts their pairs. Otherwise their experts and the number
     of pairs of each expert are stored for `sort`.
@@ -133,7 +133,7 @@ def sort(
     CHUNK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, LB: tl.constexpr,
     COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """Sorts the pairs of CHUNK tokens in each program; COUNTS: chunks counted at once."""
+    """Sort the pairs of CHUNK tokens in each program; COUNTS: chunks counted at once."""
     launch_dependents()
     wait()
     chunk, num_chunks = tl.program_id(0), tl.num_programs(0)

@@ -11,7 +11,7 @@ from penstock.kernels.quantize.types import BLOCK, FP8, LARGEST, SMALLEST, Quant
 def quantize(
     x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0, *, swiglu: bool = False
 ) -> Quantized:
-    """Quantizes x [num_rows, num_columns], `rms_norm(x)` or `silu_and_mul(x)` by rows.
+    """Quantize x [num_rows, num_columns], `rms_norm(x)` or `silu_and_mul(x)` by rows.
 
     On a GPU x is contiguous and the result has at most 32768 columns.
     """
@@ -33,7 +33,7 @@ def quantize(
 
 
 def quantize_blocks(x: Tensor) -> Quantized:
-    """Quantizes x [num_rows, num_columns] by blocks of 128 by 128."""
+    """Quantize x [num_rows, num_columns] by blocks of 128 by 128."""
     rows, columns = x.shape
     padded = functional.pad(x.float().abs(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     largest = padded.view(len(padded) // BLOCK, BLOCK, -1, BLOCK).amax((1, 3))

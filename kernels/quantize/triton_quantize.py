@@ -43,7 +43,7 @@ def _quantize_kernel(
     x, norm_weight, values, scale, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, SWIGLU: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes one row in each program."""
+    """Quantize one row in each program."""
     launch_dependents()
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE

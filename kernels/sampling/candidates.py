@@ -68,7 +68,7 @@ def draw_candidate(
     positions: Tensor,
     by_slot: SamplingTensors,
 ) -> Tensor:
-    """Draws tokens, int64 [num_rows], from the `candidates` of all ranks, in rank order.
+    """Draw tokens, int64 [num_rows], from the `candidates` of all ranks, in rank order.
 
     The result is the same on every rank, and is written to `by_slot.last_token`.
     """

@@ -178,7 +178,7 @@ def _finish_rows(
     vocab_size: tl.constexpr, num_runs: tl.constexpr, runs_padded: tl.constexpr,
     runs_per_shard: tl.constexpr, num_shards: tl.constexpr, keeps: tl.constexpr,
 ):  # fmt: skip
-    """Chooses the token of one row in each program; grid (num_rows,)."""
+    """Choose the token of one row in each program; grid (num_rows,)."""
     launch_dependents()
     wait()
     row = tl.program_id(0)

@@ -29,7 +29,7 @@ class ShardedSampler:
     def __init__(
         self, buffer: Tensor, addresses: Sequence[int], rank: int, max_rows: int, vocab_size: int
     ) -> None:
-        """Divides this rank's buffer, float32 [buffer_size(...)]. Raises ValueError.
+        """Divide this rank's buffer, float32 [buffer_size(...)]. Raises ValueError.
 
         addresses: of the buffers of all ranks, as this rank's device reaches them.
         """

@@ -46,7 +46,7 @@ class Meter(LocalClient):
         return stream_figures(stamps)
 
     def run_one_by_one(self, items: list[Item]) -> Figures:
-        """Streams, each sent when the one before has ended."""
+        """Measure streams; each request is sent when the stream before has ended."""
         stamps = []
         for item in items:
             stamps.append(self._stream(item))
@@ -54,7 +54,7 @@ class Meter(LocalClient):
         return stream_figures(stamps)
 
     def run_load(self, items: list[Item], times: list[float]) -> tuple[Figures, list[Stamps]]:
-        """Streams, each sent at its time in seconds, the first at 0, whatever is unanswered."""
+        """Measure streams, sent at `times` in seconds, the first at 0, whatever is unanswered."""
         start, stamps = time.perf_counter(), []
         for item, seconds in zip(items, times, strict=True):
             self.take_until(start + seconds)

@@ -126,7 +126,7 @@ def _bench(
 def _runs(
     meter: Meter, items: list[Item], warm_up: list[Item], num_runs: int, vocab_size: int
 ) -> dict[str, Any]:
-    """Warms up, then measures."""
+    """Warm up, then measure."""
     _warm_up(meter, warm_up, vocab_size)
     runs: list[Figures] = []
     for number in range(num_runs):

@@ -24,7 +24,7 @@ OWN_DEFAULTS: dict[str, Any] = {
 
 
 class Target(Struct):
-    """Where the requests go."""
+    """The pipeline that gets the requests."""
 
     endpoint: str
     model: str

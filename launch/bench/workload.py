@@ -15,7 +15,7 @@ class Item(NamedTuple):
 
 
 def random_lengths(num_requests: int, min_tokens: int, max_tokens: int, seed: int) -> list[Item]:
-    """Prompts and outputs of `min_tokens` to `max_tokens`, each length as likely as the others.
+    """Return prompts and outputs of `min_tokens` to `max_tokens`, all equally likely.
 
     The draws are those of bench.py of https://github.com/GeeeekExplorer/nano-vllm, in its order:
     256 requests of 100 to 1,024 tokens with seed 0 have 142,827 prompt tokens and 133,966 output
@@ -30,14 +30,14 @@ def random_lengths(num_requests: int, min_tokens: int, max_tokens: int, seed: in
 
 
 def given_lengths(input_tokens: list[int], output_tokens: int, seed: int) -> list[Item]:
-    """Prompts of these lengths, outputs of one."""
+    """Return prompts of these lengths, and outputs of one length."""
     draw = Random(seed).randint  # noqa: S311
     prompts = [[draw(0, MAX_TOKEN_ID) for _ in range(length)] for length in input_tokens]
     return [Item(prompt, output_tokens) for prompt in prompts]
 
 
 def arrival_times(num_requests: int, rate: float, seed: int) -> list[float]:
-    """Seconds at which requests arrive, the first at 0: a Poisson process of `rate` a second."""
+    """Return the seconds of arrivals, the first at 0: a Poisson process of `rate` a second."""
     draw = Random(f"arrivals {seed}").expovariate  # noqa: S311
     return list(itertools.accumulate((draw(rate) for _ in range(num_requests - 1)), initial=0.0))
 

@@ -85,7 +85,7 @@ class Flight:
         self.silence, self._last = 0.0, time.monotonic()
 
     def silence_until_now(self) -> float:
-        """Seconds; that of a request which still waits has not ended yet."""
+        """Return the longest silence in seconds; an open request's last one continues until now."""
         return self.silence if self.is_over else max(self.silence, time.monotonic() - self._last)
 
     def take(self) -> int:

@@ -85,7 +85,7 @@ class Event(Struct, frozen=True):
 
 
 def make_schedule(names: list[str], options: ChaosOptions) -> list[Event]:
-    """Events with `options.kills` kills in all, of the processes named.
+    """Return events with `options.kills` kills in all, of the processes named.
 
     Each kind is as likely as the others, however many processes it has.
     """

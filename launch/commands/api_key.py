@@ -37,7 +37,7 @@ def without_key(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def read_api_key(config: Config) -> Config:
-    """As `with_api_key`. Raises LaunchError."""
+    """Return the configuration of `with_api_key`. Raises LaunchError."""
     try:
         return with_api_key(config)
     except OSError as error:

@@ -57,7 +57,7 @@ class Outcome(Struct):
     """of the line's number"""
     custom_id: str | None
     response: dict[str, Any] | None
-    """status_code, request_id and body; None for a line that was not asked"""
+    """status_code, request_id and body; None for a line whose request was not sent"""
     error: dict[str, str] | None
 
 
@@ -128,7 +128,7 @@ class Batch:
     """The lines of a file on their way, and what has come of them."""
 
     def __init__(self, config: Config, output: BinaryIO) -> None:
-        """Cuts off what was not written to its end."""
+        """Cut off what was not written to its end."""
         self._config = config
         self._output = output
         self._done = _read_done(output)

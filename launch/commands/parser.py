@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse does, but refuses what is unknown here, where it is known what could be."""
+        """Parse as argparse does; refuse unknown arguments here, where alternatives are known."""
         self.load()
         args = sys.argv[1:] if args is None else args
         if self._subparsers:

@@ -169,7 +169,7 @@ def _grown(histogram: Histogram, old: Histogram | None) -> list[int]:
 
 
 def quantile(bounds: list[float], counts: list[int], share: float) -> str:
-    """Milliseconds, as Prometheus's histogram_quantile: evenly spread within an interval."""
+    """Return milliseconds, as Prometheus's histogram_quantile: linear within an interval."""
     rank, edges = share * sum(counts), [0.0, *bounds]
     below = list(itertools.accumulate(counts, initial=0))
     for place, number in enumerate(counts[:-1]):

@@ -101,10 +101,10 @@ class LLM(PoolingMethods, BeamSearchMethods):
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """As `generate`, for one conversation or several, put through the model's chat template.
+        """Generate as `generate` does, for conversations put through the model's chat template.
 
         Messages are those of OpenAI's API; the content is a text or a list of text parts.
-        `chat_template_kwargs` is what that takes besides: `{"enable_thinking": False}`.
+        `chat_template_kwargs` are further arguments of the template: `{"enable_thinking": False}`.
         """
         several = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [

@@ -188,7 +188,7 @@ class ChildEvents:
 
 
 class _Subreaper:
-    """Who wants orphans of this process's descendants."""
+    """The number of holders that want orphans of this process's descendants."""
 
     num_holders = 0
 

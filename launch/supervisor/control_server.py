@@ -165,7 +165,7 @@ async def restart(
                 await stop()
                 # the next report misses them: one before their end would not
                 answer = client.ask(StatusRequest(wait=True, fresh=True))
-                await client.status()  # asked after it: the gateway has both
+                await client.status()  # sent after it: the gateway has both
                 await start()
                 while not answer.final:
                     await client.change(answer)

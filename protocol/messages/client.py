@@ -4,7 +4,7 @@ The first byte shows the encoding: MessagePack maps begin at 0x80, JSON text bel
 the encoding of the question. `{"prompt": "…"}` is a whole request: `type` may be left out.
 Frames that a client puts before its question come back before every answer to it.
 
-A request is answered by any number of `TextDelta`s if it asked for a stream, and then by exactly
+A request is answered by any number of `TextDelta`s if it requests a stream, and then by exactly
 one `GenerateReply` or `ErrorReply`.
 """
 

@@ -63,7 +63,7 @@ class StepTokens(Struct, PackedLists, tag=True, omit_defaults=True):
     closed: list[int] = []
     """streams to forget without a delta: released, or moved to another detokenizer"""
     logprobs: list[tuple[int, PackedLogprobs]] = []
-    """(index in `stream_ids`; its logprobs), of the streams that asked, in ascending order"""
+    """(index in `stream_ids`; its logprobs), ascending, of the streams that requested them"""
     number: int = 0
     """1 for the first message since the detokenizer registered itself, then 2 …; 0: not counted"""
     confirm: bool = False

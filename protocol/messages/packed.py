@@ -8,7 +8,7 @@ assert array("i").itemsize == 4  # noqa: S101  the wire format; true wherever CP
 
 
 def pack(numbers: Iterable[int]) -> bytes:
-    """Integers as raw little-endian int32."""
+    """Return integers as raw little-endian int32."""
     return array("i", numbers).tobytes()
 
 

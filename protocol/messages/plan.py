@@ -115,7 +115,7 @@ class SampledTokens(Struct, PackedLists, array_like=True, tag="sampled"):
     token_ids: bytes
     """int32 [num_sampled]"""
     logprobs: list[tuple[int, PackedLogprobs]] = []
-    """(index among the sampled, ascending; its logprobs), of the rows that asked"""
+    """(index among the sampled, ascending; its logprobs), of the rows that requested them"""
     prompt_logprobs: list[tuple[int, list[PackedLogprobs]]] = []
     """(slot; one for each prompt token but the first that this step's chunk predicts): a chunk of
     positions [a, b) predicts tokens a + 1 to b, as far as they are the prompt's"""

@@ -28,7 +28,7 @@ TOO_LARGE = "its repetitions expand to too many states; use smaller repetition c
 MAX_STACK_BYTES = 1 << 20
 MAX_CHILDREN = 2
 MAX_KNOWN = 256
-"""grammars that compiled, to be asked for again"""
+"""grammars that compiled, to be requested again"""
 MAX_REASON_BYTES = 2048
 
 OnChecked = Callable[[str], None]

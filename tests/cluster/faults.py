@@ -130,7 +130,7 @@ class Faults:
 
     @property
     def _firsts(self) -> list[int]:
-        """Where streams begin to count, so that they do not end all at once."""
+        """The numbers at which streams begin to count: they do not end all at once."""
         return list(range(1, self._arguments.count, max(self._arguments.count // NUM_LENGTHS, 1)))
 
     def _requests(self) -> list[GenerateRequest]:
@@ -247,7 +247,7 @@ class Faults:
                 self._tell(f"{machine.address} is a new node")
 
     def _wait_if_lost(self, machine: Machine) -> None:
-        """Where Ray has lost an actor it has mostly given up the node, which sees it later."""
+        """When Ray has lost an actor, it has mostly given up the node, which sees it later."""
         lost = f"its Ray actor on {machine.address};"
         if machine.ray and any(lost in line for _, line in self._pipeline.output[self._num_seen :]):
             with contextlib.suppress(subprocess.TimeoutExpired):

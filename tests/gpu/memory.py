@@ -1,4 +1,4 @@
-"""Memory that models need on this GPU, beside `launch models`' arithmetic.
+"""Memory that models need on this GPU, compared with `launch models`' arithmetic.
 
 `python -m tests.gpu.memory 0.6B 8B 8B:fp8 8B:fp8:fp8` prints a line for each folder, with
 `--quantization` and `--kv-cache-dtype` after colons. The worker gets as much of the GPU as the

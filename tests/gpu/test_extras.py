@@ -1,4 +1,4 @@
-"""Rows with extras on a GPU: the same tokens in and out of CUDA graphs, beside rows without."""
+"""Rows with extras on a GPU: the same tokens in and out of CUDA graphs, next to rows without."""
 
 import re
 from collections.abc import Callable

@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def _compile(arch: int, only: list[int], record: Callable[[Launches], None]) -> None:
-    """Write the reports of one architecture, each in one piece: others write beside this one."""
+    """Write the reports of one architecture, each in one piece: others write at the same time."""
     os.environ["PENSTOCK_SIMULATED_GPU"] = GPUS[arch]
     launches = Launches(arch)
     with torch.device("meta"), launches.recorded():

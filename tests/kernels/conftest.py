@@ -34,7 +34,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def device() -> str:
-    """Where the tensors of a test lie."""
+    """Return the device of a test's tensors."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

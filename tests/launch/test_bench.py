@@ -181,7 +181,7 @@ def test_hardware_with_and_without_nvidia_smi(
 
 
 def test_nvidia_smi_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where there is a driver, the worker finds out how many GPUs there are."""
+    """With a driver, the worker finds out how many GPUs there are."""
     monkeypatch.setenv("PATH", str(tmp_path))
     tool = tmp_path / "nvidia-smi"
     drivers: list[str] = []

@@ -27,7 +27,7 @@ KEPT = (
     "num_experts_per_tok",
     "rms_norm_eps",
 )
-"""fields of a configuration that a shrunken model keeps, besides the ratio of heads"""
+"""fields of a configuration that a shrunken model keeps, in addition to the ratio of heads"""
 LIKE_OTHERS = ("Qwen3-32B-AWQ", "Qwen3-235B-A22B-GPTQ-Int4")
 """checkpoints that differ from a quicker one only in the ratio of heads"""
 NUM_TOKENS = 42

@@ -72,12 +72,12 @@ class Pipeline:
 
     @property
     def run_folder(self) -> Path:
-        """Where its sockets are."""
+        """The folder of its sockets."""
         return run_folder(self.name)
 
     @property
     def url(self) -> str:
-        """Where it serves HTTP."""
+        """Its base URL."""
         return f"http://127.0.0.1:{running_config(self.name).http_port}"
 
     def wait_for(self, pattern: str, start: int = 0) -> str:

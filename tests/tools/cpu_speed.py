@@ -1,4 +1,4 @@
-"""CPU time of prompts and decoding steps on one thread, beside llama.cpp and transformers.
+"""CPU time of prompts and decoding steps on one thread, compared with llama.cpp and transformers.
 
     launch bench make-model 0.6B work/0.6B
     python -m tests.tools.cpu_speed gguf work/0.6B work/q8.gguf Q8_0   # for llama.cpp (xllamacpp)

@@ -48,7 +48,7 @@ class Joined(NamedTuple):
         return None if at.soft else at
 
     def _node(self, given: str, host: str, flag: str) -> OnNode:
-        """Where an address can be bound: at its node alone, or, a wildcard, rather here."""
+        """Return the node that can bind an address; a wildcard is preferably bound here."""
         if host in ("*", "0.0.0.0", "::"):  # noqa: S104
             return OnNode(self.here.node_id, soft=True)
         if _is_own(host):

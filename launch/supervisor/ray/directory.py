@@ -29,7 +29,7 @@ class FixedNetwork(Context):
         self.admit(ZAP_DOMAIN, folder / KEYS_FOLDER)
 
     def bind_socket(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-        """As `Context.bind_socket`; of a name, at a free port of `host`."""
+        """Bind as `Context.bind_socket` does; a name is bound at a free port of `host`."""
         if endpoint.startswith(CLUSTER):
             tcp = bind_tcp(socket, self.host, self._folder)
             self.fixed[endpoint.removeprefix(CLUSTER)] = tcp

@@ -52,7 +52,7 @@ class OnNode(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where everything goes."""
+    """The nodes and bundles of all processes."""
 
     device: Literal["cpu", "cuda"]
     groups: list[Group]

@@ -164,7 +164,7 @@ class RayProcesses(Processes):
 
     @functools.cached_property
     def context(self) -> Cluster:
-        """As `Processes.context`; the watchdog's socket is bound before, at a fixed address."""
+        """`Processes.context`; the watchdog's socket is bound before, at a fixed address."""
         here, folder = self._joined.here, self._config.run_folder
         node = Node(here.node_id, here.name, here.host, self._fixed.fixed)
         context = Cluster(node, folder)
@@ -227,7 +227,7 @@ class RayProcesses(Processes):
         return "SPREAD"
 
     def _on_directory(self, directory: Directory) -> None:
-        """Clients of this machine find the gateway by the configuration in the run folder."""
+        """Write the gateway's address into the run folder, for clients of this machine."""
         if (clients := directory.addresses.get("clients")) is None:
             return
         on = self._placement.nodes["gateway"]

@@ -52,7 +52,7 @@ def test_sends_to_all_adds_what_has_come_and_empties_what_was_read(
     ]
 
     def words(call: int, program: int) -> tuple[int, slice, slice]:
-        """Where a program's words are: turn, place in the inbox, in the message."""
+        """Return the place of a program's words: turn, place in the inbox, in the message."""
         begin, end = (min(n * BLOCK, SIZES[call]) // 2 for n in (program, program + 1))
         place = slice(program * BLOCK // 2, program * BLOCK // 2 + end - begin)
         return calls[call][program] % 3, place, slice(begin, end)

@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="session")
 def folder(checkpoint: Checkpoint) -> Path:
-    """Where the checkpoint is."""
+    """Return the folder of the checkpoint."""
     return checkpoint.folder
 
 

@@ -165,7 +165,7 @@ def test_a_row_whose_logits_are_nan_fails_alone(
     temperature: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The row beside it gets the tokens that it gets alone; the next steps don't mind.
+    """The row next to it gets the tokens that it gets alone; the next steps don't mind.
 
     Such weights are refused when they are loaded; here they stand for a product that overflows.
     """

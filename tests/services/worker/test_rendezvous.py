@@ -1,4 +1,4 @@
-"""Where a worker can be found by its group."""
+"""The address at which a worker's group finds it."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Who gets through the clients' socket, with real sockets."""
+"""Admission to the clients' socket, with real sockets."""
 
 import logging
 import shutil

@@ -75,7 +75,7 @@ def test_a_message_without_an_end(start_gateway: Start, endpoint: str) -> None:
 
 
 def test_messages_without_an_end_together(start_gateway: Start) -> None:
-    """Who has sent most is disconnected."""
+    """The client that has sent most is disconnected."""
     harness = start_gateway(endpoint=TCP, max_open_bytes=(2 << 20) * client_watch.EXPANSION)
     honest, *hostile = (RawClient(harness.endpoint) for _ in range(4))
     honest.send(PIECE[: 1 << 19])

@@ -1,4 +1,4 @@
-"""Work that kills tokenizers is found, and given up; work beside it is done."""
+"""Work that kills tokenizers is found, and given up; other work is done."""
 
 from collections.abc import Callable
 from random import Random

@@ -35,7 +35,7 @@ def restart_workers(process: SchedulerProcess) -> None:
 def test_only_what_was_given_up_is_refused(
     process: SchedulerProcess, gateway: Gateway, pause: int
 ) -> None:
-    """Other poison comes while those that ran beside the one before are suspects."""
+    """Other poison comes while those that ran with the one before are suspects."""
     restart_workers(process)
     for number, prompt in enumerate(INNOCENT):
         process.accept(request(1, f"innocent {number}", prompt))

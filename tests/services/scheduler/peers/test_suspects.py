@@ -1,4 +1,4 @@
-"""Requests that kill workers, and those beside them. A block has 4 tokens, the context 32."""
+"""Requests that kill workers, and others with them. A block has 4 tokens, the context 32."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.services.scheduler.simulation import Simulation
 @pytest.mark.parametrize("num_plans", [1, 2, 4])
 @pytest.mark.parametrize("place", [0, 3, 7])
 def test_poison_is_given_up_and_the_others_go_on(place: int, num_plans: int) -> None:
-    """At the third death, whoever it came with: all that ran beside it are right to the end."""
+    """At the third death, whoever it came with: all that ran with it are right to the end."""
     sim = Simulation(num_blocks=64, max_num_seqs=8, num_plans_in_flight=num_plans)
     for number in range(8):
         first = POISON if number == place else number
@@ -146,7 +146,7 @@ def test_whatever_comes_in_whatever_order_exactly_the_poison_is_given_up(
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_suspect_that_was_preempted_is_still_in_flight(num_chunks: int) -> None:
-    """Its plan may kill the workers yet: no other suspect may run beside it."""
+    """Its plan may kill the workers yet: no other suspect may run with it."""
     sim = Simulation(max_num_batched_tokens=8, num_plans_in_flight=3)
     length = 4 * num_chunks + 3
     preempted, other = [sim.add(long_prompt(length, first), max_tokens=9) for first in (1, 40)]

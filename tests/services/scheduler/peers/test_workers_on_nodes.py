@@ -27,7 +27,7 @@ def seat(nodes: str, tp_size: int, own: str) -> tuple[str, list[WorkerAssignment
     ("nodes", "tp_size", "own", "seated"),
     [
         ("abab", 2, "b", "bb"),
-        ("abbcc", 2, "a", "bb"),  # rather beside each other than beside the scheduler
+        ("abbcc", 2, "a", "bb"),  # rather with each other than with the scheduler
         ("babcbc", 4, "a", "abbb"),
         ("bcacba", 4, "a", "aabb"),
         ("aabbb", 4, "z", "bbba"),

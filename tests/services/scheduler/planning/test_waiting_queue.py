@@ -1,4 +1,4 @@
-"""Who is admitted next, under clients that want everything."""
+"""The order of admission, under clients that want everything."""
 
 from collections import deque
 

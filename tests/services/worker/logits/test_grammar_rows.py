@@ -1,4 +1,4 @@
-"""Rows with a grammar beside rows without, by the real model."""
+"""Rows with a grammar next to rows without, by the real model."""
 
 import re
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class Chats:
 
 
 def test_grammars() -> None:
-    """Beside rows without; a row takes another's slot in the plan that removes it."""
+    """Next to rows without; a row takes another's slot in the plan that removes it."""
     chats = Chats()
     chats.add(chats.row(0, "count from 3 to 9", None), chats.row(1, "17+25=", "[a-f]{5}"))
     chats.driver.decode(3, 0, 1)

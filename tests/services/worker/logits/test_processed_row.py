@@ -109,7 +109,7 @@ def forbid(logits: Tensor, allowed: set[int]) -> Tensor:
 
 
 def test_rows(folder: Path, reference: Qwen3ForCausalLM, plain: dict[int, list[int]]) -> None:
-    """With penalties, bias and min_tokens; rows beside them are as ever."""
+    """With penalties, bias and min_tokens; rows next to them are as ever."""
     one, two, three = plain[3][:3]
     words = [[one, two], [three], [two, one, two]]
     allowed = sorted({*plain[3], *range(0, 264, 3)} - {10})
