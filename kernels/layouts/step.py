@@ -9,10 +9,7 @@ from torch import Tensor
 from penstock.kernels.layouts.forward_batch import SMALL_TILE, BatchShape, ForwardBatch
 from penstock.kernels.layouts.sampling import SamplingTensors
 
-HEADER = 8
-ROW = 8
-APPENDED = 3
-PARAMETERS = 8
+HEADER, ROW, APPENDED, PARAMETERS = 8, 8, 3, 8
 """int32 of the parts of a record; see `penstock.kernels.step.apply_plan`"""
 SLOT, START, COUNT, FIRST, TOKEN_INDEX, FIRST_KEY, SAMPLING_SLOT, UNUSED = range(ROW)
 """columns of a record's rows"""
