@@ -49,11 +49,7 @@ class CompiledDecoder:
         try:
             weights = [_quantized(_weights(layer), bits) for layer in self._layers]
             self._compiled = CompiledLayers(
-                weights,
-                shape,
-                model.attention.block_size,
-                head=head,
-                embedding=self._embed.weight,
+                weights, shape, model.attention.block_size, head=head, embedding=self._embed.weight
             )
         except Exception:
             for matrix in narrowed:  # torch needs one type

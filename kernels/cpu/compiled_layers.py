@@ -17,13 +17,7 @@ from torch import Tensor
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.cpu.compiler import Target, host, load
 from penstock.kernels.cpu.integer_pointer import Kind
-from penstock.kernels.cpu.layer_checks import (
-    KINDS,
-    check_layer,
-    check_matrix,
-    elements,
-    kind_of,
-)
+from penstock.kernels.cpu.layer_checks import KINDS, check_layer, check_matrix, elements, kind_of
 from penstock.kernels.cpu.llvm_attention import KEYS
 from penstock.kernels.cpu.llvm_barrier import WORDS
 from penstock.kernels.cpu.llvm_decoder import Kinds, build_module

@@ -116,10 +116,7 @@ def integer_dot_tile(
 
 
 def _add_unit(
-    target: Target,
-    units: list[IntegerPointer],
-    xs: list[Pointer],
-    sums: list[list[Variable]],
+    target: Target, units: list[IntegerPointer], xs: list[Pointer], sums: list[list[Variable]]
 ) -> None:
     """Add the products of a unit of columns to the sums of each x with each weight."""
     lanes, kind = target.lanes, units[0].kind

@@ -62,11 +62,7 @@ def candidates(
 
 
 def draw_candidate(
-    parts: list[Tensor],
-    part_size: int,
-    slots: Tensor,
-    positions: Tensor,
-    by_slot: SamplingTensors,
+    parts: list[Tensor], part_size: int, slots: Tensor, positions: Tensor, by_slot: SamplingTensors
 ) -> Tensor:
     """Draw tokens, int64 [num_rows], from the `candidates` of all ranks, in rank order.
 

@@ -114,9 +114,7 @@ def _run(words: list[str]) -> int:
 def make_parser() -> Parser:
     """Return the parser of `launch`."""
     parser = Parser(
-        prog="launch",
-        description="Start, use and manage a Penstock pipeline.",
-        allow_abbrev=False,
+        prog="launch", description="Start, use and manage a Penstock pipeline.", allow_abbrev=False
     )
     parser.add_argument("--version", action=PrintVersion, help="print the version and exit")
     add_options(parser, Config, ["name"])  # of a command, after which it may be given, too

@@ -31,11 +31,7 @@ class ForkServer:
     """Fork server of some services, restarted when it dies; in the running event loop."""
 
     def __init__(
-        self,
-        command: str,
-        environment: Mapping[str, str],
-        tasks: Tasks,
-        say: Callable[[str], None],
+        self, command: str, environment: Mapping[str, str], tasks: Tasks, say: Callable[[str], None]
     ) -> None:
         """Prepare it; the first `fork` starts it.
 
@@ -57,11 +53,7 @@ class ForkServer:
         return self._child.pid if self._child and not self._child.end.done() else 0
 
     async def fork(
-        self,
-        service: str,
-        environment: Mapping[str, str],
-        log: Log,
-        descriptors: Mapping[str, int],
+        self, service: str, environment: Mapping[str, str], log: Log, descriptors: Mapping[str, int]
     ) -> ChildProcess | None:
         """Return a process as `ChildProcess.start` does; None: it must be started that way."""
         # the caller closes its own when it is cancelled

@@ -80,8 +80,7 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
         Meta(description="the only token ids that may be sampled; include EOS"),
     ] = None
     bad_words: Annotated[
-        list[BadWord],
-        Meta(max_length=64, description="strings that must not be generated"),
+        list[BadWord], Meta(max_length=64, description="strings that must not be generated")
     ] = []
     seed: Annotated[
         Int64 | None, Meta(description="random seed; default: derived from the request id")

@@ -47,11 +47,7 @@ class KvFolder:
     """Files of one rank, the one used last last."""
 
     def __init__(
-        self,
-        folder: Path,
-        digest: bytes,
-        max_bytes: float,
-        host: NDArray[np.uint8],
+        self, folder: Path, digest: bytes, max_bytes: float, host: NDArray[np.uint8]
     ) -> None:
         """Use a folder from `start` on.
 
