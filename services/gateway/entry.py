@@ -50,7 +50,7 @@ class GapError(Exception):
 class Entry:
     """One request: its client, tokens and text so far, and how much of them was delivered.
 
-    Besides its own methods, these classes write its fields (`test_entry_writers.py` compares):
+    Its own methods and these classes write its fields (`test_entry_writers.py` compares):
 
     - `Ledger`: totals, attempt, num_attempts, tokenizer, num_prompt_tokens, num_waiting_tokens,
       answer, is_open

@@ -208,7 +208,7 @@ class ClientSocket:
         return error
 
     def _try_send(self, connection: Connection, frames: list[bytes]) -> int:
-        """As `Channel.try_send`; EAGAIN, too, where too much of what was sent is not read."""
+        """Send as `Channel.try_send`; EAGAIN also if the client leaves too much unread."""
         error = 0
         if connection.num_queued > self.max_unread_bytes:
             client_watch.update_num_read(connection)
