@@ -82,8 +82,7 @@ class DecodingRows:
         rows[:, layout.SLOT] = rows[:, layout.SAMPLING_SLOT] = slots
         rows[:, layout.START], rows[:, layout.COUNT] = lengths - 1, 1
         rows[:, layout.FIRST], rows[:, layout.TOKEN_INDEX] = self._order, -1
-        rows[0, layout.FIRST_KEY] = rows[:, layout.UNUSED] = 0
-        rows[1:, layout.FIRST_KEY] = lengths[:-1].cumsum()
+        rows[:, layout.FIRST_KEY], rows[:, layout.UNUSED] = lengths.cumsum() - lengths, 0
         self._positions, self._bounds = rows[:, layout.START], rows[:, layout.FIRST_KEY]
 
     def step(self, changes: Changes) -> Rows:
