@@ -148,8 +148,10 @@ def _key(path: Path) -> str:
 
 
 def near_folder(model: str) -> str:
-    """Return a hint at a folder of almost the same name."""
+    """Return a hint at a folder of almost the same name, or at a broken link."""
     path = Path(model)
+    if path.is_symlink():
+        return " (this is a symbolic link that leads nowhere)"
     try:
         folders = [one.name for one in path.parent.iterdir() if one.is_dir()]
     except OSError:

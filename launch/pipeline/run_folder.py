@@ -27,8 +27,8 @@ from penstock.protocol.transport.context import host_and_port
 from penstock.protocol.transport.process_exit import ProcessExit
 
 LOCK_FILE = "lock"
-NEEDED_BYTES = 1 << 16
-"""of a run folder's file system: for the lock, `config.json` and its successor"""
+NEEDED_BYTES, NEEDED_FILES = 1 << 16, 16
+"""of a run folder's file system: for the lock, `config.json` and its successor, and sockets"""
 
 
 def control_endpoint(folder: Path) -> str:
@@ -152,7 +152,8 @@ def _refusing_folder() -> Iterator[None]:
 def _check_space(folder: Path) -> None:
     """Raise OSError where the files of a run folder have no room."""
     facts = os.statvfs(folder)
-    if facts.f_bavail * facts.f_frsize < NEEDED_BYTES:
+    has_files = not facts.f_files or facts.f_favail >= NEEDED_FILES  # 0: without a limit
+    if facts.f_bavail * facts.f_frsize < NEEDED_BYTES or not has_files:
         text = f"{folder} has no space left; set XDG_RUNTIME_DIR to another folder"
         raise OSError(text)
 

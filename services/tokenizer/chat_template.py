@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.messages.client import ChatMessage, PromptFields
 from penstock.protocol.tokenizer_file import read_chat_template
-from penstock.services.tokenizer.child import end_child, start_child
+from penstock.services.tokenizer.child import added_memory, end_child, start_child
 from penstock.services.tokenizer.errors import PromptError
 
 log = logging.getLogger("tokenizer")
@@ -34,6 +34,8 @@ MAX_RENDER_SECONDS = 5.0
 """of CPU time: a usual template takes milliseconds, and others wait meanwhile"""
 MAX_RENDER_BYTES = 1 << 28
 """of memory, for a client's template"""
+MAX_OWN_BYTES = 1 << 30
+"""of memory, for the checkpoint's template"""
 LIMITS = f"takes more than {MAX_RENDER_SECONDS:g} s or {MAX_RENDER_BYTES >> 20} MiB to render"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 REASONING_SWITCH = "enable_thinking"
@@ -108,7 +110,7 @@ class ChatTemplate:
             "add_generation_prompt": not continues if adds_prompt is None else adds_prompt,
         }
         if request.chat_template is None:
-            text = _render(template, variables)
+            text = _render_own(template, variables)
         else:
             text = _render_in_child(request.chat_template, variables)
         return _cut(text) if continues else text
@@ -135,6 +137,19 @@ def _render_in_child(source: str, variables: dict[str, Any]) -> str:
     if error:
         raise PromptError(*error)
     return str(text)
+
+
+def _render_own(template: Template, variables: dict[str, Any]) -> str:
+    """Render the checkpoint's template. Raises PromptError."""
+    try:
+        with added_memory(MAX_OWN_BYTES):
+            return _render(template, variables)
+    except MemoryError:
+        raise PromptError(
+            "messages",
+            f"messages: the chat template took more than {MAX_OWN_BYTES >> 20} MiB to render them, "
+            "which is the limit; send fewer or shorter ones",
+        ) from None
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import faulthandler
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import psutil
 
@@ -26,7 +26,7 @@ def start_child(
         if stack_bytes:
             _set_limit(resource.RLIMIT_STACK, stack_bytes)
         if memory_bytes:
-            _set_limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + memory_bytes)
+            _set_limit(resource.RLIMIT_AS, _num_bytes() + memory_bytes)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         with os.fdopen(writer, "wb") as file:
@@ -41,6 +41,22 @@ def end_child(pid: int, reader: int) -> tuple[int, bytes]:
     with os.fdopen(reader, "rb") as file:
         result = file.read()
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), result
+
+
+@contextlib.contextmanager
+def added_memory(num_bytes: int) -> Iterator[None]:
+    """Limit the memory of this process meanwhile; beyond it, Python raises MemoryError."""
+    before, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limit = _num_bytes() + num_bytes
+    _set_limit(resource.RLIMIT_AS, limit if before < 0 else min(limit, before))
+    try:
+        yield
+    finally:
+        _set_limit(resource.RLIMIT_AS, before)
+
+
+def _num_bytes() -> int:
+    return int(psutil.Process().memory_info().vms)
 
 
 def _set_limit(kind: int, number: int) -> None:

@@ -1,6 +1,7 @@
 """Chat templates render as in transformers, and what they can't render is an error."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,18 @@ def test_a_clients_template_has_limits(
     assert len(caplog.messages) == 1
     given = PromptFields(messages=MESSAGES, chat_template="{{ messages[-1].role }}!")
     assert one.render(given) == f"{MESSAGES[-1].role}!"
+
+
+def test_rendering_takes_no_more_than_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_OWN_BYTES", 64 << 20)
+    source = "{% set ns = namespace(s='a') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}"
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(PromptError, match="took more than 64 MiB to render"):
+        render(template(tmp_path, source + "{% endfor %}{{ ns.s }}"))
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert render(template(tmp_path, "{{ messages[0].role }}"), MESSAGES) == "system"
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,8 @@ def test_names_and_revisions_that_are_not_there(hub: FakeHub, tmp_path: Path) ->
     assert "got 'Qwen/Qwen3-demom', expected an existing folder or a repository of" in sentence
     assert "did you mean the folder 'Qwen/Qwen3-demon'?" in sentence
     assert refusal("Qwen/a..b").startswith("--model: got 'Qwen/a..b', expected an existing")
+    (tmp_path / "Qwen" / "loop").symlink_to("loop")
+    assert "is a symbolic link that leads nowhere" in refusal(str(tmp_path / "Qwen" / "loop"))
     assert refusal(NAME, "v2") == (
         f"--revision: got 'v2', expected a branch, tag or commit of {hub.endpoint}/{NAME}"
     )

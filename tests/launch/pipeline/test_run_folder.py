@@ -151,8 +151,10 @@ def test_pipelines_that_start_at_once_do_not_refuse_one_another() -> None:
         list(pool.map(claim_often, "abcdefgh"))
 
 
-def test_a_full_disk_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = os.statvfs_result((4096, 4096, 100, 9, 9, 1, 1, 1, 0, 255))
+@pytest.mark.parametrize("room", [(100, 9, 9, 100, 99, 99), (9999, 9000, 9000, 100, 3, 3)])
+def test_a_full_disk_is_a_sentence(room: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without free blocks, or without free files."""
+    full = os.statvfs_result((4096, 4096, *room, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: full)
     with pytest.raises(LaunchError, match="has no space left; set XDG_RUN"), claim(CONFIG):
         pass
