@@ -6,8 +6,9 @@
 
 Each argument of `run` is a process: a checkpoint for a worker, or one of the others' by a prefix. A
 checkpoint that ends in `:int8`, `:int4` or `:none` has a quantized head, too. `copy:FOLDER` copies
-as many bytes as the checkpoint has. The processes take turns, so that all of them meet the same
-machine. A turn is `--batch` prompts, then `--steps` steps.
+as many bytes as the checkpoint has, and `avx2:FOLDER` is a worker without AVX-512. The processes
+take turns, so that all of them meet the same machine. A turn is `--batch` prompts, then `--steps`
+steps.
 Printed: median and best of the CPU time, or of `--wall` time, in ms.
 """
 
@@ -151,7 +152,20 @@ def copy_turn(folder: str, *_: int) -> Turn:
     return lambda: (copy(), copy())
 
 
-OTHERS = {"llama": llama_turn, "hf": hf_turn, "copy": copy_turn}
+def avx2_turn(name: str, batch: int, length: int, steps: int) -> Turn:
+    """Return the turn of a worker whose code is compiled for a CPU without AVX-512."""
+    from penstock.kernels.cpu import compiled_layers, compiler
+    from penstock.models import compiled
+
+    own = compiler.host()
+    narrow = own.features.replace("+avx512", "-avx512").replace("+evex512", "-evex512")
+    cpu = compiler.target(own.name, narrow, has_wide_registers=False)
+    for module in (compiled_layers, compiler, compiled):
+        module.host = lambda: cpu  # type: ignore[attr-defined]
+    return worker_turn(name, batch, length, steps)
+
+
+OTHERS = {"llama": llama_turn, "hf": hf_turn, "copy": copy_turn, "avx2": avx2_turn}
 """by their prefix; without one it is a worker's"""
 
 
@@ -218,7 +232,7 @@ def run(names: list[str], turns: int, sizes: tuple[int, int, int]) -> None:
     print("| | prompt ms | best | tokens/s | step ms | best | tokens/s |")
     print("| --- | --: | --: | --: | --: | --: | --: |")
     for name, own in zip(names, times, strict=True):
-        cells = [Path(name).name]
+        cells = [name]
         for part, number in zip(zip(*own, strict=True), (batch * length, batch), strict=True):
             median, best = statistics.median(part), min(part)
             cells += [f"{median * 1e3:.2f}", f"{best * 1e3:.2f}", f"{number / median:,.0f}"]
