@@ -155,8 +155,13 @@ def tile_of(
     return device.fitting(tiles[first:], _shared_bytes)
 
 
-def one_loop_tile(num_rows: int, weights: int, device: Device) -> RangedTile:
-    """Return the tile for 17 to 64 rows of a weight in 16 bits with four ranges."""
+def one_loop_tile(num_rows: int, weights: int, device: Device) -> RangedTile | None:
+    """Return the tile for 17 to 64 rows of a weight in 16 bits with four ranges.
+
+    None for compute capability 10.0, where Triton 3.9 fails to compile sums that end in a loop.
+    """
+    if device.capability[0] == 10:
+        return None
     sizes = row_block(num_rows), 32 * weights, 8 // weights
     tiles = [RangedTile(*sizes, stages, 128, one_loop=True) for stages in (5, 4, 3, 2)]
     return device.fitting(tiles, _shared_bytes)
