@@ -18,6 +18,8 @@ from tests.models.checkpoints import EXPERTS, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.models.stored_formats import awq, gptq, integers, quantize_checkpoint
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
 SPARSE = EXPERTS | SIZES | {"num_experts": 4, "moe_intermediate_size": 64}
 PROMPTS = random_prompts(264, 1, 30, 140)

@@ -14,6 +14,8 @@ from tests.engine import Engine
 from tests.models.checkpoints import EXPERTS, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 
+pytestmark = pytest.mark.slow
+
 
 @torch.inference_mode()
 def transformers_logits(model: PreTrainedModel, prompts: list[list[int]]) -> Tensor:

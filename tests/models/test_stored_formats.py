@@ -23,6 +23,8 @@ from tests.models.checkpoints import EXPERTS, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.models.stored_formats import awq, floats, gptq, integers, quantize_checkpoint
 
+pytestmark = pytest.mark.slow
+
 HALF = torch.float16
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1, "head_dim": 32}
 """parts of two ranks that begin within a group of 128 columns"""

@@ -12,6 +12,8 @@ from penstock.protocol.config import Config
 from penstock.protocol.tracing import Tracer, TracingError, check_tracing, trace_ids
 from tests.collector import Collector
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:

@@ -26,6 +26,8 @@ from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from tests.launch.pipeline.fake_hub import COMMIT, TOKEN, FakeHub
 
+pytestmark = pytest.mark.slow
+
 DEMO = Config().model_folder
 NAME = "Qwen/Qwen3-demo"
 

@@ -12,7 +12,10 @@ from penstock.launch.supervisor.child_process import ChildProcess, adopting
 from penstock.launch.supervisor.output import Log
 from tests.launch.supervisor.fork_site import SERVE, command, run, site, started
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
+]
 
 
 def test_a_forked_process_is_a_child_of_its_own_session() -> None:

@@ -26,6 +26,8 @@ from penstock.protocol.transport.process import PROCESS_VARIABLE
 from tests.launch.supervised import Known
 from tests.launch.supervisor.conftest import CONFIG, Supervise
 
+pytestmark = pytest.mark.slow
+
 GATEWAY = (
     f'{sys.executable} -P -c "import os, signal, zmq; '
     "from penstock.protocol.transport.process import *; "

@@ -19,6 +19,8 @@ from penstock.protocol.transport.context import endpoints
 from penstock.protocol.transport.heartbeat import MAX_MISSED, HeartbeatThread
 from penstock.protocol.transport.process import SUPERVISOR_VARIABLE, Process
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 60_000
 
 

@@ -29,6 +29,8 @@ from penstock.services.http.generation import generation
 from tests.launch.fake_gateway import delta, reply
 from tests.services.http.conftest import NUM_AT_START, Served, behave
 
+pytestmark = pytest.mark.slow
+
 Serve = Callable[..., Served]
 PROMPT = {"prompt": "one two"}
 

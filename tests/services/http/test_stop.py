@@ -21,6 +21,8 @@ from tests.services.http.shared.test_connections import (
     silent,
 )
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["connect"]
 REQUEST = GET + b"\r\n"
 ANSWER = b"HTTP/1.1 200 OK\r\n"

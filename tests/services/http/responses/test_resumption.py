@@ -21,6 +21,8 @@ from penstock.services.http.shared.errors import ApiError
 from tests.launch.fake_gateway import TEXT, delta, reply
 from tests.services.http.conftest import Served, behave
 
+pytestmark = pytest.mark.slow
+
 Serve = Callable[..., Served]
 PATH = "/v1/responses"
 ASKED = {"input": "hi", "store": True, "background": True, "stream": True}

@@ -20,6 +20,8 @@ from tests.launch.fake_gateway import TEXT, delta, reply
 from tests.services.http.conftest import Served, behave
 from tests.services.http.responses.assembled import assembled
 
+pytestmark = pytest.mark.slow
+
 Serve = Callable[..., Served]
 PATH = "/v1/responses"
 STORED = {"input": "hi", "store": True}

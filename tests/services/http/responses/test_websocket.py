@@ -24,6 +24,8 @@ from tests.services.http.responses.test_server import (
 )
 from tests.services.http.responses.websocket_client import CREATE, connected, error_of
 
+pytestmark = pytest.mark.slow
+
 Serve = Callable[..., Served]
 ORPHAN = {"type": "function_call_output", "call_id": "missing", "output": "x"}
 

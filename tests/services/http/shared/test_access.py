@@ -9,6 +9,8 @@ import pytest
 from penstock.protocol.messages.client import GenerateRequest
 from tests.services.http.conftest import Served
 
+pytestmark = pytest.mark.slow
+
 Serve = Callable[..., Served]
 KEY = "schlüssel"
 UTF8, LATIN1 = KEY.encode(), KEY.encode("latin-1")

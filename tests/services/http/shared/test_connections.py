@@ -19,6 +19,8 @@ from penstock.services.http.shared.connections import LimitedProtocol, Limits, l
 from tests.services.http.conftest import NUM_AT_START, Served, behave
 from tests.services.http.flood import flood
 
+pytestmark = pytest.mark.slow
+
 Serve = Callable[..., Served]
 GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -24,6 +24,8 @@ from tests.services.http.shared.test_connections import (
     silent,
 )
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["connect"]
 UPGRADE = (
     b"Connection: keep-alive, Upgrade\r\nUpgrade: WebSocket\r\nSec-WebSocket-Version: 13\r\n"
