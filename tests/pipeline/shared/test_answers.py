@@ -50,8 +50,8 @@ def test_answers_are_those_of_single_requests(shared: Pipeline, client: Client) 
     streams = client.submit_n(UNKNOWN, n=4, seed=7, stream=True, **DRAWN)
     pieces = [[token_id for delta in one for token_id in delta.token_ids] for one in streams]
     assert pieces == single
-    unseeded = [one.token_ids for one in client.generate_n(UNKNOWN, n=4, **DRAWN)]
-    assert len(set(map(tuple, unseeded))) == 4
+    unseeded = [one.token_ids for one in client.generate_n(UNKNOWN, n=8, **DRAWN)]
+    assert len(set(map(tuple, unseeded))) > 4  # two of them are equal once in a hundred
 
 
 def test_seeds_beyond_64_bits_start_again_from_the_smallest(client: Client) -> None:
