@@ -224,13 +224,16 @@ def launch_ranged(
 ) -> None:
     """Compute `operands.out` without a norm, for any number of rows.
 
-    tile: default `tile_of`. factors: [num_rows] float32, by which the product is multiplied.
+    tile: default `tile_of`. factors: [num_rows] float32, by which the product is multiplied. Raises
+    ValueError for a tile with one loop if the weight has 8 bits, or a range has a partial tile.
     """
     x, weight, out, _, _, residual, swiglu = operands
     values, scale = parts(weight)
     (num_rows, inner), num_columns = x.shape, out.shape[1]
     weights = 2 if swiglu else 1
     tile = tile or tile_of(num_rows, num_columns, ranges > 1, weights, this_device())
+    if tile.one_loop and (scale is not None or inner % (ranges * tile.bk)):
+        raise ValueError(f"tile: got {tile} for a weight {list(values.shape)}, expected two loops")
     bn = tile.bn // weights
     grid = (triton.cdiv(num_rows, tile.bm) * triton.cdiv(num_columns, bn),)
     ranged_gemm_kernel[grid](

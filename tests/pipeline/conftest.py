@@ -77,7 +77,7 @@ class Pipeline:
 
     @property
     def url(self) -> str:
-        """Its base URL."""
+        """Return the base URL of its HTTP process."""
         return f"http://127.0.0.1:{running_config(self.name).http_port}"
 
     def wait_for(self, pattern: str, start: int = 0) -> str:

@@ -124,6 +124,8 @@ def test_tile_sizes_change_no_bit(device: str, dtype: torch.dtype) -> None:
     for tile in (TILE, RangedTile(16, 32, 4, 2, 128, one_loop=True)):
         launch_ranged(product._replace(out=product.out.fill_(torch.nan)), 4, tile)
         assert torch.equal(product.out, expected)
+    with pytest.raises(ValueError, match="expected two loops"):
+        launch_ranged(product, 4, tile._replace(bk=256))
 
 
 def test_the_order_of_the_ranges_shows_in_the_bits(device: str, dtype: torch.dtype) -> None:

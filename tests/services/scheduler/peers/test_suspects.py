@@ -146,7 +146,7 @@ def test_whatever_comes_in_whatever_order_exactly_the_poison_is_given_up(
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_suspect_that_was_preempted_is_still_in_flight(num_chunks: int) -> None:
-    """Its plan may kill the workers yet: no other suspect may run with it."""
+    """The plan of a preempted suspect may still kill the workers: no other suspect runs yet."""
     sim = Simulation(max_num_batched_tokens=8, num_plans_in_flight=3)
     length = 4 * num_chunks + 3
     preempted, other = [sim.add(long_prompt(length, first), max_tokens=9) for first in (1, 40)]
