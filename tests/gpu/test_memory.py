@@ -1,4 +1,7 @@
-"""GPU memory: the step that takes the most stays within --gpu-memory-utilization."""
+"""GPU memory: the step that takes the most stays within --gpu-memory-utilization.
+
+The tests need the GPU for themselves: memory of other processes counts.
+"""
 
 import gc
 import shutil
