@@ -27,6 +27,7 @@ TIMEOUT = 2.0
 def add_arguments(command: ArgumentParser) -> None:
     """Add the arguments."""
     command.set_defaults(run=_run)
+    command.epilog = "Exits with 1 if the pipeline is not ready."
     command.add_argument("--json", action="store_true", help="print JSON")
     add_name(command)
 
@@ -34,7 +35,7 @@ def add_arguments(command: ArgumentParser) -> None:
 def _run(arguments: Namespace) -> int:
     status = read_status(name_of(arguments))
     print(as_json(status) if arguments.json else as_text(status))
-    return 0
+    return 0 if _is_ready(status) else 1
 
 
 def read_status(pipeline: str) -> dict[str, Any]:
@@ -49,6 +50,10 @@ def read_status(pipeline: str) -> dict[str, Any]:
     return {"config": config, "processes": processes, "gateway": gateway}
 
 
+def _is_ready(status: dict[str, Any]) -> bool:
+    return bool(status["gateway"] and status["gateway"].ready)
+
+
 def as_json(status: dict[str, Any]) -> str:
     """Return the status as JSON."""
     return msgspec.json.format(msgspec.json.encode(status)).decode()
@@ -57,7 +62,7 @@ def as_json(status: dict[str, Any]) -> str:
 def as_text(status: dict[str, Any]) -> str:
     """Return the status for people."""
     config, gateway = status["config"], status["gateway"]
-    state = "ready" if gateway and gateway.ready else "not ready"
+    state = "ready" if _is_ready(status) else "not ready"
     return "\n".join(
         [
             f"{config.name}: {state}, {model_name(config)} on {config.endpoint}",

@@ -3,7 +3,10 @@
 from typing import Any
 
 import msgspec
+import pytest
 
+from penstock.launch.commands import status as status_command
+from penstock.launch.commands.cli import main
 from penstock.launch.commands.status import as_json, as_text
 from penstock.protocol.config import Config
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
@@ -98,3 +101,13 @@ def test_a_gateway_that_does_not_answer() -> None:
     assert text.startswith("default: not ready, Qwen3 demo on")
     assert text.endswith("the gateway does not answer")
     assert '"gateway": null' in as_json(status(None))
+
+
+def test_the_exit_code_says_whether_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["launch", "status"])
+    starting = msgspec.structs.replace(GATEWAY, ready=False)
+    for gateway, code in ((GATEWAY, 0), (starting, 1), (None, 1)):
+        monkeypatch.setattr(status_command, "read_status", lambda _, one=gateway: status(one))
+        with pytest.raises(SystemExit) as exit_info:
+            main()
+        assert exit_info.value.code == code
