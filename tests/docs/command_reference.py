@@ -65,6 +65,8 @@ def _section(name: str, command: argparse.ArgumentParser, text: str) -> Iterator
     rows = [f"{_shown(one)} | {_help(command, one)}" for one in actions]
     if rows:
         yield table("argument | description", rows)
+    if command.epilog:
+        yield command.epilog
 
 
 def _is_of(action: argparse.Action, fields: set[str]) -> bool:
