@@ -34,7 +34,7 @@ NAME = "recovery-gaps"
 
 
 class Gap(NamedTuple):
-    """What one signal cost."""
+    """The cost of one signal, in seconds and in tokens."""
 
     how: str
     median: float
