@@ -79,6 +79,7 @@ def _loads(
     """Return the requests that processes have, by name, and which workers are spare."""
     if gateway is None:
         return {}
+    standby = {one.name for one in processes if one.counters.get("standby_ready")}
     loads: dict[str, int | str] = {"gateway.1": gateway.num_requests, **gateway.tokenizers}
     for its, model in zip(config.by_model(), gateway.by_model, strict=True):
         for one in model.schedulers:
@@ -86,7 +87,8 @@ def _loads(
             loads[name] = one.num_waiting + one.num_running
         if model.scheduler and model.ready:
             workers = [one.name for one in processes if stem_of(one.name) == f"{its.prefix}worker"]
-            loads |= dict.fromkeys(set(workers).difference(model.scheduler.workers), "spare")
+            spare = set(workers).difference(model.scheduler.workers)
+            loads |= {name: "standby" if name in standby else "spare" for name in spare}
         loads |= model.scheduler.detokenizers if model.scheduler else {}
     return loads
 

@@ -41,7 +41,7 @@ class Member:
         )
         self._process = process
         self._load = load
-        self.heartbeats = HeartbeatThread(process)
+        self.heartbeats = HeartbeatThread(process, self._counters)
         self.loop = EventLoop(process.context, self.send_state)
         self._runner: ModelRunner | None = None
         self._group = ""
@@ -49,7 +49,7 @@ class Member:
         self._epoch = -1
         self._num_plans_before = 0
         self._sent_state_at = 0.0
-        self._is_standby = False
+        self._is_standby = self._is_prepared = False
         self._deferred_messages: deque[ToWorker] = deque()
         """messages that came while graphs were captured"""
 
@@ -68,7 +68,11 @@ class Member:
                 if offload.folder:
                     offload.folder.check_time()
         self.channel.send(state)
+        self.heartbeats.sender.count()
         self._sent_state_at = time.monotonic()
+
+    def _counters(self) -> dict[str, float]:
+        return {"standby_ready": float(self._is_standby and self._is_prepared)}
 
     def _take_place(self, assignment: WorkerAssignment) -> None:
         """Load the rank, or take over from the worker before. Raises WorkerError."""
@@ -117,6 +121,9 @@ class Member:
                 self._on_progress()
                 if self._has_pending_message(assignment.tp_size):
                     break
+            self._is_prepared = True
+            self.heartbeats.sender.count()
+            self.heartbeats.report()
             log.info("standby for rank %d of %d: ready", rank, assignment.tp_size)
         except (SharedMemoryError, torch.OutOfMemoryError) as error:
             self._runner = None

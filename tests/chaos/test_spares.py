@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from penstock.launch.pipeline.control_client import list_processes
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 from tests.tools.demo.tasks import answer_to, count_prompt
 
@@ -24,6 +25,12 @@ def served(pipeline: Callable[..., Pipeline]) -> Pipeline:  # noqa: F811
 @pytest.fixture(scope="module")
 def served_by_two(pipeline: Callable[..., Pipeline]) -> Pipeline:  # noqa: F811
     return pipeline("--tp", "2", "--spare-workers", "2", "--hang-timeout", "4")
+
+
+def ready_standby(served: Pipeline) -> set[str]:
+    """Return the names of the workers that report that they can take over at once."""
+    found = list_processes(served.name)
+    return {one.name for one in found if one.counters.get("standby_ready")}
 
 
 @pytest.mark.parametrize(
@@ -61,6 +68,8 @@ def test_a_standby_worker_that_dies_disturbs_nobody(served: Pipeline) -> None:
         status = client.status(fresh=True).scheduler
         assert status
         [spare] = {"worker.1", "worker.2"} - {*status.workers}
+        while ready_standby(served) != {spare}:
+            assert client.status(fresh=True).ready
         begin = len(served.output)
         stream = client.stream(PROMPT)
         text = next(iter(stream)).text

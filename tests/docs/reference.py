@@ -67,6 +67,7 @@ PROCESS_COUNTERS = {
         "plan_bytes_total",
         "queue_age_seconds",
     ],
+    "worker": ["standby_ready"],
 }
 """`ProcessStatus.counters`, by kind of process; the test of a running pipeline compares them"""
 

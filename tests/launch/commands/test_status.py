@@ -57,6 +57,9 @@ def test_workers_that_wait_are_spare() -> None:
     gateway = msgspec.structs.replace(GATEWAY)
     gateway.schedulers = [SchedulerStatus(epoch=1, ready=True, workers=["worker.2"])]
     assert "worker.1              12   0:00:00        0    spare" in as_text(status(gateway))
+    worker = msgspec.structs.replace(PROCESSES[2], counters={"standby_ready": 1.0})
+    text = as_text(status(gateway) | {"processes": [worker]})
+    assert "worker.1              12   0:00:00        0  standby" in text
     gateway.ready = False
     assert "spare" not in as_text(status(gateway))
 
