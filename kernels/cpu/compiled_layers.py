@@ -35,8 +35,8 @@ from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.integers import Integers
 
-MIN_THREAD_BYTES = 256 << 10
-"""of a layer's weights, below which another thread costs more than it computes"""
+MIN_NANOSECONDS = 500_000
+"""of work, below which another thread costs more than it computes: it has to wake up"""
 
 
 def unsupported(shape: LayerShape) -> str:
@@ -84,8 +84,8 @@ class CompiledLayers:
         self._decoder = self._library.function("decoder", 6)
         self._head = self._library.function("head", 3)
         self._embed = self._library.function("embed", 5)
-        self._num_threads = _num_threads(layers[0])
-        self._pool = ThreadPoolExecutor(max(1, self._num_threads - 1), "layers")
+        self._max_threads, self._num_threads = torch.get_num_threads(), 1
+        self._pool = ThreadPoolExecutor(max(1, self._max_threads - 1), "layers")
         self._addresses = [_addresses(layer, of_layers) for layer in layers]
         self._kv_caches: Sequence[KVCache] | None = None
         self._scale, self._eps = (
@@ -109,7 +109,7 @@ class CompiledLayers:
         inputs = shape.hidden, shape.heads * shape.head_dim, shape.intermediate
         self._normed, self._attended, self._inner = (torch.empty(num_rows, n) for n in inputs)
         self._qkv = torch.empty(num_rows, shape.qkv)
-        self._scratch = torch.empty(self._num_threads, self._scratch_words)
+        self._scratch = torch.empty(self._max_threads, self._scratch_words)
 
     def begin(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> StepFields:
         """Prepare a step; its tokens' keys and values will be stored in kv_caches.
@@ -185,15 +185,15 @@ class CompiledLayers:
         fields = self._fields._replace(residual=residual.data_ptr(), target=target.data_ptr())
         if ranks:
             fields = fields._replace(**ranks.fields(len(halves)))
-        self.call_decoder(np.array(fields, np.int64).ctypes.data, halves)
+        self.call_decoder(np.array(fields, np.int64).ctypes.data, halves, self._num_tokens)
         if ranks:
             ranks.check()
 
-    def call_decoder(self, fields: int, halves: range) -> None:
+    def call_decoder(self, fields: int, halves: range, num_rows: int) -> None:
         """Compute `run`; fields: address of StepFields, which are not checked."""
-        self._on_all_threads(
-            self._decoder, fields, self._table.data_ptr(), halves.start, halves.stop
-        )
+        arguments = fields, self._table.data_ptr(), halves.start, halves.stop
+        num_weights = len(halves) * self._shape.num_weights // 2
+        self._on_threads(_num_threads(num_weights, num_rows), self._decoder, *arguments)
 
     def logits(
         self, x: Tensor, norm: Tensor, eps: float, weight: Matrix, out: Tensor | None = None
@@ -211,7 +211,7 @@ class CompiledLayers:
         check_contiguous("out", out)
         epsilon = torch.tensor(eps, dtype=torch.float32)
         fields = self.head_fields(x, norm, epsilon, weight, out)
-        self.call_head(np.array(fields, np.int64).ctypes.data)
+        self.call_head(np.array(fields, np.int64).ctypes.data, fields.columns, num_rows)
         return out
 
     def head_fields(
@@ -235,11 +235,20 @@ class CompiledLayers:
             columns=len(weight),
         )
 
-    def call_head(self, fields: int) -> None:
+    def call_head(self, fields: int, columns: int, num_rows: int) -> None:
         """Compute `logits`; fields: address of HeadFields, which are not checked."""
-        self._on_all_threads(self._head, fields)
+        number = _num_threads(columns * self._shape.hidden, num_rows)
+        self._on_threads(number, self._head, fields)
 
-    def _on_all_threads(self, function: Callable[..., None], *arguments: int) -> None:
+    def _on_threads(self, number: int, function: Callable[..., None], *arguments: int) -> None:
+        """Call a function in threads, whose barrier counts arrivals in multiples of their number.
+
+        Their number changes no bit of the results.
+        """
+        number = min(number, self._max_threads)
+        if number != self._num_threads:
+            self._num_threads = number
+            self._barrier.zero_()
         others = [
             self._pool.submit(function, *arguments, thread, self._num_threads)
             for thread in range(1, self._num_threads)
@@ -271,7 +280,9 @@ def _addresses(layer: LayerWeights, kinds: tuple[Kind, ...]) -> list[int]:
     return [*addresses, *numbers]
 
 
-def _num_threads(layer: LayerWeights) -> int:
-    """Return the number of threads that pays for layers of this size."""
-    num_bytes = sum(elements(matrix).nbytes for matrix in layer if matrix is not None)
-    return max(1, min(torch.get_num_threads(), num_bytes // MIN_THREAD_BYTES))
+def _num_threads(num_weights: int, num_rows: int) -> int:
+    """Return the number of threads that pays for products with these weights.
+
+    The time of one thread was fitted to a core with AVX-512, for 1 and for 16 rows.
+    """
+    return max(1, num_weights * (num_rows + 4) // 40 // MIN_NANOSECONDS)

@@ -101,9 +101,9 @@ class DecodeStep:
         step.call_apply_plan(plan)
         layers.call_embed(self._embed, num_rows)
         self._fields[STEP_ROWS] = self._fields[STEP_TOKENS] = num_rows
-        layers.call_decoder(decoder, self._halves)
+        layers.call_decoder(decoder, self._halves, num_rows)
         self._head_fields[HEAD_ROWS] = num_rows
-        layers.call_head(head)
+        layers.call_head(head, self.logits.shape[1], num_rows)
         tokens, lowest = np.zeros(num_rows, np.int64), self._thresholds(num_rows)
         self._sample[SAMPLE_ROWS] = num_rows
         self._sample[THRESHOLDS], self._sample[OUT] = lowest.ctypes.data, tokens.ctypes.data

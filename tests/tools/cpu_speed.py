@@ -1,4 +1,4 @@
-"""CPU time of prompts and decoding steps on one thread, compared with llama.cpp and transformers.
+"""CPU time of prompts and decoding steps on a few threads, compared with llama.cpp and transformers.
 
     launch bench make-model 0.6B work/0.6B
     python -m tests.tools.cpu_speed gguf work/0.6B work/q8.gguf Q8_0   # for llama.cpp (xllamacpp)
@@ -9,7 +9,7 @@ checkpoint that ends in `:int8`, `:int4` or `:none` has a quantized head, too. `
 as many bytes as the checkpoint has, and `avx2:FOLDER` is a worker without AVX-512. The processes
 take turns, so that all of them meet the same machine. A turn is `--batch` prompts, then `--steps`
 steps.
-Printed: median and best of the CPU time, or of `--wall` time, in ms.
+Printed: median and best of the CPU time of all threads, or of `--wall` time, in ms.
 """
 
 import argparse
@@ -25,8 +25,9 @@ from typing import Any
 
 Turn = Callable[[], tuple[float, float]]
 """returns seconds: of the prompts, and of one step"""
-CLOCK = "CPU_SPEED_CLOCK"
+CLOCK, THREADS = "CPU_SPEED_CLOCK", "CPU_SPEED_THREADS"
 clock = time.perf_counter if os.environ.get(CLOCK) == "wall" else time.process_time
+num_threads = int(os.environ.get(THREADS, "1"))
 
 
 def prompt(slot: int, length: int) -> list[int]:
@@ -47,7 +48,7 @@ def worker_turn(name: str, batch: int, length: int, steps: int) -> Turn:
     config = Config(
         model=folder,
         device="cpu",
-        num_threads=1,
+        num_threads=num_threads,
         quantization=quantization or "none",  # type: ignore[arg-type]
         quantize_lm_head=":" in name,
         num_blocks=blocks * batch,
@@ -86,7 +87,7 @@ def llama_turn(path: str, batch: int, length: int, steps: int) -> Turn:
         raise SystemExit("--batch: llama.cpp is measured with 1")
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.warmup = path, 2 * (length + steps), True
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_threads
     params.n_parallel = 1
     server = xllamacpp.Server(params)
 
@@ -117,7 +118,7 @@ def hf_turn(name: str, batch: int, length: int, steps: int) -> Turn:
     from transformers import Qwen3ForCausalLM
 
     folder, _, dtype = name.partition(":")
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     kind = getattr(torch, dtype or "float32")
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=kind).eval()
     prompts = torch.tensor([prompt(slot, length) for slot in range(batch)])
@@ -139,7 +140,7 @@ def copy_turn(folder: str, *_: int) -> Turn:
     """Return a turn that copies as many bytes as the weights have, twice: the memory's speed."""
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     num_bytes = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     source = torch.ones(num_bytes, dtype=torch.uint8)
     target = torch.empty_like(source)
@@ -273,7 +274,13 @@ def main() -> None:
     gguf.add_argument("kind")
     command = commands.add_parser("run")
     command.add_argument("names", nargs="+")
-    for option, default in (("turns", 8), ("batch", 1), ("length", 128), ("steps", 16)):
+    for option, default in (
+        ("turns", 8),
+        ("batch", 1),
+        ("length", 128),
+        ("steps", 16),
+        ("threads", 1),
+    ):
         command.add_argument(f"--{option}", type=int, default=default)
     command.add_argument("--wall", action="store_true")
     serve = commands.add_parser("serve")
@@ -286,6 +293,7 @@ def main() -> None:
         serve_turns(options.name, tuple(options.sizes))
     else:
         os.environ[CLOCK] = "wall" if options.wall else "cpu"
+        os.environ[THREADS] = str(options.threads)
         run(options.names, options.turns, (options.batch, options.length, options.steps))
 
 

@@ -1,5 +1,6 @@
 """Compiled layers: the results of the torch reference, in bits that depend on nothing else."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -66,11 +67,14 @@ def test_bits_of_a_row_depend_on_no_other_row_and_no_chunk(
 def test_bits_do_not_depend_on_the_number_of_threads(
     num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It may change from call to call."""
     case = Case()
-    monkeypatch.setattr(compiled_layers, "_num_threads", lambda _: num_threads)
     one = case.compiled
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     case.compiled = CompiledLayers(case.layers, SHAPE, BLOCK)
-    for _ in range(5):
+    numbers = itertools.cycle((num_threads, 1, 9, 2))
+    monkeypatch.setattr(compiled_layers, "_num_threads", lambda *_: next(numbers))
+    for _ in range(6):
         outputs = case.run(range(len(LENGTHS)), LENGTHS, LENGTHS)
         assert all(map(torch.equal, outputs, case.outputs))
     x, norm, weight = torch.randn(5, SHAPE.hidden), torch.rand(SHAPE.hidden), case.layers[0].qkv
