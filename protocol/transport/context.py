@@ -175,14 +175,17 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
 
         Its peer may be a restarted process. To be called before the event loop runs.
         """
-        events = channel.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        monitor: Channel[Any] = Channel(events)
+        self.on_handshake(channel.socket, lambda _: handler())
 
-        def connected() -> None:
-            for _ in monitor.receive_frames():
-                handler()
+    def on_handshake(self, socket: "zmq.Socket[bytes]", handler: Callable[[str], None]) -> None:
+        """Call `handler` with the endpoint of each connection that a socket makes."""
+        events: Channel[Any] = Channel(socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED))
 
-        self.handlers.append((monitor, connected))
+        def handle() -> None:
+            for _, endpoint in events.receive_frames():
+                handler(endpoint.bytes.decode())
+
+        self.handlers.append((events, handle))
 
     def on_reconnect(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
         """Call `handler` when a lost connection between running processes is restored.

@@ -131,7 +131,7 @@ class Cluster(Context):
         self._incarnation = incarnation
         self._directory = self.connect(zmq.DEALER, f"{CLUSTER}directory", Directory)
         self.handlers.append((self._directory, self._on_directory))
-        self._add_monitor(self._directory.socket, lambda _: self._announce())
+        self.on_handshake(self._directory.socket, lambda _: self._announce())
         self._announce()  # it may be connected already, unseen
         self.admit(ZAP_DOMAIN, folder / KEYS_FOLDER)
 
@@ -158,7 +158,7 @@ class Cluster(Context):
             return
         following = self._followings[socket] = _Following(socket, name)
         if wait:
-            self._add_monitor(socket, following.connected)
+            self.on_handshake(socket, following.connected)
         self._point(following)
         while wait and not following.endpoint:
             handlers = self.handlers[:2]  # the directory and its monitor
@@ -170,16 +170,6 @@ class Cluster(Context):
 
     def on_reconnect(self, channel: Channel[Any], handler: Callable[[], None]) -> None:
         self._followings[channel.socket].on_reconnect = handler
-
-    def _add_monitor(self, socket: "zmq.Socket[bytes]", handler: Callable[[str], None]) -> None:
-        """Call `handler` with the endpoint of each connection that is made."""
-        events: Channel[Any] = Channel(socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED))
-
-        def handle() -> None:
-            while events.has_message:
-                handler(events.socket.recv_multipart()[1].decode())
-
-        self.handlers.append((events, handle))
 
     def _announce(self) -> None:
         self._directory.send(Announcement(self._bound))

@@ -131,7 +131,7 @@ def test_who_is_back_after_a_broken_connection_ends(site: Site) -> None:
     returned: list[str] = []
     sender = process.connect(zmq.DEALER, f"{CLUSTER}workers", wait=False)
     following = process._followings[sender.socket]
-    process._add_monitor(sender.socket, following.connected)
+    process.on_handshake(sender.socket, following.connected)
     connected: list[str] = []
     process.on_connected(sender, lambda: connected.append("yes"))
     site.work_until(lambda: connected)
