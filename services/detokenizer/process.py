@@ -46,6 +46,9 @@ class Detokenizer:
         self._epoch = 0
         self._number: int | None = 0
         """of the last message; None: only a first one is of use"""
+        self._deltas: list[TextDelta] = []
+        self._stops: list[StopFound] = []
+        """texts and found stops of the step that is being handled"""
         self.failures: list[RequestFailed] = []
         """requests whose text can't be made, to be taken by the caller"""
 
@@ -58,20 +61,19 @@ class Detokenizer:
             return [], []
         for stream_id in message.closed:
             self._streams.pop(stream_id, None)
-        deltas: list[TextDelta] = []
-        stops: list[StopFound] = []
+        self._deltas, self._stops = [], []
         for opened in message.opened:
-            self._open(opened, deltas, stops)
+            self._open(opened)
             if opened.finish_reason:
-                self._end(opened.stream_id, opened.finish_reason, deltas, {})
+                self._end(opened.stream_id, opened.finish_reason, {})
         stream_ids, token_ids = unpack(message.stream_ids), unpack(message.token_ids)
         logprobs = dict(message.logprobs)
         for index, (stream_id, token_id) in enumerate(zip(stream_ids, token_ids, strict=True)):
-            self._feed(stream_id, [token_id], (logprobs.get(index),), deltas, stops)
-        newest = {(one.request_id, one.attempt): one for one in deltas if message.finished}
+            self._feed(stream_id, [token_id], (logprobs.get(index),))
+        newest = {(one.request_id, one.attempt): one for one in self._deltas if message.finished}
         for stream_id, reason in message.finished:
-            self._end(stream_id, reason, deltas, newest)
-        return deltas, stops
+            self._end(stream_id, reason, newest)
+        return self._deltas, self._stops
 
     def forget(self) -> None:
         """Drop all streams after a loss, until the scheduler opens them again."""
@@ -88,16 +90,16 @@ class Detokenizer:
         self._number = number
         return True
 
-    def _open(self, opened: StreamOpened, deltas: list[TextDelta], stops: list[StopFound]) -> None:
+    def _open(self, opened: StreamOpened) -> None:
         if opened.pooled is not None:
-            deltas.append(_pooled_delta(opened))
+            self._deltas.append(_pooled_delta(opened))
             return
         try:
             self._streams[opened.stream_id] = TextStream(opened, self._table)
         except Exception:  # noqa: BLE001
             self._fail(opened)
         known = list(unpack(opened.output_token_ids))
-        self._feed(opened.stream_id, known, opened.logprobs or (), deltas, stops)
+        self._feed(opened.stream_id, known, opened.logprobs or ())
 
     def _fail(self, request: StreamOpened | TextStream) -> None:
         """Fail one request, in an `except` block; the others continue."""
@@ -107,32 +109,23 @@ class Detokenizer:
         self.failures.append(RequestFailed(request.request_id, request.attempt, error))
 
     def _feed(
-        self,
-        stream_id: int,
-        token_ids: list[int],
-        logprobs: Sequence[PackedLogprobs | None],
-        deltas: list[TextDelta],
-        stops: list[StopFound],
+        self, stream_id: int, token_ids: list[int], logprobs: Sequence[PackedLogprobs | None]
     ) -> None:
         stream = self._streams.get(stream_id)
         if stream is None:  # ended by a stop string; the scheduler does not know yet
             return
         try:
-            deltas.append(stream.feed(token_ids, logprobs))
+            self._deltas.append(stream.feed(token_ids, logprobs))
         except Exception:  # noqa: BLE001
             self._fail(stream)
             del self._streams[stream_id]
             return
         if stream.stopped:
-            stops.append(StopFound(stream.request_id, stream.attempt))
+            self._stops.append(StopFound(stream.request_id, stream.attempt))
             del self._streams[stream_id]
 
     def _end(
-        self,
-        stream_id: int,
-        reason: FinishReason,
-        deltas: list[TextDelta],
-        newest: dict[tuple[str, int], TextDelta],
+        self, stream_id: int, reason: FinishReason, newest: dict[tuple[str, int], TextDelta]
     ) -> None:
         """Add the end of a stream to its `newest` delta, or as a delta of its own."""
         stream = self._streams.pop(stream_id, None)
@@ -143,7 +136,7 @@ class Detokenizer:
             last.text += end.text
             last.finish_reason, last.stop_reason = end.finish_reason, end.stop_reason
         else:
-            deltas.append(end)
+            self._deltas.append(end)
 
 
 def _pooled_delta(opened: StreamOpened) -> TextDelta:
