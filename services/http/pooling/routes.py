@@ -28,15 +28,13 @@ from penstock.services.http.pooling.schema import (
     ScoreReply,
     ScoreRequest,
 )
-from penstock.services.http.pooling.truncation import Pairs, Truncation
+from penstock.services.http.pooling.truncation import Pairs, cut, room_of
 from penstock.services.http.shared.access import caller
 from penstock.services.http.shared.app_state import AppState
 from penstock.services.http.shared.errors import fields_as_sent, invalid
 from penstock.services.http.shared.event_stream import bounded
 from penstock.services.http.shared.json_response import ENCODER, json_response
 
-MAX_OPEN = 256
-"""requests to the pipeline that one HTTP request has at a time: more would shut out others"""
 FIELD_BYTES = 4096
 """more than the other fields of a request to the gateway have"""
 TOKEN_BYTES = 5
@@ -126,11 +124,11 @@ async def _scores(
     labels, most = await _labels(state), _most(state, body.truncate_prompt_tokens)
     for text in {text for pair in pairs for text in pair} if most or max_tokens_per_doc else ():
         _check_size(state, _size(text), names[1])
-    truncation = Truncation(state.client, MAX_OPEN)
     if max_tokens_per_doc:
-        pairs = await truncation.cut(pairs, max_tokens_per_doc)
+        pairs = await cut(state.client, pairs, {query: max_tokens_per_doc for query, _ in pairs})
     if most and labels:
-        pairs = await truncation.cut_prompts(pairs, most, labels, body.instruction)
+        room = await room_of(state.client, pairs, most, labels, body.instruction)
+        pairs = await cut(state.client, pairs, room)
     scoring = Scoring(pairs, labels, body.instruction)
     _check_parts(state, scoring.parts, names)
     own: dict[str, Any] = {}
@@ -181,7 +179,7 @@ async def _replies(
             stream = state.client.submit(**request(index), **own, request_id=request_id)
             return await stream.result()
 
-    return await bounded(MAX_OPEN, reply, range(number))
+    return await bounded(reply, range(number))
 
 
 def _check_size(state: AppState, size: int, name: str, what: str = "") -> None:

@@ -11,54 +11,44 @@ from penstock.services.http.shared.event_stream import bounded
 Pairs = Sequence[tuple[str, str]]
 
 
-class Truncation:
-    """Limits of the tokens of documents."""
+async def room_of(
+    client: AsyncClient,
+    pairs: Pairs,
+    most: int,
+    label_ids: Sequence[int],
+    instruction: str | None,
+) -> dict[str, int]:
+    """Return the tokens that each query leaves for a document in a prompt of `most` tokens.
 
-    def __init__(self, client: AsyncClient, max_open: int) -> None:
-        """max_open: requests to the pipeline at a time."""
-        self._client, self._max_open = client, max_open
+    Raises ApiError where a query leaves no room.
+    """
+    plain = {"add_special_tokens": False, "client": caller.get().client}
+    room = {}
+    for query in dict.fromkeys(query for query, _ in pairs):
+        prompt = Scoring([(query, "")], label_ids, instruction).request(0)["prompt"]
+        num_tokens = len((await client.tokenize(prompt, **plain)).token_ids)
+        room[query] = most - num_tokens
+        if room[query] < 1:
+            problem = f"got {most}, expected more than the {num_tokens} tokens of the prompt"
+            raise invalid("truncate_prompt_tokens", f"{problem} without a document")
+    return room
 
-    async def cut(self, pairs: Pairs, most: int) -> Pairs:
-        """Return the pairs with documents of up to `most` tokens."""
-        return await self._cut(pairs, {query: most for query, _ in pairs})
 
-    async def cut_prompts(
-        self, pairs: Pairs, most: int, label_ids: Sequence[int], instruction: str | None
-    ) -> Pairs:
-        """Return the pairs with documents so long that prompts have up to `most` tokens.
+async def cut(client: AsyncClient, pairs: Pairs, most: dict[str, int]) -> Pairs:
+    """Return the pairs; most: tokens of the documents of each query."""
+    sender = caller.get().client
+    plain = {"add_special_tokens": False, "truncation_side": "right", "client": sender}
 
-        Raises ApiError where the query leaves no room.
-        """
-        room = {}
-        for query in dict.fromkeys(query for query, _ in pairs):
-            (request,) = Scoring([(query, "")], label_ids, instruction).requests
-            prompt = request["prompt"]
-            tokens = await self._client.tokenize(
-                prompt, add_special_tokens=False, client=caller.get().client
-            )
-            room[query] = most - len(tokens.token_ids)
-            if room[query] < 1:
-                problem = f"got {most}, expected more than the {len(tokens.token_ids)} tokens of "
-                raise invalid("truncate_prompt_tokens", f"{problem}the prompt without a document")
-        return await self._cut(pairs, room)
-
-    async def _cut(self, pairs: Pairs, most: dict[str, int]) -> Pairs:
-        """Return the pairs; most: tokens of the documents of each query."""
-        wanted = dict.fromkeys((document, most[query]) for query, document in pairs)
-        texts = await bounded(self._max_open, self._cut_text, wanted)
-        cut = dict(zip(wanted, texts, strict=True))
-        return [(query, cut[document, most[query]]) for query, document in pairs]
-
-    async def _cut_text(self, wanted: tuple[str, int]) -> str:
-        text, most = wanted
-        if len(text.encode()) <= most:  # a token has a byte or more
+    async def cut_text(wanted: tuple[str, int]) -> str:
+        text, length = wanted
+        if len(text.encode()) <= length:  # a token has a byte or more
             return text
-        client, sender = self._client, caller.get().client
-        plain = {"add_special_tokens": False, "client": sender}
-        reply = await client.tokenize(
-            text, **plain, truncate_prompt_tokens=most + 1, truncation_side="right"
-        )
-        if len(reply.token_ids) <= most:
+        reply = await client.tokenize(text, truncate_prompt_tokens=length + 1, **plain)
+        if len(reply.token_ids) <= length:
             return text
-        cut = await client.detokenize(reply.token_ids[:most], client=sender)
-        return cut if text.startswith(cut) else cut.rstrip("\ufffd")  # a part of a character
+        first = await client.detokenize(reply.token_ids[:length], client=sender)
+        return first if text.startswith(first) else first.rstrip("\ufffd")  # a part of a character
+
+    wanted = dict.fromkeys((document, most[query]) for query, document in pairs)
+    texts = dict(zip(wanted, await bounded(cut_text, wanted), strict=True))
+    return [(query, texts[document, most[query]]) for query, document in pairs]

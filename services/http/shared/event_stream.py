@@ -25,6 +25,8 @@ _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 ]
+MAX_OPEN = 256
+"""requests to the pipeline that one HTTP request has at a time: more would shut out others"""
 DONE = b"data: [DONE]\n\n"
 SILENCE = 15.0
 """seconds; `EventForm.keep_alive` is sent after one to two times as long without an event, because
@@ -162,11 +164,9 @@ class EventStream(Response):
             await self.send_encoded(self._form.keep_alive)
 
 
-async def bounded(
-    most: int, function: Callable[[S], Coroutine[Any, Any, T]], items: Iterable[S]
-) -> list[T]:
-    """Return the results of all items as `gather` does; `most` of them are awaited at a time."""
-    places = asyncio.Semaphore(most)
+async def bounded(function: Callable[[S], Coroutine[Any, Any, T]], items: Iterable[S]) -> list[T]:
+    """Return the results of all items as `gather` does; MAX_OPEN are awaited at a time."""
+    places = asyncio.Semaphore(MAX_OPEN)
 
     async def result(item: S) -> T:
         async with places:
