@@ -32,8 +32,6 @@ NAME_WIDTH = len("detokenizer.1")
 NUM_LAST_LINES = 10
 MAX_LINE = 1 << 16
 """bytes: of a line in one piece, and of what a pipe of Linux holds"""
-Format = Callable[[str], str]
-"""returns what is printed for a line of one process"""
 
 
 class Output:
@@ -174,29 +172,25 @@ def at_node(name: str, node: str) -> str:
     return f"{name}@{node}" if node else name
 
 
-def prefixed(name: str, index: int, node: str = "") -> Format:
-    """`worker.2      | ` first, in colour on a terminal; `index` counts the kinds of processes."""
+def prefixed(text: str, name: str, index: int, node: str = "") -> str:
+    """Return a line after `worker.2      | `, in colour on a terminal; index: of its kind."""
     width = NAME_WIDTH + len(at_node("", node))
     prefix = f"{at_node(name, node):<{width}} | "
     if sys.stdout.isatty():
         prefix = f"\033[{COLOURS[index % len(COLOURS)]}m{prefix}\033[0m"
-    return lambda text: f"{prefix}{text}\n"
+    return f"{prefix}{text}\n"
 
 
-def as_json(name: str, node: str = "") -> Format:
-    """Return a function that prints lines as JSON maps with the node.
+def as_json(text: str, name: str, node: str = "") -> str:
+    """Return a line as a JSON map with the node.
 
     A line that is not a map, such as a traceback's, becomes the message of one.
     """
-
-    def format_line(text: str) -> str:
-        try:
-            fields = msgspec.json.decode(text, type=dict[str, Any])
-        except DECODE_ERRORS:
-            text = json_line(name, text)
-            fields = msgspec.json.decode(text)
-        if node:
-            text = json.dumps(fields | {"node": node})
-        return f"{text}\n"
-
-    return format_line
+    try:
+        fields = msgspec.json.decode(text, type=dict[str, Any])
+    except DECODE_ERRORS:
+        text = json_line(name, text)
+        fields = msgspec.json.decode(text)
+    if node:
+        text = json.dumps(fields | {"node": node})
+    return f"{text}\n"

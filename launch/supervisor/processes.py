@@ -39,7 +39,6 @@ class ManagedProcess(ABC):
         """no death precedes its next start"""
         self.killed_with_group = 0
         """pid that the watchdog killed because another process of its group was lost"""
-        self.format_line: Callable[[str], str]
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self.wanted = asyncio.Event()
         self.wanted.set()

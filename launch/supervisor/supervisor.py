@@ -21,7 +21,7 @@ from penstock.launch.supervisor.child_process import describe_exit
 from penstock.launch.supervisor.control_server import ControlServer
 from penstock.launch.supervisor.deaths import CRASH_WINDOW, Deaths
 from penstock.launch.supervisor.local import LocalProcesses
-from penstock.launch.supervisor.output import Format, LogToOutput, Output, as_json, prefixed
+from penstock.launch.supervisor.output import LogToOutput, Output, as_json, prefixed
 from penstock.launch.supervisor.processes import ManagedProcess, Policy, Processes
 from penstock.launch.supervisor.report import Report
 from penstock.launch.supervisor.tasks import Tasks, traceback_lines
@@ -132,7 +132,6 @@ class Supervisor:
     def may_spawn(self, process: ManagedProcess) -> bool:
         """Decide as `Policy.may_spawn`; the first start is not a restart."""
         process.num_starts += 1
-        process.format_line = self._line_format(process.name, process.node)
         if not self._has_config():
             return False
         if process.num_starts == 1:
@@ -174,7 +173,6 @@ class Supervisor:
         return True
 
     def spawned(self, process: ManagedProcess) -> None:
-        process.format_line = self._line_format(process.name, process.node)
         if kind_of(process.name) in read_procfile():  # others in a --procfile send no heartbeats
             self._watchdog.spawned(process)
         self._control.spawned(process)
@@ -187,7 +185,7 @@ class Supervisor:
 
     def take_line(self, process: ManagedProcess, text: str) -> None:
         process.last_lines.append(text)
-        self._write(process.format_line(text))
+        self._write(self._line(text, process.name, process.node))
 
     def _give_up(self, process: ManagedProcess, num_deaths: int) -> None:
         when = f"within {CRASH_WINDOW:.0f} s" if self._was_ready else "before it was ready"
@@ -211,25 +209,24 @@ class Supervisor:
         asyncio.get_running_loop().call_later(seconds, self._stop, 0)
 
     def say(self, text: str) -> None:
-        self._write(self._line_format("launch")(text))
+        self._write(self._line(text))
 
-    def _line_format(self, name: str, node: str = "") -> Format:
+    def _line(self, text: str, name: str = "launch", node: str = "") -> str:
+        """Return what is printed for a line of a process, or of the supervisor."""
         if self._config.log_format == "json":
-            return as_json(name, node)
+            return as_json(text, name, node)
         kinds = [*self._commands, name]
-        return prefixed(name, kinds.index(kind_of(name)), node)
+        return prefixed(text, name, kinds.index(kind_of(name)), node)
 
-    @property
-    def _plain(self) -> Format:
-        """Return the format of the supervisor's own lines, which have a prefix in JSON only."""
-        return as_json("launch") if self._config.log_format == "json" else "{}\n".format
+    def _plain(self, text: str) -> str:
+        """Return a line of the supervisor that has a prefix in JSON only."""
+        return self._line(text) if self._config.log_format == "json" else f"{text}\n"
 
     def _write(self, text: str) -> None:
         self._output.write(text)
 
     def _dropped(self, number: int) -> str:
-        reason = "nobody read them, or the disk was full"
-        return self._line_format("launch")(f"{number} lines dropped: {reason}")
+        return self._line(f"{number} lines dropped: nobody read them, or the disk was full")
 
     def _stop(self, exit_code: int) -> None:
         if not self._end.done():

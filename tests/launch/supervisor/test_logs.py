@@ -7,12 +7,12 @@ import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from penstock.launch.supervisor.output import MAX_LINE, Format, Log, as_json, prefixed
+from penstock.launch.supervisor.output import MAX_LINE, Log, as_json, prefixed
 
 PLAIN = "x | {}\n".format
 
 
-def written(write: Callable[[Log], None], show: Format = PLAIN) -> list[str]:
+def written(write: Callable[[Log], None], show: Callable[[str], str] = PLAIN) -> list[str]:
     """Return the lines printed of what `write` puts into the pipe."""
     lines: list[str] = []
 
@@ -81,22 +81,22 @@ def test_bytes_that_are_no_text_are_shown() -> None:
 
 
 def test_a_name_is_put_before_its_lines() -> None:
-    assert prefixed("worker.2", 3)("a") == "worker.2      | a\n"
-    assert prefixed("worker.2", 3, "gpu1")("a") == "worker.2@gpu1      | a\n"
+    assert prefixed("a", "worker.2", 3) == "worker.2      | a\n"
+    assert prefixed("a", "worker.2", 3, "gpu1") == "worker.2@gpu1      | a\n"
 
 
 def test_the_node_is_in_every_map() -> None:
-    show = as_json("worker.2", "gpu1")
     for text in ('{"level": "\N{SNOWMAN}"}', "\N{SNOWMAN}"):
-        assert json.loads(show(text))["node"] == "gpu1"
-        assert show(text).isascii()
+        line = as_json(text, "worker.2", "gpu1")
+        assert json.loads(line)["node"] == "gpu1"
+        assert line.isascii()
 
 
 def test_json_maps_are_left_as_they_are() -> None:
     """Whatever else a process prints, a traceback, becomes the message of a map."""
     others = ["Traceback:", "", "[1]", "3", "[" * 9000, '{"a": ', "\N{SNOWMAN}"]
     data = "\n".join(['{"level": "info"}', *others, ""]).encode()
-    lines = written(lambda log: _put(log, data), as_json("worker.2"))
+    lines = written(lambda log: _put(log, data), lambda text: as_json(text, "worker.2"))
     assert lines[0] == '{"level": "info"}\n'
     maps = [json.loads(line) for line in lines[1:]]
     assert [one["message"] for one in maps] == others
