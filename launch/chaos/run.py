@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import psutil
+from msgspec import Struct
 
 from penstock.launch.bench.report import hardware, versions
 from penstock.launch.chaos.load import Flight, Load, make_requests
@@ -112,25 +113,16 @@ async def run_chaos(config: Config, options: ChaosOptions, kinds: list[str]) -> 
         )
 
 
-class Chaos:
+class Chaos(Struct):
     """Carries a schedule out."""
 
-    def __init__(
-        self,
-        config: Config,
-        options: ChaosOptions,
-        load: Load,
-        processes: Processes,
-        changes: Changes,
-        client: AsyncClient,
-    ) -> None:
-        self.recoveries: list[Recovery] = []
-        self._config = config
-        self._options = options
-        self._load = load
-        self._processes = processes
-        self._changes = changes
-        self._client = client
+    config: Config
+    options: ChaosOptions
+    load: Load
+    processes: Processes
+    changes: Changes
+    client: AsyncClient
+    recoveries: list[Recovery] = []
 
     async def run(self, schedule: list[Event]) -> None:
         """Every event, each when the last one is recovered from; none after one that is not."""
@@ -141,18 +133,18 @@ class Chaos:
                 self._show(len(schedule))
                 if not self.recoveries[-1].is_over:
                     return
-            await self._until(lambda: len(self._load.done) >= self._options.num_requests)
+            await self._until(lambda: len(self.load.done) >= self.options.num_requests)
         except TimeoutError:
             print("the load gets nothing any more", file=sys.stderr)
 
     async def _carry_out(self, event: Event) -> Recovery:
-        flights = list(self._load.open)
-        self._load.event = len(self.recoveries)
+        flights = list(self.load.open)
+        self.load.event = len(self.recoveries)
         for flight in flights:
             flight.begin_silence()
         is_over = True
         try:
-            async with asyncio.timeout(self._options.recovery_timeout):
+            async with asyncio.timeout(self.options.recovery_timeout):
                 await self._kill(event)
                 await self._whole()
                 await self._moved(flights)
@@ -163,35 +155,35 @@ class Chaos:
 
     async def _kill(self, event: Event) -> None:
         """Return when everything that was hit has been started again."""
-        hit = {kill.process: self._processes.send(kill) for kill in event.kills}
+        hit = {kill.process: self.processes.send(kill) for kill in event.kills}
         if event.again:
-            await self._changes.until(lambda: self._processes.is_replaced(hit))
+            await self.changes.until(lambda: self.processes.is_replaced(hit))
             if event.moment == "token":
                 await self._receive(1)
-            hit = {event.again.process: self._processes.send(event.again)}
-        await self._changes.until(lambda: self._processes.is_replaced(hit))
+            hit = {event.again.process: self.processes.send(event.again)}
+        await self.changes.until(lambda: self.processes.is_replaced(hit))
 
     async def _whole(self) -> None:
         """Every process is back in the pipeline, and a new request is answered."""
-        names = {n for n in self._processes.pids if kind_of(n) in ("tokenizer", "detokenizer")}
-        while not names <= _present(await self._client.status(fresh=True)):
+        names = {n for n in self.processes.pids if kind_of(n) in ("tokenizer", "detokenizer")}
+        while not names <= _present(await self.client.status(fresh=True)):
             pass
-        await self._load.send(self._load.shortest)
+        await self.load.send(self.load.shortest)
 
     async def _moved(self, flights: list[Flight]) -> None:
         """Every stream has got another token from now on, or its end."""
         before = [(flight, flight.num_tokens) for flight in flights if flight.received.is_stream]
-        await self._changes.until(
+        await self.changes.until(
             lambda: all(flight.is_over or flight.num_tokens > number for flight, number in before)
         )
 
     async def _receive(self, num_tokens: int) -> None:
         """Let the load receive this number of tokens. Raises TimeoutError."""
-        moment = self._load.num_tokens + num_tokens
-        await self._until(lambda: self._load.num_tokens >= moment)
+        moment = self.load.num_tokens + num_tokens
+        await self._until(lambda: self.load.num_tokens >= moment)
 
     async def _until(self, true: Callable[[], bool]) -> None:
-        await self._changes.until(true, self._options.recovery_timeout)
+        await self.changes.until(true, self.options.recovery_timeout)
 
     def _show(self, number: int) -> None:
         one = self.recoveries[-1]
@@ -204,9 +196,9 @@ class Chaos:
         print(f"{place} {kills}: {one.num_running} running, {end}", file=sys.stderr, flush=True)
 
     def _what_is_missing(self) -> str:
-        if not is_running(self._config.name):
+        if not is_running(self.config.name):
             return "the pipeline has ended"
-        return f"NOT RECOVERED FROM within {self._options.recovery_timeout:g} s"
+        return f"NOT RECOVERED FROM within {self.options.recovery_timeout:g} s"
 
 
 async def _idle_status(client: AsyncClient, used_blocks: int, seconds: float) -> StatusReply | None:
