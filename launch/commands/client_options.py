@@ -1,11 +1,10 @@
 """Options of the commands that send requests: which pipeline, which key, sampling parameters."""
 
-import resource
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import add_name, add_options, given_options, name_of
+from penstock.launch.pipeline.procfile import check_descriptors
 from penstock.launch.pipeline.run_folder import running_config
 from penstock.protocol.client.client import Client
 from penstock.protocol.config import DEFAULT_CLIENT
@@ -40,16 +39,9 @@ def request_fields(arguments: Namespace) -> dict[str, Any]:
 
 def connect_client(arguments: Namespace) -> Client:
     """Return a connected client. Raises LaunchError, ClientError."""
-    _check_open_files()
+    check_descriptors(OPEN_FILES, "; raise it (`ulimit -n`)")
     endpoint, keys = arguments.endpoint, arguments.curve_keys
     if endpoint is None:
         config = running_config(name_of(arguments))
         endpoint, keys = config.endpoint, keys or config.curve_keys
     return Client(endpoint, keys=keys, client=arguments.client)
-
-
-def _check_open_files() -> None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
-        text = f"open files: got a limit of {soft}, expected {OPEN_FILES} or more"
-        raise LaunchError(f"{text}; raise it (`ulimit -n`)")

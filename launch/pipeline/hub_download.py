@@ -19,6 +19,7 @@ import msgspec
 from huggingface_hub import HfApi, constants, get_token, snapshot_download, utils
 from huggingface_hub import errors as hub
 
+from penstock.launch.pipeline.errors import first_line
 from penstock.launch.pipeline.hub import Downloaded, near_folder
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.checkpoint_files import weight_files
@@ -90,7 +91,7 @@ def _sentence(error: Exception, name: str, revision: str) -> str:
         case hub.RevisionNotFoundError():
             return f"--revision: got {revision!r}, expected a branch, tag or commit of {page}"
         case hub.LocalEntryNotFoundError():
-            why = _first_line(error.__cause__ or error)
+            why = first_line(error.__cause__ or error)
             reached = f"{constants.ENDPOINT} can't be reached ({why})"
             if constants.HF_HUB_OFFLINE:
                 reached = "HF_HUB_OFFLINE is set"
@@ -110,16 +111,12 @@ def _sentence(error: Exception, name: str, revision: str) -> str:
             f"{got}: the cache {constants.HF_HUB_CACHE} can't be used ({error}); set HF_HOME to a "
             "folder that this user may write"
         )
-    return f"{got}: the download failed ({_first_line(error)}); run the command again to continue"
+    return f"{got}: the download failed ({first_line(error)}); run the command again to continue"
 
 
 def _to_complete() -> str:
     first = "unset HF_HUB_OFFLINE" if constants.HF_HUB_OFFLINE else "check the network"
     return f"{first}, or give the folder of a checkpoint"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _end_with_parent() -> None:

@@ -87,11 +87,15 @@ def stem_of(name: str) -> str:
 
 def check_open_files(num_processes: int) -> None:
     """Raise LaunchError if the limit of open files is too low for these processes."""
+    check_descriptors(
+        BASE + PER_PROCESS * num_processes,
+        f" for {num_processes} processes; raise the hard limit (`ulimit -n`, LimitNOFILE= of "
+        "systemd, --ulimit nofile= of Docker), or start fewer processes",
+    )
+
+
+def check_descriptors(needed: int, advice: str) -> None:
+    """Raise LaunchError, which ends with `advice`, for a lower limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = BASE + PER_PROCESS * num_processes
     if soft != resource.RLIM_INFINITY and soft < needed:
-        raise LaunchError(
-            f"open files: got a limit of {soft}, expected {needed} or more for {num_processes} "
-            "processes; raise the hard limit (`ulimit -n`, LimitNOFILE= of systemd, --ulimit "
-            "nofile= of Docker), or start fewer processes"
-        )
+        raise LaunchError(f"open files: got a limit of {soft}, expected {needed} or more{advice}")

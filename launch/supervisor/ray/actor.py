@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +13,7 @@ import ray
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import HubModel
 from penstock.launch.pipeline.procfile import kind_of
+from penstock.launch.pipeline.run_folder import environment
 from penstock.launch.supervisor.child_process import ChildProcess, vitals
 from penstock.launch.supervisor.output import Log
 from penstock.launch.supervisor.ray.folder import NodeFolder
@@ -103,8 +103,8 @@ class ProcessActor:
             self._number = number
             self._output.clear()
             self._log = self._log or Log(self._on_line)
-            environment = self._environment(config)
-            self._child = ChildProcess.start(self._spec.command, environment, self._log)
+            variables = self._environment(config)
+            self._child = ChildProcess.start(self._spec.command, variables, self._log)
             self._child.end.add_done_callback(lambda _: self._changed.set())
         return Started(self._child.pid, self._node)
 
@@ -170,9 +170,7 @@ class ProcessActor:
         files |= {f"{PUBLIC_KEYS}/{path}": content for path, content in spec.public_keys.items()}
         for path, content in files.items():
             folder.write(str(run_folder / path), content)
-        path = os.environ.get("PATH", os.defpath)
-        environment = os.environ | {
-            "PATH": os.pathsep.join((str(Path(sys.executable).parent), path)),
+        variables = environment(config) | {
             "XDG_RUNTIME_DIR": str(folder.path),
             CONFIG_VARIABLE: str(folder.path / run_folder / CONFIG_FILE),
             NODE_VARIABLE: str(folder.path / run_folder / "node.json"),
@@ -181,8 +179,8 @@ class ProcessActor:
             INCARNATION_VARIABLE: str(self._number),
             **_gpu(),
         }
-        environment.pop("OMP_NUM_THREADS", None)  # Ray's, for what itself computes in an actor
-        return environment
+        variables.pop("OMP_NUM_THREADS", None)  # Ray's, for what itself computes in an actor
+        return variables
 
 
 def _gpu() -> dict[str, str]:

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError, first_line
 from penstock.launch.pipeline.procfile import process_names
 from penstock.launch.supervisor.ray.placement import Machine, OnNode, Placement, place
 from penstock.protocol.config import Config
@@ -94,7 +94,7 @@ def joined(config: Config) -> Iterator[Joined]:
     except (OSError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"no Ray cluster at --address {config.address} that this machine is a node of; "
-            f"`ray start` makes it one ({_first_line(error)})"
+            f"`ray start` makes it one ({first_line(error)})"
         ) from error
     try:
         context = ray.get_runtime_context()
@@ -111,10 +111,6 @@ def _check_answers(address: str) -> None:
     if address != "auto":
         host, _, port = address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), TIMEOUT).close()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _machine(node: dict[str, Any]) -> Machine:
