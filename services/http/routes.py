@@ -1,6 +1,5 @@
 """Table of all routes, for starlette and for `/openapi.json`."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from typing import Any
@@ -72,8 +71,8 @@ from penstock.services.http.responses.schema import (
 )
 from penstock.services.http.shared.access import caller
 from penstock.services.http.shared.app_state import AppState, Models
-from penstock.services.http.shared.errors import ApiError, fields_as_sent
-from penstock.services.http.shared.health import STATUS_TIMEOUT
+from penstock.services.http.shared.errors import fields_as_sent
+from penstock.services.http.shared.health import status_of
 from penstock.services.http.shared.json_response import json_response
 
 Texts = dict[str, str]
@@ -143,13 +142,13 @@ async def detokenize(state: AppState, body: DetokenizeBody) -> Response:
 
 async def status(models: Models, _: Texts) -> Response:
     """Describe the pipeline and its processes."""
-    return json_response(await _status(models))
+    return json_response(await status_of(models.client, metrics=True))
 
 
 async def metrics(models: Models, _: Texts) -> Response:
     """Return metrics for Prometheus."""
-    text = render(await _status(models), models.config)
-    return Response(text, media_type="text/plain; version=0.0.4")
+    status = await status_of(models.client, metrics=True)
+    return Response(render(status, models.config), media_type="text/plain; version=0.0.4")
 
 
 async def health(models: Models, _: Texts) -> Response:
@@ -167,13 +166,6 @@ async def ready(models: Models, _: Texts) -> Response:
 async def show_version(_: Models, __: Texts) -> Response:
     """Return Penstock's version."""
     return json_response({"version": version("penstock")})
-
-
-async def _status(models: Models) -> StatusReply:
-    try:
-        return await asyncio.wait_for(models.client.status(metrics=True), STATUS_TIMEOUT)
-    except TimeoutError:
-        raise ApiError(503, "the gateway does not answer") from None
 
 
 def _model(state: AppState) -> Model:

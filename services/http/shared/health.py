@@ -23,19 +23,21 @@ class HealthCheck:
 
     async def check(self) -> None:
         """Raise ApiError (503) if a stage is missing or a step takes too long."""
-        status = await self._status(fresh=True)
-        if status is None:
-            known = await self._status()
-            if known is not None and known.all_serve:
-                raise ApiError(503, "the scheduler does not report")
-            status = known
-        seconds = self._seconds_at_step(_serving(status).schedulers)
+        try:
+            status = await status_of(self._client, fresh=True)
+        except ApiError:
+            _check_serves(await status_of(self._client))
+            raise ApiError(503, "the scheduler does not report") from None
+        _check_serves(status)
+        seconds = self._seconds_at_step(status.schedulers)
         if seconds > self._step_timeout:
             raise ApiError(503, f"no step has ended for {seconds:.0f} s")
 
     async def check_ready(self) -> None:
         """Raise ApiError (503) by the gateway's last report, also while the pipeline drains."""
-        if _serving(await self._status()).draining:
+        status = await status_of(self._client)
+        _check_serves(status)
+        if status.draining:
             raise ApiError(503, "the pipeline is stopping and accepts no requests")
 
     def _seconds_at_step(self, schedulers: list[SchedulerStatus]) -> float:
@@ -45,20 +47,18 @@ class HealthCheck:
         self._since = {step: self._since.get(step, now) for step in steps}
         return now - min(self._since.values(), default=now)
 
-    async def _status(self, fresh: bool = False) -> StatusReply | None:
-        try:
-            return await asyncio.wait_for(self._client.status(fresh=fresh), STATUS_TIMEOUT)
-        except TimeoutError:
-            return None
+
+async def status_of(client: AsyncClient, **which: bool) -> StatusReply:
+    """Return the status as `AsyncClient.status` does. Raises ApiError after STATUS_TIMEOUT."""
+    try:
+        return await asyncio.wait_for(client.status(**which), STATUS_TIMEOUT)
+    except TimeoutError:
+        raise ApiError(503, "the gateway does not answer") from None
 
 
-def _serving(status: StatusReply | None) -> StatusReply:
-    """Return the status of a pipeline that serves. Raises ApiError."""
-    if status is None:
-        raise ApiError(503, "the gateway does not answer")
+def _check_serves(status: StatusReply) -> None:
     if not status.all_serve:
         raise ApiError(503, missing(status))
-    return status
 
 
 def missing(status: StatusReply) -> str:
