@@ -1,4 +1,4 @@
-"""CPU time of prompts and decoding steps on a few threads, compared with llama.cpp and transformers.
+"""CPU time of prompts and decoding steps, compared with llama.cpp and transformers.
 
     launch bench make-model 0.6B work/0.6B
     python -m tests.tools.cpu_speed gguf work/0.6B work/q8.gguf Q8_0   # for llama.cpp (xllamacpp)
@@ -7,9 +7,8 @@
 Each argument of `run` is a process: a checkpoint for a worker, or one of the others' by a prefix. A
 checkpoint that ends in `:int8`, `:int4` or `:none` has a quantized head, too. `copy:FOLDER` copies
 as many bytes as the checkpoint has, and `avx2:FOLDER` is a worker without AVX-512. The processes
-take turns, so that all of them meet the same machine. A turn is `--batch` prompts, then `--steps`
-steps.
-Printed: median and best of the CPU time of all threads, or of `--wall` time, in ms.
+take turns, so that all of them meet the same machine. A turn is `--batch` prompts, then
+`--steps` steps. Printed: median and best of the CPU time, or of `--wall` time, in ms.
 """
 
 import argparse

@@ -67,7 +67,7 @@ def test_bits_of_a_row_depend_on_no_other_row_and_no_chunk(
 def test_bits_do_not_depend_on_the_number_of_threads(
     num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may change from call to call."""
+    """Their number may change from call to call."""
     case = Case()
     one = case.compiled
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
