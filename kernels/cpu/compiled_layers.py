@@ -73,6 +73,8 @@ class CompiledLayers:
         for layer in layers:
             check_layer(layer, shape)
         matrices = [getattr(layer, name) for layer in layers for name in MATRICES]
+        num_weights = sum(math.prod(one.shape) for one in matrices if one is not None)
+        self._half_weights = num_weights // (2 * len(layers))
         of_layers = tuple(dict.fromkeys(kind_of(one) for one in matrices if one is not None))
         self._head_kind = kind_of(layers[0].qkv if head is None else head)
         self._embedding_dtype = torch.float32 if embedding is None else embedding.dtype
@@ -192,8 +194,8 @@ class CompiledLayers:
     def call_decoder(self, fields: int, halves: range, num_rows: int) -> None:
         """Compute `run`; fields: address of StepFields, which are not checked."""
         arguments = fields, self._table.data_ptr(), halves.start, halves.stop
-        num_weights = len(halves) * self._shape.num_weights // 2
-        self._on_threads(_num_threads(num_weights, num_rows), self._decoder, *arguments)
+        number = _num_threads(len(halves) * self._half_weights, num_rows)
+        self._on_threads(number, self._decoder, *arguments)
 
     def logits(
         self, x: Tensor, norm: Tensor, eps: float, weight: Matrix, out: Tensor | None = None
@@ -241,14 +243,11 @@ class CompiledLayers:
         self._on_threads(number, self._head, fields)
 
     def _on_threads(self, number: int, function: Callable[..., None], *arguments: int) -> None:
-        """Call a function in threads, whose barrier counts arrivals in multiples of their number.
-
-        Their number changes no bit of the results.
-        """
+        """Call a function in threads, whose number changes no bit of the results."""
         number = min(number, self._max_threads)
         if number != self._num_threads:
             self._num_threads = number
-            self._barrier.zero_()
+            self._barrier.zero_()  # it counts arrivals in multiples of their number
         others = [
             self._pool.submit(function, *arguments, thread, self._num_threads)
             for thread in range(1, self._num_threads)
@@ -281,8 +280,5 @@ def _addresses(layer: LayerWeights, kinds: tuple[Kind, ...]) -> list[int]:
 
 
 def _num_threads(num_weights: int, num_rows: int) -> int:
-    """Return the number of threads that pays for products with these weights.
-
-    The time of one thread was fitted to a core with AVX-512, for 1 and for 16 rows.
-    """
+    """Return the number of threads that pays, by the time of one core with AVX-512."""
     return max(1, num_weights * (num_rows + 4) // 40 // MIN_NANOSECONDS)

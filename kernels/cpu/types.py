@@ -40,11 +40,6 @@ class LayerShape(NamedTuple):
         """Features of queries, keys and values."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
-    @property
-    def num_weights(self) -> int:
-        """Numbers in the matrices of a layer."""
-        return self.hidden * (self.qkv + self.heads * self.head_dim + 3 * self.intermediate)
-
 
 LAYER = (
     *LayerWeights._fields,
