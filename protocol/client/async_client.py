@@ -12,6 +12,7 @@ import zmq
 
 from penstock.protocol.client.answers import ask_n, gather
 from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
+from penstock.protocol.client.errors import ClientError
 from penstock.protocol.client.scoring import result_of
 from penstock.protocol.client.session import Answer, Take
 from penstock.protocol.config import DEFAULT_CLIENT
@@ -106,6 +107,11 @@ class AsyncClient:
         self._where = endpoint, keys, client, context, max_unread_bytes
         self._rest: asyncio.Handle | None = None
         self._model: str | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_connection":
+            raise ClientError("AsyncClient: not connected, enter it with `async with` first")
+        raise AttributeError(name)
 
     def of_model(self, name: str) -> Self:
         """Return this client with a default for the `model` of requests; for use in the block."""

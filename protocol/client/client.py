@@ -19,6 +19,7 @@ Where the gateway has keys, `keys` is the folder with `server.key` and `NAME.key
 
 import math
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -75,7 +76,7 @@ class Stream:
 
 
 class Client:
-    """A blocking client, for one thread.
+    """A blocking client, for one thread at a time, and not for use after a fork.
 
     A call that waits `timeout` seconds without a sign of the pipeline raises NoAnswer.
     """
@@ -90,6 +91,9 @@ class Client:
     ) -> None:
         """Raise ClientError for unreadable keys and an invalid address."""
         self._connection = Connection(endpoint, keys, client)
+        # before a cycle of the connection is collected, in which libzmq would wait for its sockets
+        self._end = weakref.finalize(self, self._connection.end)
+        self._end.atexit = False
         self._timeout = math.inf if timeout is None else timeout
         self._poller = zmq.Poller()
         self._poller.register(self._connection.socket, zmq.POLLIN)
@@ -103,8 +107,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; unanswered requests are aborted."""
-        self._connection.leave()
-        self._connection.close()
+        self._end()
 
     def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> Stream:
         """Send a request and return at once. `fields`: as in GenerateRequest.
@@ -182,17 +185,18 @@ class Client:
     def take_until(self, moment: float) -> None:
         """Handle what arrives until `moment` of `time.perf_counter()`, and up to 1 ms longer."""
         while (seconds := moment - time.perf_counter()) > 0:
-            self._poller.poll(math.ceil(seconds * 1000))
-            self._connection.take()
+            with self._connection.used():
+                self._poller.poll(math.ceil(seconds * 1000))
+                self._connection.take()
 
     def wait(self) -> None:
         """Wait for a sign of the pipeline, and handle it. Raises NoAnswer."""
-        self._connection.check_open()
         deadline = time.monotonic() + self._timeout
-        while (seconds := deadline - time.monotonic()) > 0:
-            self._poller.poll(None if seconds == math.inf else math.ceil(seconds * 1000))
-            if self._connection.take():
-                return
+        with self._connection.used():
+            while (seconds := deadline - time.monotonic()) > 0:
+                self._poller.poll(None if seconds == math.inf else math.ceil(seconds * 1000))
+                if self._connection.take():
+                    return
         raise NoAnswer("the pipeline does not answer")
 
     def _ask(self, question: Request, kind: type[Kind]) -> Kind:

@@ -2,8 +2,10 @@
 
 import contextlib
 import math
+import os
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,6 +40,8 @@ Kind = TypeVar("Kind", GenerateReply, TokenizeReply, DetokenizeReply, AbortReply
 REFUSED = "the gateway refuses this client: its key is unknown there, or only one of them has keys"
 MAX_HANG_UPS = 3
 """connections lost after which a question that exceeds the gateway's limit is given up"""
+FORKED = "this client was made before a fork: make another one in the new process"
+IN_USE = "another thread is using this client: give each thread a client of its own"
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 CONNECT_TIMEOUT = 2000
 """milliseconds after which the next one of several addresses is tried"""
@@ -87,6 +91,7 @@ class Connection:
         """the current address can't be connected, or its connection is lost"""
         self._context = context or Context()
         self._owns_context = context is None
+        self._pid, self._thread = os.getpid(), threading.RLock()
         self._session = Session(max_unread_bytes)
         self.on_rest: Callable[[], None] | None = None
         """called where messages wait after the TURN of one `take`; None: it takes all"""
@@ -118,24 +123,33 @@ class Connection:
 
     def ask(self, question: Request) -> Answer:
         """Send a question, now or when there is a connection. Raises ClientError after `leave`."""
-        self.check_open()
-        self.take()  # a lost connection, before the question is sent on it
-        answer = self._session.ask(question)
-        if self.is_connected:
-            self._send(answer)
-        elif self._addresses.is_refused:
-            self._fail(answer, REFUSED)
-        self.take()  # ZeroMQ signals changes, and the send may have swallowed one
-        return answer
+        with self.used():
+            self.take()  # a lost connection, before the question is sent on it
+            answer = self._session.ask(question)
+            if self.is_connected:
+                self._send(answer)
+            elif self._addresses.is_refused:
+                self._fail(answer, REFUSED)
+            self.take()  # ZeroMQ signals changes, and the send may have swallowed one
+            return answer
 
     def ask_abort(self, request_id: str) -> list[Answer]:
         """Send what ends a request early, or all answers to a prompt."""
         return [self.ask(one) for one in self._session.aborts(request_id)]
 
-    def check_open(self) -> None:
-        """Raise ClientError after `leave`."""
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Use the sockets. Raises ClientError after `leave`, after a fork, and beside a thread."""
         if self.socket.closed:
             raise ClientError("the client is closed; open another one")
+        if os.getpid() != self._pid:
+            raise ClientError(FORKED)
+        if not self._thread.acquire(blocking=False):
+            raise ClientError(IN_USE)
+        try:
+            yield
+        finally:
+            self._thread.release()
 
     def take(self) -> bool:
         """Handle everything that has arrived, without waiting. Return True for a sign of a gateway.
@@ -171,22 +185,27 @@ class Connection:
         self._has_sign = True
 
     def leave(self) -> None:
-        """Close the socket, in the thread that uses it."""
+        """Close the socket, in the thread that uses it; a forked process leaves it alone."""
+        if self.socket.closed or os.getpid() != self._pid:
+            return
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close()
 
     def close(self) -> None:
         """Wait after `leave`, for a second at most, until queued messages are sent."""
-        if self._owns_context:
+        if self._owns_context and os.getpid() == self._pid:
             self._context.term()
+
+    def end(self) -> None:
+        self.leave()
+        self.close()
 
     def _secure(self, keys: Path, client: str) -> None:
         try:
             secure_client(self.socket, keys, client)
         except KeysError as error:
-            self.leave()
-            self.close()
+            self.end()
             raise ClientError(str(error)) from error
 
     def _connect(self) -> None:

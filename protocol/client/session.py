@@ -35,6 +35,7 @@ from penstock.protocol.messages.status import StatusReply
 from penstock.protocol.transport.channel import DECODE_ERRORS
 
 log = logging.getLogger(__name__)
+NO_GATEWAY = "endpoint: got no reply of a Penstock gateway; is it the HTTP port?"
 _decode_batch = msgspec.msgpack.Decoder(ReplyBatch).decode
 Done = GenerateReply | TokenizeReply | DetokenizeReply | AbortReply | StatusReply
 Final = Done | ErrorReply
@@ -200,6 +201,8 @@ class Session:
         self._max_unread = max_unread_bytes
         self._answers: dict[bytes, Answer] = {}
         self._numbers = itertools.count(1)
+        self._has_received = False
+        """a gateway has replied"""
 
     def ask(self, question: Request) -> Answer:
         """Register a question, whose `frames` are to be sent. Raises msgspec's errors."""
@@ -228,7 +231,14 @@ class Session:
                 for one, reply in zip(batch.numbers, batch.replies, strict=True):
                     self._receive(one, reply)
         except DECODE_ERRORS as error:
-            log.warning("dropped undecodable reply: %s", error)
+            if self._has_received:
+                log.warning("dropped undecodable reply: %s", error)
+                return
+            reply = ErrorReply(code="failed", message=f"{NO_GATEWAY} ({error})")
+            for answer in self.unanswered():
+                self._receive(answer.number, reply)
+        else:
+            self._has_received = True
 
     def _receive(self, number: bytes, reply: Reply) -> None:
         answer = self._answers.get(number)

@@ -185,11 +185,21 @@ def test_what_is_unanswered_is_known_by_name() -> None:
 
 
 def test_nonsense_and_answers_to_nothing_are_dropped() -> None:
-    session, answer = ask()
-    session.receive([answer.frames[0], b"\xc1"])
+    session, first = ask()
+    say(session, first, reply())
+    answer = session.ask(GenerateRequest(prompt="x"))
     session.receive([b"77", msgspec.msgpack.encode(reply())])
+    session.receive([answer.frames[0], b"\xc1"])
     session.receive([b""])
     assert session.unanswered() == [answer]
+
+
+def test_nonsense_from_the_beginning_is_not_a_gateway() -> None:
+    session, answer = ask()
+    session.receive([b"HTTP/1.1 400 Bad Request"])
+    assert session.unanswered() == []
+    with pytest.raises(RequestError, match="is it the HTTP port"):
+        answer.result()
 
 
 def test_a_stream_that_is_asked_for_again_brings_what_it_has() -> None:
