@@ -94,9 +94,13 @@ def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
 
 
 def truncated(fields: dict[str, Any], max_model_len: int) -> dict[str, Any]:
-    """Return `fields` with the number of tokens that `truncate_prompt_tokens: -1` means."""
+    """Return `fields` with the number of tokens that `truncate_prompt_tokens: -1` means.
+
+    Without `max_tokens`, a quarter of the context is left for the answer.
+    """
     if fields["truncate_prompt_tokens"] == -1:
-        fields["truncate_prompt_tokens"] = max(1, max_model_len - (fields["max_tokens"] or 1))
+        room = fields["max_tokens"] or max_model_len // 4
+        fields["truncate_prompt_tokens"] = max(1, max_model_len - room)
     return fields
 
 

@@ -38,6 +38,9 @@ MAX_ROWS = 64
 """rows whose logits are copied at a time, which bounds the memory"""
 MAX_PROMPT_TOKENS = 256
 """prompt tokens whose logits are processed at a time"""
+CONTRADICTION = (
+    "structured_outputs: allowed_token_ids or bad_words forbid every token that the grammar allows"
+)
 IS_DEFERRED, IS_AWAITED, HAS_LOGPROBS, HAS_PROMPT_LOGPROBS, IS_POOLED = range(5)
 """columns of `LogitsProcessor._traits`"""
 
@@ -223,6 +226,10 @@ class LogitsProcessor:
                 masks[slot] = -1
             bad = self.rows[slot].bad_tokens()
             TokenBits(one for one in bad if one < 32 * masks.shape[1]).forbid(masks, [slot])
+        for slot in with_grammar:
+            own = self.rows[slot].mask
+            if own is not None and not (masks[slot, : len(own)] & own[: masks.shape[1]]).any():
+                failed.setdefault(slot, CONTRADICTION)
         tags = self.grammars.opening_tags(with_grammar).items()
         self._masks.copy(slots, {slot: tag for slot, tag in tags if self.rows[slot].allows(tag)})
         return [(self._awaited[slot], reason) for slot, reason in failed.items()]

@@ -262,6 +262,11 @@ def test_prompts_are_truncated_to_what_leaves_room(given: dict[str, Any], kept: 
     assert fields["truncate_prompt_tokens"] == kept
 
 
+def test_a_truncated_chat_leaves_room_for_an_answer() -> None:
+    fields = truncated(chat_fields(chat(truncate_prompt_tokens=-1)), max_model_len=100)
+    assert fields["truncate_prompt_tokens"] == 75
+
+
 def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:
     fields = completion_fields(completion(echo=True, logprobs=2))
     assert (fields["logprobs"], fields["prompt_logprobs"]) == (2, 2)

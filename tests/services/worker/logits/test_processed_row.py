@@ -12,8 +12,8 @@ from transformers import Qwen3ForCausalLM
 
 from penstock.protocol.messages.plan import RowExtras
 from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.services.worker.logits.logits_processor import CONTRADICTION
 from penstock.services.worker.logits.processed_row import Bitmask, ProcessedRow
-from penstock.services.worker.step.step_output import BAD_LOGITS
 from tests.services.worker.driver import Driver, make_runner
 from tests.services.worker.logits.test_logits_processor import (
     NUM_STEPS,
@@ -173,7 +173,7 @@ def test_with_a_grammar(folder: Path) -> None:
     listener = Listener(folder)
     listener.step(plan(added=[row(3, PROMPT, range(5), extras=asked)], chunks=[(3, 37)]), 3)
     assert listener.tokens[3] == [-1]
-    assert listener.outputs[0].failed == [(0, BAD_LOGITS)]
+    assert listener.outputs[0].failed == [(0, CONTRADICTION)]
 
 
 def test_a_forbidden_tag_begins_no_thought(folder: Path, plain: dict[int, list[int]]) -> None:
