@@ -12,7 +12,7 @@ from msgspec import Struct
 _SHOWN = 60
 """characters of an invalid value that an error repeats"""
 _NO_VALUE = object()
-_MIN_INT, _MAX_INT = -(2.0**63), 2.0**64
+_MIN_INT, _MAX_INT, _MAX_DIGITS = -(2**63), 2**64, 20
 _WHOLE = r"the request: got `\1`, expected an object of the fields"
 FINITE = "got NaN or a number beyond 64 bits, expected a finite number of up to 64 bits"
 UNICODE = "got an invalid UTF-16 surrogate, expected Unicode text"
@@ -65,7 +65,7 @@ def undecodable_value(body: bytes) -> tuple[str, str] | None:
 
 def _decimal(digits: str) -> float:
     """Return infinity for an integer that MessagePack can't encode."""
-    number = float(digits)
+    number = int(digits) if len(digits) <= _MAX_DIGITS else math.inf
     return number if _MIN_INT <= number < _MAX_INT else math.inf
 
 

@@ -83,6 +83,7 @@ def test_depth_has_a_limit() -> None:
             f"stop[0]: got '{'y' * 59}…, expected",
         ),
         ({"prompt": "x", "seed": 10**30}, "seed", "seed: got NaN or a number beyond 64 bits"),
+        ({"prompt": "x", "seed": -(2**63) - 1}, "seed", "seed: got NaN or a number beyond 64 bits"),
         (
             {"prompt": "x", "metadata": {"a": [1, {"b": -(10**400)}]}},
             "metadata.a[1].b",
