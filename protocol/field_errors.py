@@ -51,7 +51,7 @@ def explain(error: str, raw: object, kind: type[Struct]) -> tuple[str | None, st
     reason = re.sub(r"`str` matching regex '\^\(\?!.*", "no control characters", reason)
     reason = reason[0].lower() + reason[1:]
     if not reason.startswith("got ") and (got := _got(raw, path)):
-        reason = got + re.sub(", got `[a-z]+`$", "", reason)
+        reason = got + re.sub(r", got `\w+`$", "", reason)
     return path, f"{path}: {reason}"
 
 
@@ -102,7 +102,7 @@ def _entry(path: str, reason: str, raw: object, kind: type[Struct]) -> tuple[str
             if not where:  # the field is not to be a map, or its check is of the whole
                 return name, reason
             if where.startswith("`key"):
-                inner = re.sub(", got `[a-z]+`$", "", inner[0].lower() + inner[1:])
+                inner = re.sub(r", got `\w+`$", "", inner[0].lower() + inner[1:])
                 return name, f"got the key {key!r}, {inner}"
             return f"{name}.{key}{rest}", inner
     return path, reason
