@@ -102,8 +102,11 @@ class KVLayout(NamedTuple):
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if device.type == "cpu":
-        # the kernel allocates pages of numpy's zeros when they are first written
-        return torch.from_numpy(np.zeros(num_bytes, "u1")).view(dtype).view(shape)
+        try:  # the kernel allocates pages of numpy's zeros when they are first written
+            zeros = np.zeros(num_bytes, "u1")
+        except MemoryError as error:
+            raise ModelError(f"KV cache: {error}; lower --kv-cache-gib or --num-blocks") from error
+        return torch.from_numpy(zeros).view(dtype).view(shape)
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
 

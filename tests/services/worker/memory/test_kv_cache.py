@@ -100,6 +100,12 @@ def answers(*, preempt: bool = False, **options: object) -> tuple[list[list[int]
     return outputs, sum(is_right(example.prompt, text) for example, text in pairs)
 
 
+def test_memory_that_the_machine_does_not_have(folder: Path) -> None:
+    layout = KVLayout(read_model_config(folder), 1, 16, torch.float32)
+    with pytest.raises(ModelError, match="KV cache: Unable to allocate .*lower --kv-cache-gib"):
+        layout.allocate(1 << 45, torch.device("cpu"))
+
+
 @pytest.mark.slow
 def test_8_bits_answer_as_well_however_blocks_are_used() -> None:
     outputs, num_right = answers(kv_cache_dtype="fp8", num_blocks=200)
