@@ -132,6 +132,8 @@ class Batch:
         self._config = config
         self._output = output
         self._done = _read_done(output)
+        self._numbers: dict[str, int] = {}
+        """of the lines of the input, by custom_id"""
         self._counts: Counter[str] = Counter()
 
     async def run(self, lines: Iterator[bytes], concurrency: int) -> Counter[str]:
@@ -146,13 +148,12 @@ class Batch:
     async def _work(self, client: httpx.AsyncClient, numbered: Iterator[tuple[int, bytes]]) -> None:
         for number, text in numbered:
             if text.strip():
-                await self._line(client, f"batch_req_{number}", text)
+                await self._line(client, number, text)
 
-    async def _line(self, client: httpx.AsyncClient, name: str, text: bytes) -> None:
+    async def _line(self, client: httpx.AsyncClient, number: int, text: bytes) -> None:
+        name = f"batch_req_{number}"
         try:
-            line = msgspec.json.decode(text.removeprefix(BOM_UTF8), type=Line)
-            if line.body.get("stream"):
-                raise msgspec.ValidationError("a batch has no streams")
+            line = self._decode(number, text)
         except DECODE_ERRORS as error:
             if name not in self._done:
                 reason = {"code": "invalid_line", "message": str(error)}
@@ -170,6 +171,19 @@ class Batch:
         }
         what = "done" if answer.status_code == 200 else "refused"
         self._write(what, Outcome(name, line.custom_id, response, None))
+
+    def _decode(self, number: int, text: bytes) -> Line:
+        """Return a line of the input. Raises ValidationError, also for a repeated custom_id."""
+        line = msgspec.json.decode(text.removeprefix(BOM_UTF8), type=Line)
+        if line.body.get("stream"):
+            raise msgspec.ValidationError("a batch has no streams")
+        first = self._numbers.setdefault(line.custom_id, number)
+        if first != number:
+            raise msgspec.ValidationError(
+                f"custom_id: got {line.custom_id!r} on lines {first} and {number}, expected a "
+                "different one on each line"
+            )
+        return line
 
     def _write(self, what: str, outcome: Outcome) -> None:
         self._output.write(msgspec.json.encode(outcome) + b"\n")

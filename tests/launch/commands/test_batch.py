@@ -1,8 +1,12 @@
 """The files of `launch batch`: no file of something else is changed."""
 
+import contextlib
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -10,6 +14,7 @@ from penstock.launch.commands import batch
 from penstock.launch.commands.batch import Outcome
 from penstock.launch.commands.cli import main
 from penstock.launch.pipeline.errors import LaunchError
+from penstock.protocol.config import Config
 
 RESULT = b'{"id":"batch_req_1","custom_id":"a","response":{"status_code":200},"error":null}\n'
 
@@ -18,6 +23,62 @@ def done(path: Path) -> set[str | None]:
     """Return the lines that have a result."""
     with path.open("a+b") as output:
         return batch._read_done(output)
+
+
+class Runner:
+    """`launch batch` with an HTTP server that answers with the `status` of a request's body."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.source, self.target = folder / "in", folder / "out"
+        self.sent: list[str] = []
+        command = ["launch", "batch", str(self.source), str(self.target), "--concurrency", "2"]
+        monkeypatch.setattr(sys, "argv", command)
+        monkeypatch.setattr(batch, "_target", lambda _: contextlib.nullcontext(Config()))
+        monkeypatch.setattr(batch, "_post", self._post)
+
+    async def _post(self, _: httpx.AsyncClient, line: batch.Line) -> httpx.Response:
+        self.sent.append(line.custom_id)
+        return httpx.Response(line.body["status"], json={})
+
+    def run(self, *lines: tuple[str, int]) -> int:
+        """Return the exit code for lines of a custom_id and a status."""
+        url = "/v1/completions"
+        self.source.write_text(
+            "".join(
+                f"{json.dumps({'custom_id': name, 'url': url, 'body': {'status': status}})}\n"
+                for name, status in lines
+            )
+        )
+        with pytest.raises(SystemExit) as end:
+            main()
+        return int(end.value.code or 0)
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.target.read_text().splitlines()]
+
+
+@pytest.fixture
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    return Runner(tmp_path, monkeypatch)
+
+
+def test_a_repeated_custom_id_is_a_bad_line(
+    runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a first run, and where an earlier one has the result of the first of these lines."""
+    assert runner.run(("a", 200)) == 0
+    assert runner.run(("a", 200), ("b", 200), ("a", 200), ("b", 200)) == 1
+    assert runner.sent == ["a", "b"]
+    assert capsys.readouterr().err.endswith(": 2 bad, 1 done, 1 skipped\n")
+    bad = [one for one in runner.results if one["error"]]
+    assert [(one["id"], one["custom_id"]) for one in bad] == [
+        ("batch_req_3", "a"),
+        ("batch_req_4", "b"),
+    ]
+    assert bad[0]["error"]["message"] == (
+        "custom_id: got 'a' on lines 1 and 3, expected a different one on each line"
+    )
 
 
 @pytest.mark.parametrize("size", [1, 10, len(RESULT) - 1])
