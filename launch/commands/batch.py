@@ -1,7 +1,7 @@
 """`launch batch`: runs a file of requests in OpenAI's batch format, over HTTP.
 
 Results are written as they come. What is stopped can be run again: what has a result is skipped,
-and a last line that was not written to its end is cut off.
+and a last line that was not written to its end is cut off. Errors among the results fail each run.
 """
 
 import asyncio
@@ -41,6 +41,9 @@ START = b'{"id":"batch_req_'
 """of each line of the output"""
 
 
+EARLIER = "in an earlier run"
+
+
 class Line(Struct):
     """One line of the input."""
 
@@ -61,6 +64,26 @@ class Outcome(Struct):
     error: dict[str, str] | None
 
 
+class Results(Struct):
+    """Lines that have a result in the output."""
+
+    done: set[str | None] = msgspec.field(default_factory=set)
+    """by custom_id"""
+    refused: set[str | None] = msgspec.field(default_factory=set)
+    """by custom_id"""
+    bad: set[str] = msgspec.field(default_factory=set)
+    """by id: the custom_id may be missing"""
+
+    def add(self, outcome: Outcome) -> None:
+        """Add the line of an outcome."""
+        if outcome.response is None:
+            self.bad.add(outcome.id)
+        elif outcome.response.get("status_code") == httpx.codes.OK:
+            self.done.add(outcome.custom_id)
+        else:
+            self.refused.add(outcome.custom_id)
+
+
 def add_arguments(command: ArgumentParser) -> None:
     """Add the arguments."""
     command.set_defaults(run=_run)
@@ -75,7 +98,7 @@ def add_arguments(command: ArgumentParser) -> None:
 
 
 def _run(arguments: Namespace) -> int:
-    """Return 1 if a line was refused or failed. Raises LaunchError, ClientError."""
+    """Return 1 if the output has errors, of earlier runs, too. Raises LaunchError, ClientError."""
     if arguments.concurrency < 1:
         raise LaunchError(f"--concurrency: got {arguments.concurrency}, expected 1 or more")
     output = arguments.output
@@ -131,10 +154,11 @@ class Batch:
         """Cut off what was not written to its end."""
         self._config = config
         self._output = output
-        self._done = _read_done(output)
+        self._earlier = _read_results(output)
         self._numbers: dict[str, int] = {}
         """of the lines of the input, by custom_id"""
-        self._counts: Counter[str] = Counter()
+        errors = {"bad": len(self._earlier.bad), "refused": len(self._earlier.refused)}
+        self._counts = Counter({f"{what} {EARLIER}": n for what, n in errors.items() if n})
 
     async def run(self, lines: Iterator[bytes], concurrency: int) -> Counter[str]:
         """Run up to `concurrency` requests at once; return the number of lines by result."""
@@ -155,21 +179,22 @@ class Batch:
         try:
             line = self._decode(number, text)
         except DECODE_ERRORS as error:
-            if name not in self._done:
+            if name not in self._earlier.bad:
                 reason = {"code": "invalid_line", "message": str(error)}
                 self._write("bad", Outcome(name, _custom_id(text), None, reason))
             return
-        if line.custom_id in self._done:
+        if line.custom_id in self._earlier.done:
             self._counts["skipped"] += 1
             return
-        self._done.add(line.custom_id)
+        if line.custom_id in self._earlier.refused:  # which is counted already
+            return
         answer = await _post(client, line)
         response = {
             "status_code": answer.status_code,
             "request_id": answer.headers.get("x-request-id", name),
             "body": _json(answer.content),
         }
-        what = "done" if answer.status_code == 200 else "refused"
+        what = "done" if answer.status_code == httpx.codes.OK else "refused"
         self._write(what, Outcome(name, line.custom_id, response, None))
 
     def _decode(self, number: int, text: bytes) -> Line:
@@ -235,11 +260,11 @@ def _custom_id(text: bytes) -> str | None:
     return None
 
 
-def _read_done(output: BinaryIO) -> set[str | None]:
-    """Return the lines that have a result, by custom_id or id; cut off an incomplete last line.
+def _read_results(output: BinaryIO) -> Results:
+    """Return the lines that have a result; cut off an incomplete last line.
 
     Raises LaunchError for a file of something else."""
-    done: set[str | None] = set()
+    results = Results()
     end = 0
     output.seek(0)
     for number, text in enumerate(output, 1):
@@ -251,7 +276,7 @@ def _read_done(output: BinaryIO) -> set[str | None]:
             raise LaunchError(
                 f"{output.name}:{number} is not a result of a batch: {error}"
             ) from None
-        done.add(outcome.custom_id if outcome.response else outcome.id)
+        results.add(outcome)
         end += len(text)
     output.truncate(end)
-    return done
+    return results

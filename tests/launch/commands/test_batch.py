@@ -22,7 +22,7 @@ RESULT = b'{"id":"batch_req_1","custom_id":"a","response":{"status_code":200},"e
 def done(path: Path) -> set[str | None]:
     """Return the lines that have a result."""
     with path.open("a+b") as output:
-        return batch._read_done(output)
+        return batch._read_results(output).done
 
 
 class Runner:
@@ -79,6 +79,24 @@ def test_a_repeated_custom_id_is_a_bad_line(
     assert bad[0]["error"]["message"] == (
         "custom_id: got 'a' on lines 1 and 3, expected a different one on each line"
     )
+
+
+def test_errors_of_an_earlier_run_are_counted_and_fail(
+    runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until their lines are removed from the output; then they are sent again."""
+    lines = [("a", 200), ("b", 400), ("c", 200), ("a", 200)]
+    assert runner.run(*lines) == 1
+    assert capsys.readouterr().err.endswith(": 1 bad, 2 done, 1 refused\n")
+    before = runner.target.read_text()
+    assert runner.run(*lines) == 1
+    summary = ": 1 bad in an earlier run, 1 refused in an earlier run, 2 skipped\n"
+    assert capsys.readouterr().err.endswith(summary)
+    assert (runner.sent, runner.target.read_text()) == (["a", "b", "c"], before)
+    good = [one for one in before.splitlines() if '"status_code":200' in one]
+    runner.target.write_text("".join(f"{one}\n" for one in good))
+    assert runner.run(("a", 200), ("b", 200), ("c", 200)) == 0
+    assert capsys.readouterr().err.endswith(": 1 done, 2 skipped\n")
 
 
 @pytest.mark.parametrize("size", [1, 10, len(RESULT) - 1])
