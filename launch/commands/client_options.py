@@ -3,10 +3,12 @@
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import add_name, add_options, given_options, name_of
 from penstock.launch.pipeline.procfile import check_descriptors
 from penstock.launch.pipeline.run_folder import running_config
 from penstock.protocol.client.client import Client
+from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.messages.sampling import SamplingParams
 
@@ -38,10 +40,13 @@ def request_fields(arguments: Namespace) -> dict[str, Any]:
 
 
 def connect_client(arguments: Namespace) -> Client:
-    """Return a connected client. Raises LaunchError, ClientError."""
+    """Return a client that connects. Raises LaunchError for an invalid address and keys."""
     check_descriptors(OPEN_FILES, "; raise it (`ulimit -n`)")
     endpoint, keys = arguments.endpoint, arguments.curve_keys
     if endpoint is None:
         config = running_config(name_of(arguments))
         endpoint, keys = config.endpoint, keys or config.curve_keys
-    return Client(endpoint, keys=keys, client=arguments.client)
+    try:
+        return Client(endpoint, keys=keys, client=arguments.client)
+    except ClientError as error:
+        raise LaunchError(str(error)) from error
