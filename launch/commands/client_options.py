@@ -1,5 +1,7 @@
 """Options of the commands that send requests: which pipeline, which key, sampling parameters."""
 
+import socket
+import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
@@ -8,12 +10,40 @@ from penstock.launch.pipeline.options import add_name, add_options, given_option
 from penstock.launch.pipeline.procfile import check_descriptors
 from penstock.launch.pipeline.run_folder import running_config
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import ClientError
+from penstock.protocol.client.errors import ClientError, NoAnswer
+from penstock.protocol.client.failover import check_addresses
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.messages.sampling import SamplingParams
 
 OPEN_FILES = 32
 """descriptors of a command with a client, at most"""
+
+SILENCE = 2.0
+"""seconds without a connection after which the command reports that it waits"""
+
+
+class WaitingClient(Client):
+    """A client that waits without end, and reports on stderr that nothing answers."""
+
+    def __init__(self, endpoint: str, keys: str | None, client: str) -> None:
+        """Raise ClientError for unreadable keys and an invalid address."""
+        super().__init__(endpoint, timeout=SILENCE, keys=keys, client=client)
+        self._endpoint = endpoint
+        self._has_reported = False
+
+    def wait(self) -> None:
+        """Wait for a sign of the pipeline; report once that there is no connection."""
+        try:
+            super().wait()
+        except NoAnswer:
+            if not (self._connection.is_connected or self._has_reported):
+                text = f"launch: waiting for {self._endpoint}: nothing answers there yet"
+                print(text, file=sys.stderr, flush=True)
+                self._has_reported = True
+
+    def abort(self, request_id: str) -> bool:
+        """End a request early. Return False if no such request is running, or nothing answers."""
+        return self._connection.is_connected and super().abort(request_id)
 
 
 def add_client_options(command: ArgumentParser) -> None:
@@ -47,6 +77,31 @@ def connect_client(arguments: Namespace) -> Client:
         config = running_config(name_of(arguments))
         endpoint, keys = config.endpoint, keys or config.curve_keys
     try:
-        return Client(endpoint, keys=keys, client=arguments.client)
+        check_addresses(endpoint)
+        if arguments.endpoint:
+            _check_hosts(endpoint)
+        return WaitingClient(endpoint, keys, arguments.client)
     except ClientError as error:
         raise LaunchError(str(error)) from error
+
+
+def _check_hosts(endpoint: str) -> None:
+    """Raise LaunchError if no host of the addresses can be resolved: libzmq would retry for ever.
+
+    libzmq looks for addresses of IPv6 only where the address has brackets.
+    """
+    reasons = []
+    for one in endpoint.split(","):
+        host = one.removeprefix("tcp://").rpartition(":")[0].rpartition(";")[2]
+        if one.startswith("ipc://") or host == "*":
+            return
+        family = socket.AF_UNSPEC if "[" in one else socket.AF_INET
+        try:
+            socket.getaddrinfo(host.strip("[]").encode(), None, family)
+        except OSError as error:
+            reasons.append(f"{host}: {error.strerror}")
+        else:
+            return
+    raise LaunchError(
+        f"--endpoint: got {endpoint!r}, expected a host that can be resolved ({'; '.join(reasons)})"
+    )

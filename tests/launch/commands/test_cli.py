@@ -1,19 +1,22 @@
 """The command line."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
-from penstock.launch.commands import cli, gpus
+from penstock.launch.commands import cli, client_options, gpus
 from penstock.launch.commands.cli import main
 from penstock.launch.commands.start import start
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.procfile import PROCFILE
 from penstock.protocol.config import Config
+from tests.launch.fake_gateway import gateway
 
 SLOW_MODULES = ("asyncio", "psutil", "torch", "transformers", "zmq")
 
@@ -75,6 +78,14 @@ def test_it_starts_without_what_it_does_not_need() -> None:
         (["all", "--endpoint", "127.0.0.1:5"], "did you mean tcp://127.0.0.1:5?"),
         (["ask", "x", "--endpoint", "foo"], "--endpoint: got 'foo', expected tcp://HOST:PORT or"),
         (["chat", "--endpoint", "tcp://x"], "--endpoint: got 'tcp://x', expected tcp://HOST:PORT"),
+        (
+            ["ask", "x", "--endpoint", "tcp://a.invalid:5"],
+            "expected a host that can be reso",
+        ),
+        (
+            ["ask", "x", "--endpoint", "tcp://a..b:5,tcp://[a.invalid]:5"],
+            "expected a host that can",
+        ),
         (["ask", "x", "--endpoint", "ipc:///x", "--curve-keys", "/none"], "can't be read"),
         (["ask", "--top-p", "2", "x"], "--top-p: got '2', expected `float` <= 1.0"),
         (["all", "--tp", "banana"], "--tp: got 'banana', expected `int`"),
@@ -129,6 +140,31 @@ def test_signals(
         assert launch(monkeypatch, *arguments) == code
     signal.signal(signal.SIGTERM, before)
     signal.signal(signal.SIGINT, handler)
+
+
+def test_a_question_waits_for_a_gateway_and_reports_it(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/clients"
+    ask = ["ask", "--raw", "--json", "hello", "--endpoint", endpoint]
+    command = [sys.executable, "-P", "-m", "penstock.launch", *ask]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asked:
+        assert asked.stderr
+        sentence = f"launch: waiting for {endpoint}: nothing answers there yet\n"
+        assert asked.stderr.readline().decode() == sentence
+        with gateway(endpoint):
+            printed, reported = asked.communicate(timeout=60)
+    assert (asked.returncode, json.loads(printed)["text"], reported) == (0, "hello", b"")
+
+
+def test_a_waiting_client_reports_once_and_aborts_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(client_options, "SILENCE", 0.01)
+    with client_options.WaitingClient(f"ipc://{tmp_path}/none", None, "client") as client:
+        stream = client.submit("hello")
+        for _ in range(3):
+            client.wait()
+        stream.abort()
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_alone_it_says_what_to_do_first(
