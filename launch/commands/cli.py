@@ -1,8 +1,10 @@
 """The command line. A command's module is imported when it runs, so that `launch` starts fast."""
 
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from io import TextIOWrapper
 from typing import NoReturn
 
@@ -53,6 +55,37 @@ Penstock serves Qwen3 models from a pipeline of small processes.
   launch --help               list all commands; launch COMMAND --help, its options"""
 
 
+class OutputError(Exception):
+    """Stdout can't be written to; the message says why."""
+
+
+class Stdout(TextIOWrapper):
+    """Stdout whose errors differ from those of other files.
+
+    Raises BrokenPipeError where nobody reads it, otherwise OutputError.
+    """
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        with _naming_stdout():
+            return super().write(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        with _naming_stdout():
+            super().flush()
+
+
+@contextlib.contextmanager
+def _naming_stdout() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"stdout: {error.strerror}") from error
+
+
 def main() -> NoReturn:
     """Run the command line and exit.
 
@@ -64,19 +97,35 @@ def main() -> NoReturn:
     # by an exception, so that blocks end what they have started
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(0 if is_server else 128 + number))
     try:
-        code = _run(sys.argv[1:])
+        with _flushing_stdout():
+            code = _run(sys.argv[1:])
     except LaunchError as error:
         print(f"launch: {error}", file=sys.stderr)
         code = 2
-    except ClientError as error:
+    except (ClientError, OutputError) as error:
         print(f"launch: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         code = 0 if is_server else 128 + signal.SIGINT
     except BrokenPipeError:  # `launch ask … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def _flushing_stdout() -> Iterator[None]:
+    """Flush stdout after the block, also after an error in it. Raises as `Stdout`.
+
+    What can't be written is dropped: Python would try again at its end.
+    """
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        except (OSError, OutputError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise
 
 
 def _prepare_streams() -> None:
@@ -89,6 +138,9 @@ def _prepare_streams() -> None:
     for name, errors in _UNENCODABLE.items():
         if isinstance(stream := getattr(sys, name), TextIOWrapper):
             stream.reconfigure(errors=errors)
+    if (out := sys.stdout) is sys.__stdout__ and isinstance(out, TextIOWrapper):
+        buffering = out.line_buffering, out.write_through
+        sys.stdout = Stdout(out.buffer, out.encoding, out.errors, None, *buffering)
 
 
 def _check_text(words: list[str]) -> None:

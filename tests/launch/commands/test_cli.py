@@ -1,5 +1,6 @@
 """The command line."""
 
+import errno
 import json
 import os
 import signal
@@ -271,3 +272,28 @@ def test_an_encoding_without_a_character_is_no_error() -> None:
     done = shell("$LAUNCH all --model /ä", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr.startswith(rb"launch: --model: got '/\xe4', expected an existing folder")
+
+
+@pytest.mark.parametrize("words", ["", "--version", "ask --help", "models"])
+def test_a_full_device_is_one_sentence(words: str) -> None:
+    """Whatever prints the words, with a buffer and without."""
+    for unbuffered in ("", "1"):
+        done = shell(f"$LAUNCH {words} > /dev/full", PYTHONUNBUFFERED=unbuffered)
+        assert (done.returncode, done.stderr) == (1, b"launch: stdout: No space left on device\n")
+
+
+def test_nobody_reads_the_output() -> None:
+    """With a buffer and without."""
+    for unbuffered in ("", "1"):
+        line = "$LAUNCH --version | true; exit ${PIPESTATUS[0]}"
+        done = shell(line, PYTHONUNBUFFERED=unbuffered)
+        assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_an_error_of_another_file_is_none_of_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: list[str]) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "/x")
+
+    monkeypatch.setattr(cli, "_run", fail)
+    with pytest.raises(OSError, match="/x"):
+        main()
