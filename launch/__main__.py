@@ -1,5 +1,13 @@
-"""`python -P -m penstock.launch`: the command line, where `launch` is not on the PATH."""
+"""The entry point: `launch`, or `python -P -m penstock.launch` where that is not on the PATH.
 
-from penstock.launch.commands.cli import main
+Ctrl-C during the imports waits until `main` handles it, by its exit codes.
+"""
 
-main()
+import signal
+
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+from penstock.launch.commands.cli import main  # noqa: E402
+
+if __name__ == "__main__":
+    main()

@@ -97,6 +97,7 @@ def main() -> NoReturn:
     # by an exception, so that blocks end what they have started
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(0 if is_server else 128 + number))
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `__main__.py`
         with _flushing_stdout():
             code = _run(sys.argv[1:])
     except LaunchError as error:

@@ -1,8 +1,6 @@
 """The command line."""
 
-import errno
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -241,59 +239,3 @@ def test_gpus_that_a_process_sees(
             gpus.check_gpus(config)
     else:
         gpus.check_gpus(config)
-
-
-def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    """Run a line in which `$LAUNCH` is `launch`."""
-    own = {"LAUNCH": f"{sys.executable} -P -m penstock.launch"}
-    command = ["bash", "-c", line]
-    return subprocess.run(command, env=os.environ | own | environment, capture_output=True)
-
-
-def test_closed_streams_are_no_sockets() -> None:
-    """The numbers 0 to 2 belong to /dev/null: a log line in a socket would be a bad message."""
-    code = (
-        "import os; from penstock.launch.commands.cli import _prepare_streams as prepare\n"
-        "prepare(); os.write(7, b' '.join(os.readlink(f'/proc/self/fd/{n}').encode() for n in "
-        "range(3)))\n"
-        "import subprocess; subprocess.run(['true'], check=True)"
-    )
-    done = shell(f'{sys.executable} -P -c "{code}" 7>&1 <&- >&- 2>&-')
-    assert (done.returncode, done.stdout) == (0, b"/dev/null /dev/null /dev/null")
-
-
-def test_bytes_that_are_not_text_are_replaced_in_the_input() -> None:
-    code = "from penstock.launch.commands.cli import _prepare_streams as prepare; prepare()"
-    done = shell(rf"printf 'a\377\n' | {sys.executable} -P -c '{code}; print(input())'")
-    assert done.stdout.decode() == "a\ufffd\n"
-
-
-def test_an_encoding_without_a_character_is_no_error() -> None:
-    done = shell("$LAUNCH all --model /ä", PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr.startswith(rb"launch: --model: got '/\xe4', expected an existing folder")
-
-
-@pytest.mark.parametrize("words", ["", "--version", "ask --help", "models"])
-def test_a_full_device_is_one_sentence(words: str) -> None:
-    """Whatever prints the words, with a buffer and without."""
-    for unbuffered in ("", "1"):
-        done = shell(f"$LAUNCH {words} > /dev/full", PYTHONUNBUFFERED=unbuffered)
-        assert (done.returncode, done.stderr) == (1, b"launch: stdout: No space left on device\n")
-
-
-def test_nobody_reads_the_output() -> None:
-    """With a buffer and without."""
-    for unbuffered in ("", "1"):
-        line = "$LAUNCH --version | true; exit ${PIPESTATUS[0]}"
-        done = shell(line, PYTHONUNBUFFERED=unbuffered)
-        assert (done.returncode, done.stderr) == (1, b"")
-
-
-def test_an_error_of_another_file_is_none_of_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: list[str]) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device", "/x")
-
-    monkeypatch.setattr(cli, "_run", fail)
-    with pytest.raises(OSError, match="/x"):
-        main()
