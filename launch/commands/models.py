@@ -1,5 +1,6 @@
 """`launch models`: the checkpoints on this machine, what memory they need, and whether they fit."""
 
+import contextlib
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -73,6 +74,11 @@ def add_arguments(command: ArgumentParser) -> None:
 
 
 def _run(arguments: Namespace) -> int:
+    """Raise LaunchError for a folder that does not exist; others are listed with their errors."""
+    for folder in arguments.folders:
+        with contextlib.suppress(PermissionError):  # which is listed
+            if not folder.exists():
+                raise LaunchError(f"FOLDER: got {folder}, expected an existing folder")
     config = Config(**given_options(arguments, Config))
     gpus = [one.num_bytes for one in physical_gpus() or () if one.num_bytes]
     machine = Machine(gpus, psutil.virtual_memory().total)

@@ -89,6 +89,8 @@ def test_it_starts_without_what_it_does_not_need() -> None:
         (["ask", "--top-p", "2", "x"], "--top-p: got '2', expected `float` <= 1.0"),
         (["all", "--tp", "banana"], "--tp: got 'banana', expected `int`"),
         (["all", "--model", "/"], "--model: / has no config.json; a checkpoint needs it"),
+        (["models", "/none"], "FOLDER: got /none, expected an existing folder"),
+        (["models", "/", "/none", "--json"], "FOLDER: got /none, expected an existing folder"),
         (["scale", "http", "x"], "number: got 'x', expected an integer"),
         (["bench"], "SUBJECT: got nothing, expected a value"),
         (["bench", "pipeline", "--tp", "2"], "unknown option '--tp'; `launch bench pipeline --"),
