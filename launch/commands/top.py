@@ -108,9 +108,11 @@ def _keyboard() -> Iterator[None]:
 
 
 def view(config: Config, before: Report, now: Report, oldest: Report | None) -> Group:
-    """All tables; `oldest`: from when on percentiles are shown, None: since the gateway's start."""
+    """All tables; `oldest`: from when on percentiles are shown, None: once, since the start."""
     state = "ready" if now.status.ready else "not ready"
-    head = f"{config.name}: {state}, {model_name(config)} on {config.endpoint}; q quits"
+    head = f"{config.name}: {state}, {model_name(config)} on {config.endpoint}"
+    if oldest:  # the table is live
+        head += "; q quits" if sys.stdin.isatty() else "; Ctrl-C quits"
     since = f"last {now.moment - oldest.moment:.0f} s" if oldest else "since the start"
     times = [
         _times(one.metrics, old.metrics if old else None, f"{one.name}, {since}" if more else since)

@@ -93,6 +93,16 @@ def test_percentiles_are_of_the_reports_that_are_kept() -> None:
     assert ["ITL", "-", "-", "-"] in found
 
 
+@pytest.mark.parametrize(("has_keyboard", "key"), [(True, "q"), (False, "Ctrl-C")])
+def test_only_a_live_table_names_the_key_that_quits(
+    monkeypatch: pytest.MonkeyPatch, has_keyboard: bool, key: str
+) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: has_keyboard, raising=False)
+    old, now = report_of(10, None), report_of(12, None)
+    assert "quits" not in rows(old, now, None)[0]
+    assert rows(old, now, old)[0][-2:] == [key, "quits"]
+
+
 def test_without_metrics() -> None:
     assert ["8", "3", "5", "60%", "-", "-"] in rows(report_of(1, None), report_of(2, None), None)
 
@@ -105,6 +115,7 @@ def test_once(measured: Config, options: list[str]) -> None:
     ).stdout
     for word in ("ready", "gateway.1", "worker.1", "KV in use", "decode tok/s", "p99"):
         assert word in printed
+    assert "quits" not in printed
 
 
 @pytest.mark.pipeline
