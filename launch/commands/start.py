@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 import sys
 from argparse import ArgumentParser, Namespace
@@ -37,7 +38,7 @@ from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read
 from penstock.protocol.checkpoint_files import check_files
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.client.failover import check_addresses
-from penstock.protocol.config import DEFAULT_CLIENT, Config
+from penstock.protocol.config import DEFAULT_CLIENT, Config, run_folder
 from penstock.protocol.run_folder import write_config
 from penstock.protocol.tracing import check_tracing
 from penstock.protocol.transport.context import check_reach, endpoints, is_loopback
@@ -45,6 +46,8 @@ from penstock.protocol.transport.curve import secure_client, secure_server
 from penstock.protocol.transport.process import raise_descriptor_limit
 
 WORKER = "penstock.services.worker"
+RUN_FOLDER_VARIABLES = ("XDG_RUNTIME_DIR", "TMPDIR", "TEMP", "TMP")
+"""in the order in which `run_folder` and `tempfile` read them"""
 
 
 def add_arguments(command: ArgumentParser) -> None:
@@ -198,7 +201,15 @@ def _check_length(config: Config) -> None:
     longest = max((one for one in addresses if "ipc://" in one), key=len).removeprefix("ipc://")
     if (size := len(bytes(Path(longest)))) > zmq.IPC_PATH_MAX_LEN:
         got = f"{longest} of {size} characters, expected up to {zmq.IPC_PATH_MAX_LEN}"
-        raise LaunchError(f"XDG_RUNTIME_DIR: got socket path {got}; let it name a shorter path")
+        raise LaunchError(f"{_variable(config)}: got socket path {got}; let it name a shorter path")
+
+
+def _variable(config: Config) -> str:
+    """Return the environment variable that the path of the run folder comes from."""
+    parent = run_folder(config.name).parents[1]
+    given = {name: os.environ.get(name) for name in RUN_FOLDER_VARIABLES}
+    named = (name for name, path in given.items() if path and Path(path).absolute() == parent)
+    return next(named, RUN_FOLDER_VARIABLES[0])
 
 
 def _check_security(config: Config) -> None:

@@ -139,6 +139,19 @@ def test_a_run_folder_too_deep_for_sockets(
             assert sentence in refused({}, 1, dp=10, endpoint="tcp://*:5555")
 
 
+@pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR", "TMP"])
+def test_a_run_folder_too_deep_names_its_variable(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
+    deep = tmp_path / ("x" * zmq.IPC_PATH_MAX_LEN)
+    deep.mkdir()
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR", "TEMP", "TMP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # what `tempfile` has found before
+    assert refused({}, 1).startswith(f"{variable}: got socket path {deep}")
+
+
 def test_an_endpoint_that_others_reach(refused: Callable[..., str]) -> None:
     for endpoint in ("tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://[::]:5555", "tcp://gpu1:5555"):
         sentence = refused({}, 1, endpoint=endpoint)
