@@ -182,6 +182,11 @@ class Config(ModelOptions, kw_only=True, frozen=True, forbid_unknown_fields=True
     otlp_endpoint: str = ""
     """HTTP address of an OpenTelemetry collector that receives traces of requests"""
 
+    def __post_init__(self) -> None:
+        """Remove the brackets that an address of IPv6 has in URLs."""
+        if self.http_host.startswith("[") and self.http_host.endswith("]"):
+            msgspec.structs.force_setattr(self, "http_host", self.http_host[1:-1])
+
     @property
     def max_running(self) -> int:
         """Limit of sequences that run at once, in all replicas."""

@@ -94,3 +94,9 @@ def test_several_models_are_in_one_file() -> None:
     assert endpoints(one).inner_clients == endpoints(two).inner_clients
     assert not set(endpoints(one)[2:-1]) & set(endpoints(two)[2:-1])
     assert make_run_folder(two).parent == path.parent
+
+
+def test_an_http_host_may_have_the_brackets_of_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Config(http_host="[::1]") == Config(http_host="::1")
+    monkeypatch.setenv("PENSTOCK_HTTP_HOST", "[::1]")
+    assert config_from_environment().http_host == "::1"

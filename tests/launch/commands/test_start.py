@@ -229,7 +229,8 @@ def test_an_http_host_that_others_reach(refused: Callable[..., str]) -> None:
         assert sentence.startswith(f"--http-host {host} may be reached from other machines: ")
     for more in ({"api_key": "x"}, {"insecure": True}):
         check_http_reach(Config(http_host="::", **more))  # type: ignore[arg-type]
-    check_http_reach(Config(http_host="localhost"))
+    for host in ("localhost", "::1", "[::1]"):
+        check_http_reach(Config(http_host=host))
 
 
 def test_origins_that_are_no_list(refused: Callable[..., str]) -> None:
