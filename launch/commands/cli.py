@@ -1,10 +1,9 @@
 """The command line. A command's module is imported when it runs, so that `launch` starts fast."""
 
-import contextlib
+import errno
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from io import TextIOWrapper
 from typing import NoReturn
 
@@ -55,37 +54,6 @@ Penstock serves Qwen3 models from a pipeline of small processes.
   launch --help               list all commands; launch COMMAND --help, its options"""
 
 
-class OutputError(Exception):
-    """Stdout can't be written to; the message says why."""
-
-
-class Stdout(TextIOWrapper):
-    """Stdout whose errors differ from those of other files.
-
-    Raises BrokenPipeError where nobody reads it, otherwise OutputError.
-    """
-
-    def write(self, text: str) -> int:
-        """Write a text."""
-        with _naming_stdout():
-            return super().write(text)
-
-    def flush(self) -> None:
-        """Write what is buffered."""
-        with _naming_stdout():
-            super().flush()
-
-
-@contextlib.contextmanager
-def _naming_stdout() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputError(f"stdout: {error.strerror}") from error
-
-
 def main() -> NoReturn:
     """Run the command line and exit.
 
@@ -98,35 +66,33 @@ def main() -> NoReturn:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(0 if is_server else 128 + number))
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `__main__.py`
-        with _flushing_stdout():
+        try:
             code = _run(sys.argv[1:])
+        finally:
+            sys.stdout.flush()
     except LaunchError as error:
         print(f"launch: {error}", file=sys.stderr)
         code = 2
-    except (ClientError, OutputError) as error:
+    except ClientError as error:
         print(f"launch: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         code = 0 if is_server else 128 + signal.SIGINT
     except BrokenPipeError:  # `launch ask … | head`
+        _drop_stdout()
+        code = 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename:
+            raise
+        print(f"launch: {error.strerror}", file=sys.stderr)
+        _drop_stdout()
         code = 1
     sys.exit(code)
 
 
-@contextlib.contextmanager
-def _flushing_stdout() -> Iterator[None]:
-    """Flush stdout after the block, also after an error in it. Raises as `Stdout`.
-
-    What can't be written is dropped: Python would try again at its end.
-    """
-    try:
-        yield
-    finally:
-        try:
-            sys.stdout.flush()
-        except (OSError, OutputError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise
+def _drop_stdout() -> None:
+    """Drop what can't be written to stdout: Python would try again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _prepare_streams() -> None:
@@ -139,9 +105,6 @@ def _prepare_streams() -> None:
     for name, errors in _UNENCODABLE.items():
         if isinstance(stream := getattr(sys, name), TextIOWrapper):
             stream.reconfigure(errors=errors)
-    if (out := sys.stdout) is sys.__stdout__ and isinstance(out, TextIOWrapper):
-        buffering = out.line_buffering, out.write_through
-        sys.stdout = Stdout(out.buffer, out.encoding, out.errors, None, *buffering)
 
 
 def _check_text(words: list[str]) -> None:

@@ -193,8 +193,8 @@ def error_page() -> str:
         ),
         "## Python exceptions",
         "Clients and `LLM` raise subclasses of `ClientError`: `from penstock import RequestError`. "
-        "`LLM` raises `penstock.LaunchError` where its pipeline does not start. Arguments of a wrong "
-        "type, which are found before anything is sent, raise `TypeError` or `ValueError`.",
+        "`LLM` raises `penstock.LaunchError` where its pipeline does not start. Arguments of a "
+        "wrong type, which are found before anything is sent, raise `TypeError` or `ValueError`.",
         table(
             "exception | base | meaning",
             [

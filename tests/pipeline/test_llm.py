@@ -133,7 +133,7 @@ def test_chat(llm: LLM) -> None:
 def test_what_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="temperature: got 3"):
         llm.generate(["1+1=", "2+2="], SamplingParams(temperature=3.0), use_tqdm=False)
-    with pytest.raises(RequestError, match="stop\\[0\\]: got None, expected `str`$"):
+    with pytest.raises(RequestError, match=r"stop\[0\]: got None, expected `str`$"):
         llm.generate("1+1=", SamplingParams(stop=[None]), use_tqdm=False)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="sampling_params: got 1, "):
         llm.generate(["1+1=", "2+2="], [SamplingParams()], use_tqdm=False)

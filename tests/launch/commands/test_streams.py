@@ -42,12 +42,12 @@ def test_an_encoding_without_a_character_is_no_error() -> None:
     assert done.stderr.startswith(rb"launch: --model: got '/\xe4', expected an existing folder")
 
 
-@pytest.mark.parametrize("words", ["", "--version", "ask --help", "models"])
+@pytest.mark.parametrize("words", ["", "--version", "models"])
 def test_a_full_device_is_one_sentence(words: str) -> None:
     """Whatever prints the words, with a buffer and without."""
     for unbuffered in ("", "1"):
         done = shell(f"$LAUNCH {words} > /dev/full", PYTHONUNBUFFERED=unbuffered)
-        assert (done.returncode, done.stderr) == (1, b"launch: stdout: No space left on device\n")
+        assert (done.returncode, done.stderr) == (1, b"launch: No space left on device\n")
 
 
 def test_nobody_reads_the_output() -> None:

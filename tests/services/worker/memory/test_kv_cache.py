@@ -102,7 +102,7 @@ def answers(*, preempt: bool = False, **options: object) -> tuple[list[list[int]
 
 def test_memory_that_the_machine_does_not_have(folder: Path) -> None:
     layout = KVLayout(read_model_config(folder), 1, 16, torch.float32)
-    with pytest.raises(ModelError, match="KV cache: Unable to allocate .*lower --kv-cache-gib"):
+    with pytest.raises(ModelError, match=r"KV cache: Unable to allocate .*lower --kv-cache-gib"):
         layout.allocate(1 << 45, torch.device("cpu"))
 
 
