@@ -139,7 +139,7 @@ class Connection:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Use the sockets; refused after `leave`, after a fork, and to a second thread: ClientError."""
+        """Use the sockets. Raises ClientError if closed, after a fork, and in a second thread."""
         if self.socket.closed:
             raise ClientError("the client is closed; open another one")
         if os.getpid() != self._pid:
