@@ -1,13 +1,12 @@
-"""The entry point: `launch`, or `python -P -m penstock.launch` where that is not on the PATH.
-
-Ctrl-C during the imports waits until `main` handles it, by its exit codes.
-"""
+"""The entry point: `launch`, or `python -P -m penstock.launch` where that is not on the PATH."""
 
 import signal
+import sys
 
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-
-from penstock.launch.commands.cli import main  # noqa: E402
+try:
+    from penstock.launch.commands.cli import main
+except KeyboardInterrupt:  # during the imports, before `main` handles it
+    sys.exit(128 + signal.SIGINT)
 
 if __name__ == "__main__":
     main()

@@ -65,7 +65,6 @@ def main() -> NoReturn:
     # by an exception, so that blocks end what they have started
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(0 if is_server else 128 + number))
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `__main__.py`
         try:
             code = _run(sys.argv[1:])
         finally:

@@ -32,7 +32,7 @@ class WaitingClient(Client):
         self._has_reported = False
 
     def wait(self) -> None:
-        """Wait for a sign of the pipeline; report once that there is no connection."""
+        """Wait for a sign of the pipeline; report once that it is not connected."""
         try:
             super().wait()
         except NoAnswer:

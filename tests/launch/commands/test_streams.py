@@ -67,9 +67,8 @@ def test_an_error_of_another_file_is_none_of_stdout(monkeypatch: pytest.MonkeyPa
         main()
 
 
-@pytest.mark.parametrize(("command", "code"), [("all", 0), ("top", 130)])
-def test_ctrl_c_during_the_imports(command: str, code: int) -> None:
-    program = f"""
+def test_ctrl_c_during_the_imports() -> None:
+    program = """
 import os, signal, sys
 class Finder:
     def find_spec(self, name, path, target=None):
@@ -77,9 +76,9 @@ class Finder:
             os.kill(os.getpid(), signal.SIGINT)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Finder())
-sys.argv = ["launch", "{command}", "--nonsense"]
+sys.argv = ["launch", "--nonsense"]
 from penstock.launch.__main__ import main
 main()
 """
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"")
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
