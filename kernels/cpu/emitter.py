@@ -85,6 +85,11 @@ class Kernel:
         raw.type = POINTER  # of any element
         return Pointer(self.builder, raw, kind)
 
+    def forget(self) -> None:
+        """Let LLVM read memory anew after this point, not keep what it read in few registers."""
+        nothing = ir.FunctionType(ir.VoidType(), [])
+        self.builder.asm(nothing, "", "~{memory}", [], side_effect=True)
+
     def smaller(self, left: Value, right: "Value | int") -> Value:
         right = Value(self.builder, left.lift(right))
         return (left < right).choose(left, right)

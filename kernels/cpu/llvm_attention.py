@@ -1,9 +1,9 @@
 """Causal attention over a paged KV cache, in one pass (FlashAttention, arXiv:2205.14135).
 
-A tile of up to four query rows (a row is a query head of a token) goes through the keys of its
-sequence in tiles of 16, with a running maximum and sum. Tiles begin at multiples of 16 positions, a
-later key has weight 0, and every row has its own sums, so that the bits of a row do not depend on
-its tile, on the chunk of its token or on the batch.
+A tile of query rows, up to four that fit the registers (a row is a query head of a token), goes
+through the keys of its sequence in tiles of 16, with a running maximum and sum. Tiles begin at
+multiples of 16 positions, a later key has weight 0, and every row has its own sums, so that the
+bits of a row do not depend on its tile, on the chunk of its token or on the batch.
 """
 
 import math
@@ -18,8 +18,6 @@ from penstock.kernels.cpu.values import Pointer, Value
 KEYS = 16
 """keys of a tile"""
 MAX_ROWS = 4
-ACCUMULATORS = 16
-"""vectors of sums that fit the registers in addition to others"""
 
 
 class _Row(NamedTuple):
@@ -49,7 +47,7 @@ def emit_attention(k: Kernel, target: Target, head_dim: int, group: int) -> None
     k.tiles(
         0,
         (end - begin) * group,
-        MAX_ROWS,
+        min(target.rows, MAX_ROWS),
         lambda first, number: _tile(k, target, head_dim, group, first, number),
     )
 
@@ -93,10 +91,10 @@ def _tile(k: Kernel, target: Target, head_dim: int, group: int, first: Value, co
         valid = k.smaller(most - key, KEYS)
         for own, row_scores in zip(rows, scores, strict=True):
             _weigh(k, head_dim, own, row_scores, key)
-        together = max(1, ACCUMULATORS * target.lanes // head_dim)
-        for index in range(0, count, together):
-            some = rows[index : index + together]
-            _add_values(k, head_dim, some, valid, v_cache, places, None if index else ahead)
+        of_tile = target.rows * COLUMNS * target.lanes // (count * KEYS) * KEYS
+        for feature in range(0, head_dim, of_tile):
+            features = range(feature, min(feature + of_tile, head_dim), KEYS)
+            _add_values(k, features, rows, valid, v_cache, places, ahead)
     for own in rows:
         total = 1.0 / add_lanes([own.total.value], KEYS).lane(0)
         for feature in range(0, head_dim, KEYS):
@@ -146,22 +144,20 @@ def _weigh(k: Kernel, head_dim: int, row: _Row, scores: Value, key: Value) -> No
 
 def _add_values(
     k: Kernel,
-    head_dim: int,
+    features: range,
     rows: list[_Row],
     valid: Value,
     cache: Pointer,
     places: Pointer,
-    ahead: Value | None,
+    ahead: Value,
 ) -> None:
-    """Add the weighted values of a tile to the sums of rows; prefetch the values `ahead`."""
-    features = range(0, head_dim, KEYS)
+    """Add some features of a tile's values to the sums of rows; prefetch those `ahead`."""
     sums = [[k.variable(row.weighted.vector(at, KEYS)) for at in features] for row in rows]
     with k.range(0, valid) as index:
         weights = [row.weights[index] for row in rows]
         value = cache + places[index]
         for number, feature in enumerate(features):
-            if ahead is not None:
-                (value + feature).prefetch(ahead)
+            (value + feature).prefetch(ahead)
             values = value.vector(feature, KEYS)
             for weight, own in zip(weights, sums, strict=True):
                 own[number].value = weight.fma(values, own[number].value)

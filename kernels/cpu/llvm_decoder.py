@@ -22,14 +22,7 @@ from penstock.kernels.cpu.llvm_elementwise import (
     emit_total,
 )
 from penstock.kernels.cpu.llvm_integer_dot import emit_rounding
-from penstock.kernels.cpu.llvm_linear import (
-    ADD,
-    COLUMNS,
-    STORE,
-    SWIGLU,
-    emit_deinterleaving,
-    emit_product,
-)
+from penstock.kernels.cpu.llvm_linear import ADD, COLUMNS, STORE, SWIGLU, emit_product
 from penstock.kernels.cpu.types import LAYER, HeadFields, StepFields
 from penstock.kernels.cpu.values import Pointer, Value
 
@@ -96,17 +89,13 @@ def build_module(target: Target, kinds: Kinds, head_dim: int, group: int) -> ir.
 
 
 def _product(module: ir.Module, target: Target, kind: Kind) -> Kernel:
-    preparation = None
+    rounding = None
     if isinstance(kind, IntegerKind):
-        preparation = Kernel(module, f"rounding_{name_of(kind)}", "f32 int f32")
-        emit_rounding(preparation, target, kind)
-    elif kind == "bf16":
-        preparation = Kernel(module, "deinterleaving", "f32 int f32")
-        emit_deinterleaving(preparation, target)
-        preparation.end()
+        rounding = Kernel(module, f"rounding_{name_of(kind)}", "f32 int f32")
+        emit_rounding(rounding, target, kind)
     arguments = f"int f32 {element(kind)} f32 int int int int int f32 f32"
     product = Kernel(module, f"product_{name_of(kind)}", arguments)
-    emit_product(product, target, kind, preparation)
+    emit_product(product, target, kind, rounding)
     product.end()
     return product
 

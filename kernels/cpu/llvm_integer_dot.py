@@ -6,6 +6,7 @@ signed bytes. So codes of weights get an offset, and sums begin with the opposit
 Sums of integers are exact.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from penstock.kernels.cpu.compiler import Target
@@ -105,7 +106,7 @@ def integer_dot_tile(
             if ahead is not None:
                 for unit in own:
                     unit.prefetch(ahead)
-            _add_unit(target, own, [row + index * words for row in rows], sums)
+            _add_unit(k, target, own, [row + index * words for row in rows], sums)
 
     with k.range(0, whole, unrolled * UNIT) as at:
         accumulate(at, unrolled)
@@ -116,24 +117,36 @@ def integer_dot_tile(
 
 
 def _add_unit(
-    target: Target, units: list[IntegerPointer], xs: list[Pointer], sums: list[list[Variable]]
+    k: Kernel,
+    target: Target,
+    units: list[IntegerPointer],
+    xs: list[Pointer],
+    sums: list[list[Variable]],
 ) -> None:
     """Add the products of a unit of columns to the sums of each x with each weight."""
-    lanes, kind = target.lanes, units[0].kind
-    for lane in range(0, PART, lanes):
-        place = 4 * lane, 4 * lanes
-        columns = [_codes(unit, *place, target) for unit in units]
+    kind, lanes = units[0].kind, target.lanes
+    has_offset = code_offset(target, kind.bits) > 0
+    vectors = range(0, PART, lanes)
+    # vectors that share a weight's scale are added before they are multiplied with it
+    spans = [vectors] if kind.group_size >= UNIT else [[lane] for lane in vectors]
+    for span, (number, unit) in itertools.product(spans, enumerate(units)):
+        k.forget()
+        place = 4 * span[0], 4 * lanes
+        columns = [_codes(unit, 4 * lane, 4 * lanes, target) for lane in span]
+        scale = unit.scale(*place)
         for x, row in zip(xs, sums, strict=True):
-            own = x + lane
-            codes = own.vector(0, lanes).bits(INT8, 4 * lanes)
-            first = (own + SUMS).vector(0, lanes).bits(INT32)
-            scales = (own + SCALES).vector(0, lanes)
-            for unit, column, total in zip(units, columns, row, strict=True):
+            total, own = row[number], k.zeros(lanes)
+            for lane, column in zip(span, columns, strict=True):
+                codes = (x + lane).vector(0, lanes).bits(INT8, 4 * lanes)
+                first = (x + SUMS).vector(lane, lanes) if has_offset else k.zeros(lanes)
+                first = first.bits(INT32)
                 products = dot(target, kind.bits, first, column, codes).to_float()
-                total.value = unit.scale(*place).fma(products * scales, total.value)
+                scales = (x + SCALES).vector(lane, lanes)
+                own = products * scales if lane == span[0] else products.fma(scales, own)
                 if kind.has_shift:
-                    ones = (own + SHIFTED).vector(0, lanes)
+                    ones = (x + SHIFTED).vector(lane, lanes)
                     total.value = unit.shift(*place).fma(ones, total.value)
+            total.value = scale.fma(own, total.value)
 
 
 def _codes(unit: IntegerPointer, first: int, count: int, target: Target) -> Value:

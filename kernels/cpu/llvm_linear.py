@@ -4,18 +4,20 @@ A tile of rows and columns is in registers. Vectors run along in_features; each 
 its lanes, added in one fixed order. A result thus has the same bits in every tile, so that a row's
 bits do not depend on the number of rows or of threads.
 
-Two adjacent bfloat16 are read as an int32: a shift leaves the even element as float32, a mask the
-odd one. Rows are therefore stored in the same order before: even columns, then odd ones.
+For more rows than a tile has, a part of four columns is widened once to float32 in the first-level
+cache (packing as in GotoBLAS, doi:10.1145/1356052.1356053), and all rows are multiplied with it.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock.kernels.cpu.compiler import Target
-from penstock.kernels.cpu.emitter import Kernel
+from penstock.kernels.cpu.emitter import Kernel, Variable
 from penstock.kernels.cpu.integer_pointer import IntegerKind, IntegerPointer, Kind, weight_pointer
 from penstock.kernels.cpu.llvm_elementwise import add_lanes, silu
 from penstock.kernels.cpu.llvm_integer_dot import (
+    LANES,
     MAX_ROWS,
     MAX_UNIT_WORDS,
     integer_dot_tile,
@@ -29,6 +31,11 @@ COLUMNS = 4
 """columns of a tile: four outputs, or in SwiGLU two of the gate and two of up"""
 BLOCK_BYTES = 256 << 10
 """of input rows that are multiplied with all columns before the next rows"""
+UNROLLED = 4
+"""vectors of a turn of the loop along in_features"""
+PACKED = 1024
+"""in_features of a packed part of columns"""
+CACHE_LINE = 64
 AHEAD = 8192
 """bytes by which a single column is prefetched; a CPU foresees memory only to the end of a page"""
 Weight = Pointer | IntegerPointer
@@ -45,76 +52,81 @@ def dot_tile(
     """Return for each x the vector of its products with the ws, over `size` elements.
 
     size: a number is a multiple of the vector's lanes. ahead: distance of elements of the ws that
-    are prefetched meanwhile. xs of bfloat16 ws: from `emit_deinterleaving`.
+    are prefetched meanwhile.
     """
     lanes = target.lanes
     sums = [[k.variable(k.zeros(lanes)) for _ in ws] for _ in xs]
-    is_split = ws[0].kind == "bf16"
-    width = 2 * lanes if is_split else lanes
-
-    def add(at: Value, columns: Sequence[Value], count: Value | None = None) -> None:
-        for x, row in zip(xs, sums, strict=True):
-            values = x.vector(at, lanes, count)
-            for column, total in zip(columns, row, strict=True):
-                total.value = values.fma(column, total.value)
-
-    def accumulate(at: Value, count: Value | None = None) -> None:
-        if not is_split:
-            add(at, [w.vector(at, lanes, count) for w in ws], count)
-            return
-        evens, odds = zip(*(w.halves(at, lanes, count) for w in ws), strict=True)
-        add(at, evens)
-        add(at + lanes, odds)
-
-    whole = size - size % width
-    with k.range(0, whole, width) as at:
-        if ahead is not None:
-            for w in ws:
-                (w + at).prefetch(ahead)
-        accumulate(at)
-    if isinstance(whole, Value):
-        with k.when(whole < size):
-            accumulate(whole, size - whole)
+    add_products(k, target, xs, ws, size, sums, ahead)
     return [add_lanes([total.value for total in row], lanes) for row in sums]
 
 
-def emit_deinterleaving(k: Kernel, target: Target) -> None:
-    """Write groups of columns of a row as `Pointer.halves` widens them: even ones, then odd ones.
+def add_products(
+    k: Kernel,
+    target: Target,
+    xs: list[Pointer],
+    ws: Sequence[Pointer],
+    size: "Value | int",
+    sums: list[list[Variable]],
+    ahead: Value | None = None,
+    stride: int = 1,
+) -> None:
+    """Add the products of each x with each of the ws to the sums of lanes.
 
-    Arguments: x, size, out. Columns of the last group after `size` are 0.
+    size, ahead: as in `dot_tile`. stride: 1, or COLUMNS for ws whose vectors alternate in memory.
     """
-    x, size, out = k.arguments
     lanes = target.lanes
-    with k.range(0, size, 2 * lanes) as at:
-        low = x.vector(at, lanes, size - at)
-        high = x.vector(at + lanes, lanes, size - (at + lanes))
-        for part in range(2):
-            out[at + part * lanes] = low.lanes(range(part, 2 * lanes, 2), high)
+
+    def add(at: "Value | int", count: Value | None = None) -> None:
+        values = [x.vector(at, lanes, count) for x in xs]
+        # one column at a time: the sums leave few registers
+        for number, w in enumerate(ws):
+            column = w.vector(at * stride, lanes, count)
+            for value, row in zip(values, sums, strict=True):
+                row[number].value = value.fma(column, row[number].value)
+
+    group = UNROLLED * lanes
+    lines = range(0, group, CACHE_LINE * 8 // ws[0].bits)
+    whole = size - size % group
+    with k.range(0, whole, group) as at:
+        if ahead is not None:
+            for w, first in itertools.product(ws, lines):
+                (w + at).prefetch(ahead + first)
+        for first in range(0, group, lanes):
+            add(at + first)
+    if isinstance(size, int):
+        for rest in range(size - size % group, size, lanes):
+            add(rest)
+        return
+    with k.range(whole, size, lanes) as at:
+        add(at, size - at)
 
 
-def emit_product(k: Kernel, target: Target, kind: Kind, preparation: Kernel | None) -> None:
+def emit_product(k: Kernel, target: Target, kind: Kind, rounding: Kernel | None) -> None:
     """Multiply rows with columns `begin` to `end` of a weight of a kind.
 
     Arguments: mode (STORE, ADD to `out`, SWIGLU), x, weight, its scales, size (in_features),
     columns (all of the result), begin, end, num_rows, out, scratch (`scratch_words`). `begin`
-    divides by 4. preparation: of a row for a weight of this kind.
+    divides by 4. rounding: of a row for a weight of integers.
     """
     mode, x, codes, scales, size, columns, begin, end, num_rows, out, scratch = k.arguments
     weight = weight_pointer(kind, codes, scales)
     step = (mode.compare("==", SWIGLU)).choose(k.integer(COLUMNS // 2), COLUMNS)
     rows_of_block = k.integer(BLOCK_BYTES // 4) // size
-    rows_of_tile = _rows_of_tile(target, kind)
+    rows_of_tile = min(target.rows, MAX_ROWS) if rounding else target.rows
     rows_of_block = rows_of_block - rows_of_block % rows_of_tile + rows_of_tile
     with k.range(0, num_rows, rows_of_block) as first:
         last = k.smaller(first + rows_of_block, num_rows)
         rows = _Rows(x + first * size, size)
-        if preparation:
-            rows = _Rows(scratch, _prepared_words(target, kind, size))
+        if isinstance(kind, IntegerKind) and rounding:
+            rows = _Rows(scratch, size // UNIT * unit_words(kind))
             with k.range(0, last - first) as row:
-                k.call(preparation, x + (first + row) * size, size, rows.at(row))
-        place = _Place(k, target, mode, rows, size, columns, out + first * columns)
-        # a CPU foresees one stream of memory better than four
-        rest = num_rows.compare("==", 1).choose(end - begin, (end - begin) % step)
+                k.call(rounding, x + (first + row) * size, size, rows.at(row))
+        place = _Place(k, target, mode, rows, size, columns, out + first * columns, scratch)
+        rest = (end - begin) % step
+        if rounding or target.lanes > LANES:
+            # a CPU foresees one stream of memory better than four; adding short vectors of float32
+            # to one sum is slower than memory
+            rest = num_rows.compare("==", 1).choose(end - begin, rest)
         with k.range(begin, end - rest, step) as column:
             _columns(place, weight, column, last - first, rows_of_tile)
         with k.range(end - rest, end) as column, k.range(0, last - first) as row:
@@ -125,27 +137,16 @@ def emit_product(k: Kernel, target: Target, kind: Kind, preparation: Kernel | No
                 place.tile([row], pair, column)
 
 
-def _rows_of_tile(target: Target, kind: Kind) -> int:
-    """Return the rows of a tile whose sums fit the registers."""
-    return min(target.rows, MAX_ROWS) if isinstance(kind, IntegerKind) else target.rows
-
-
-def _prepared_words(target: Target, kind: Kind, size: Value) -> Value:
-    """Return the words of 4 bytes of a prepared row of `size` columns."""
-    if isinstance(kind, IntegerKind):
-        return size // UNIT * unit_words(kind)
-    group = 2 * target.lanes
-    return (size + (group - 1)) // group * group
-
-
 def scratch_words(target: Target, inputs: Sequence[int]) -> int:
     """Return the words of 4 bytes of a thread's scratch; inputs: in_features of all weights."""
     units = [(BLOCK_BYTES // 4 // size + target.rows) * -(-size // UNIT) for size in inputs]
-    return max(units) * MAX_UNIT_WORDS
+    num_rows = BLOCK_BYTES // 4 // PACKED + target.rows
+    packed = COLUMNS * (PACKED + num_rows * target.lanes)
+    return max(packed, max(units) * MAX_UNIT_WORDS)
 
 
 class _Rows(NamedTuple):
-    """Rows of the input, float32 or prepared."""
+    """Rows of the input, float32 or rounded."""
 
     x: Pointer
     stride: Value
@@ -158,7 +159,7 @@ def _columns(
     place: "_Place", weight: Weight, column: Value, num_rows: Value, rows_of_tile: int
 ) -> None:
     """Multiply all rows with a column of tiles."""
-    size = place.size
+    k, size = place.k, place.size
     is_swiglu = place.mode.compare("==", SWIGLU)
     ws: list[Any] = []
     for index in range(COLUMNS):
@@ -169,7 +170,37 @@ def _columns(
     def tile(row: Value, number: int) -> None:
         place.tile([row + index for index in range(number)], ws, column)
 
-    place.k.tiles(0, num_rows, rows_of_tile, tile)
+    if isinstance(weight, IntegerPointer):
+        k.tiles(0, num_rows, rows_of_tile, tile)
+        return
+    with k.when(num_rows < rows_of_tile + 1):
+        k.tiles(0, num_rows, rows_of_tile, tile)
+    with k.when(num_rows > rows_of_tile), k.range(0, size, PACKED) as begin:
+        _pack(place, [w + begin for w in ws], k.smaller(size - begin, PACKED))
+
+        def part(row: Value, number: int) -> None:
+            place.part([row + index for index in range(number)], begin, column)
+
+        k.tiles(0, num_rows, rows_of_tile, part)
+
+
+def _pack(place: "_Place", ws: Sequence[Pointer], size: Value) -> None:
+    """Widen `size` elements of the ws side by side, and prefetch the next columns."""
+    k, lanes = place.k, place.target.lanes
+
+    def pack(at: Value, count: Value | None = None) -> None:
+        for number, w in enumerate(ws):
+            place.packed[at * COLUMNS + number * lanes] = w.vector(at, lanes, count)
+
+    line = CACHE_LINE * 8 // ws[0].bits
+    whole = size - size % line
+    with k.range(0, whole, line) as at:
+        for w in ws:
+            (w + at).prefetch(place.size * COLUMNS)
+        for first in range(0, line, lanes):
+            pack(at + first)
+    with k.range(whole, size, lanes) as at:
+        pack(at, size - at)
 
 
 class _Place:
@@ -184,20 +215,50 @@ class _Place:
         size: Value,
         columns: Value,
         out: Pointer,
+        scratch: Pointer,
     ) -> None:
         self.k, self.target, self.mode = k, target, mode
         self.rows, self.size, self.columns, self.out = rows, size, columns, out
+        self.packed, self.sums = scratch, scratch + PACKED * COLUMNS
 
     def tile(self, rows: list[Value], ws: Sequence[Any], column: Value) -> None:
         """Multiply rows with columns and store."""
-        k = self.k
         ahead = self.size * COLUMNS  # the next columns
         if len(ws) < COLUMNS:
-            ahead = k.integer(AHEAD * 8 // ws[0].bits)
+            ahead = self.k.integer(AHEAD * 8 // ws[0].bits)
         multiply = integer_dot_tile if isinstance(ws[0], IntegerPointer) else dot_tile
-        sums = multiply(k, self.target, [self.rows.at(row) for row in rows], ws, self.size, ahead)
+        xs = [self.rows.at(row) for row in rows]
+        self._store(rows, column, multiply(self.k, self.target, xs, ws, self.size, ahead))
+
+    def part(self, rows: list[Value], begin: Value, column: Value) -> None:
+        """Multiply rows with the packed part of columns, and store the sums after the last one."""
+        k, lanes = self.k, self.target.lanes
+        sums = [[k.variable(k.zeros(lanes)) for _ in range(COLUMNS)] for _ in rows]
+        before = [self.sums + row * (COLUMNS * lanes) for row in rows]
+        places = [
+            (total, (of_row, number * lanes))
+            for of_row, own in zip(before, sums, strict=True)
+            for number, total in enumerate(own)
+        ]
+        with k.when(begin > 0):
+            for total, (of_row, at) in places:
+                total.value = of_row.vector(at, lanes)
+        xs = [self.rows.at(row) + begin for row in rows]
+        ws = [self.packed + number * lanes for number in range(COLUMNS)]
+        rest = self.size - begin
+        add_products(k, self.target, xs, ws, k.smaller(rest, PACKED), sums, stride=COLUMNS)
+        with k.when(rest > PACKED):
+            for total, (of_row, at) in places:
+                of_row[at] = total.value
+        with k.when(rest < PACKED + 1):
+            totals = [add_lanes([total.value for total in own], lanes) for own in sums]
+            self._store(rows, column, totals)
+
+    def _store(self, rows: list[Value], column: Value, sums: list[Value]) -> None:
+        """Store the products of rows with columns."""
+        k, size = self.k, sums[0].raw.type.count
         places = [self.out + (row * self.columns + column) for row in rows]
-        if half := len(ws) // 2:
+        if half := size // 2:
             with k.when(self.mode.compare("==", SWIGLU)):
                 for total, place in zip(sums, places, strict=True):
                     gate, up = total.lanes(range(half)), total.lanes(range(half, 2 * half))
@@ -207,4 +268,4 @@ class _Place:
                 place[0] = total
         with k.when(self.mode.compare("==", ADD)):
             for total, place in zip(sums, places, strict=True):
-                place[0] = place.vector(0, len(ws)) + total
+                place[0] = place.vector(0, size) + total

@@ -18,8 +18,6 @@ KINDS = {
     "i32": INT32,
     "i64": INT64,
 }
-HIGH_HALF = -(1 << 16)
-"""of an int32"""
 PREFETCH = "llvm.prefetch.p0"
 BYTES = {"f32": 4, "bf16": 2, "f16": 2, "i16": 2, "i8": 1, "i32": 4, "i64": 8}
 
@@ -237,17 +235,6 @@ class Pointer:
             return Value(self._builder, raw)
         wide = Value(self._builder, self._builder.zext(raw, ir.VectorType(INT32, size)))
         return wide.shift_left(16).bits(FLOAT)
-
-    def halves(
-        self, index: "Value | int", size: int, count: "Value | None" = None
-    ) -> tuple[Value, Value]:
-        """Return bfloat16 from here on as two vectors of `size` lanes: even, then odd elements.
-
-        One read and two instructions widen both. count: as in `vector`.
-        """
-        raw = Pointer(self._builder, self.raw, "i16").vector(index, 2 * size, count)
-        both = raw.bits(INT32, size)
-        return both.shift_left(16).bits(FLOAT), (both & HIGH_HALF).bits(FLOAT)
 
     def prefetch(self, index: "Value | int" = 0) -> None:
         """Start to read the cache line of an element, which may lie outside of the array.
