@@ -86,7 +86,7 @@ class Kernel:
         return Pointer(self.builder, raw, kind)
 
     def forget(self) -> None:
-        """Let LLVM read memory anew after this point, not keep what it read in few registers."""
+        """Make LLVM read memory again after this point: there are few registers for old values."""
         nothing = ir.FunctionType(ir.VoidType(), [])
         self.builder.asm(nothing, "", "~{memory}", [], side_effect=True)
 
