@@ -81,7 +81,7 @@ def main() -> NoReturn:
         _drop_stdout()
         code = 1
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.filename:
             raise
         print(f"launch: {error.strerror}", file=sys.stderr)
         _drop_stdout()

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,11 @@ def test_a_full_device_is_one_sentence(words: str) -> None:
     for unbuffered in ("", "1"):
         done = shell(f"$LAUNCH {words} > /dev/full", PYTHONUNBUFFERED=unbuffered)
         assert (done.returncode, done.stderr) == (1, b"launch: No space left on device\n")
+
+
+def test_a_file_that_may_not_grow_is_one_sentence(tmp_path: Path) -> None:
+    done = shell(f"ulimit -f 0; $LAUNCH --version > {tmp_path}/out")
+    assert (done.returncode, done.stderr) == (1, b"launch: File too large\n")
 
 
 def test_nobody_reads_the_output() -> None:
