@@ -232,10 +232,12 @@ def check_endpoint(endpoint: str) -> None:
     if endpoint.startswith("ipc://") and answers(endpoint.removeprefix("ipc://")):
         raise LaunchError(f"--endpoint {endpoint} is in use; give another one")
     try:
+        if (path := Path(endpoint.removeprefix("ipc://"))).exists() and not path.is_socket():
+            raise zmq.ZMQError(errno.EEXIST)  # libzmq would remove it
         with zmq.Context() as context, context.socket(zmq.ROUTER) as trial:
             trial.setsockopt(zmq.IPV6, "[" in endpoint)
             trial.bind(endpoint)
-    except zmq.ZMQError as error:
+    except (OSError, zmq.ZMQError) as error:
         if error.errno == zmq.EADDRINUSE:
             raise LaunchError(f"--endpoint {endpoint} is in use; give another one") from error
         raise LaunchError(f"--endpoint {endpoint} can't be bound: {error}") from error
@@ -246,15 +248,12 @@ def check_http_reach(config: Config) -> None:
     try:
         _ = config.origins
     except msgspec.DecodeError as error:
-        raise LaunchError(
-            f"--allowed-origins: got {config.allowed_origins!r}, expected a JSON list of origins "
-            f"or one origin: {error}"
-        ) from error
+        got = f"got {config.allowed_origins!r}, expected a JSON list of origins or one origin"
+        raise LaunchError(f"--allowed-origins: {got}: {error}") from error
     if not (config.api_key or config.insecure or is_loopback(config.http_host)):
-        raise LaunchError(
-            f"--http-host {config.http_host} may be reached from other machines: give "
-            "--api-key-file, or --insecure, with which anyone may send requests"
-        )
+        hint = "give --api-key-file, or --insecure, with which anyone may send requests"
+        where = f"--http-host {config.http_host} may be reached from other machines"
+        raise LaunchError(f"{where}: {hint}")
 
 
 def check_http_port(config: Config) -> None:

@@ -101,8 +101,7 @@ def remove_socket(endpoint: str) -> None:
 def answers(path: str | Path) -> bool:
     """Return whether someone listens there: ZeroMQ would silently take over the file."""
     with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
-        client.connect(str(path))
-        return True
+        return client.connect_ex(str(path)) == 0
     return False
 
 

@@ -170,7 +170,8 @@ def test_keys_that_can_not_be_read(refused: Callable[..., str], tmp_path: Path) 
 
 def test_a_free_endpoint(tmp_path: Path) -> None:
     check_endpoint(f"ipc://{tmp_path}/free")
-    (tmp_path / "stale").touch()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{tmp_path}/stale")
     check_endpoint(f"ipc://{tmp_path}/stale")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -188,6 +189,14 @@ def test_an_endpoint_in_use(tmp_path: Path) -> None:
         with pytest.raises(LaunchError, match="/taken is in use"):
             check_endpoint(f"ipc://{tmp_path}/taken")
         assert (tmp_path / "taken").exists()
+
+
+def test_an_endpoint_that_is_a_file(tmp_path: Path) -> None:
+    """The file stays: libzmq would put a socket in its place."""
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(LaunchError, match="/notes can't be bound: File exists"):
+        check_endpoint(f"ipc://{tmp_path}/notes")
+    assert (tmp_path / "notes").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
