@@ -65,6 +65,8 @@ def _run_all(arguments: Namespace) -> int:
     fields, source = models[0], None
     if fields.get("curve_keys"):
         fields["curve_keys"] = str(Path(fields["curve_keys"]).absolute())
+    if (endpoint := fields.get("endpoint", "")).startswith("ipc://") and "://@" not in endpoint:
+        fields["endpoint"] = f"ipc://{Path(endpoint.removeprefix('ipc://')).absolute()}"
     if len(models) > 1:
         config = config_of(models)
     else:

@@ -16,6 +16,7 @@ import zmq
 
 from penstock.launch.bench.pipeline import STAND_IN
 from penstock.launch.commands import start as module
+from penstock.launch.commands.cli import make_parser
 from penstock.launch.commands.start import check_endpoint, check_http_port, check_http_reach, start
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.keys import make_keys
@@ -197,6 +198,20 @@ def test_an_endpoint_that_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="/notes can't be bound: File exists"):
         check_endpoint(f"ipc://{tmp_path}/notes")
     assert (tmp_path / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [("ipc://a/b", "ipc://{}/a/b"), ("ipc:///a", "ipc:///a"), ("ipc://@a", "ipc://@a")],
+)
+def test_an_endpoint_is_the_same_in_every_folder(
+    given: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs: list[Config] = []
+    monkeypatch.setattr(module, "start", lambda config, *_: configs.append(config))
+    monkeypatch.chdir(tmp_path)
+    module._run_all(make_parser().parse_args(["all", "--endpoint", given]))
+    assert configs[0].endpoint == used.format(tmp_path)
 
 
 @pytest.mark.parametrize(
