@@ -124,4 +124,4 @@ def with_api_key(config: Config) -> Config:
         key = Path(config.api_key_file).read_text().partition("\n")[0].strip()
         if not key:
             raise ValueError(f"api_key_file: the first line of {config.api_key_file} is empty")
-    return msgspec.structs.replace(config, api_key=key or os.environ.get(API_KEY_VARIABLE, ""))
+    return msgspec.structs.replace(config, api_key=key or os.getenv(API_KEY_VARIABLE, "").strip())

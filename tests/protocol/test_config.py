@@ -67,7 +67,7 @@ def test_the_configuration_is_for_this_user_only() -> None:
 
 
 def test_where_the_api_key_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_API_KEY", "of the environment")
+    monkeypatch.setenv("PENSTOCK_API_KEY", "of the environment\n")
     file = tmp_path / "key"
     file.write_text("of the file\nmore\n")
     config = Config(api_key_file=str(file))
