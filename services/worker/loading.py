@@ -21,7 +21,6 @@ from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read
 from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import BatchPlan
 from penstock.protocol.messages.worker import WorkerAssignment
-from penstock.protocol.run_folder import make_run_folder
 from penstock.protocol.transport.memory_client import MemoryClient
 from penstock.services.worker.hardware.compiling import (
     INTEGER_BITS,
@@ -123,8 +122,9 @@ def load(
         grammars.wait()
         times.end("grammars")
     if config.profile:
-        path = make_run_folder(config) / f"trace-{index}.json"
-        runner.profiler = step_profiler(config.profile, path)
+        trace = f"trace-{config.name.replace('/', '-')}-{index}.json"
+        parent = config.pipeline_folder.parent  # the run folder ends with the pipeline
+        runner.profiler = step_profiler(config.profile, parent / trace)
     log.info("ready after %s", times)
     return runner
 

@@ -1,7 +1,8 @@
-"""The parts of a start."""
+"""The parts of a start, and traces of steps."""
 
 import inspect
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -9,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.services.worker.timings import StartTimes, _started_at
+from penstock.protocol.config import Config
+from penstock.protocol.messages.worker import WorkerAssignment
+from penstock.protocol.run_folder import make_run_folder
+from penstock.services.worker.loading import load
+from penstock.services.worker.timings import FIRST_STEP, StartTimes, _started_at
 
 
 def test_parts_follow_one_another_from_the_start_of_the_process(
@@ -32,3 +37,15 @@ def test_the_start_is_right_to_a_tick_of_the_clock() -> None:
     started = float(subprocess.check_output([sys.executable, "-P", "-c", code]))
     tick = 1 / os.sysconf("SC_CLK_TCK") if Path("/proc").exists() else 1.0
     assert before - 2 * tick <= started <= time.time()
+
+
+def test_a_trace_outlives_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    config = Config(device="cpu", profile=1)
+    folder = make_run_folder(config)
+    profiler = load(config, WorkerAssignment(1, "g", 0, 1, ""), lambda: None).profiler
+    assert profiler is not None
+    for _ in range(FIRST_STEP + 1):
+        profiler.step()
+    shutil.rmtree(folder)
+    assert [path.name for path in tmp_path.rglob("*.json")] == ["trace-default-0.json"]
