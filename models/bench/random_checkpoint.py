@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -171,8 +172,7 @@ def _integers(
     if quantization == "awq":
         return {"qweight": words(columns, rows // 8), "qzeros": zeros, "scales": scales}
     index = torch.arange(columns, dtype=torch.int32) // GROUP
-    packed = {"qweight": words(columns // 8, rows), "qzeros": zeros, "scales": scales}
-    return packed | {"g_idx": index}
+    return {"qweight": words(columns // 8, rows), "qzeros": zeros, "scales": scales, "g_idx": index}
 
 
 def _save(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:
@@ -200,8 +200,7 @@ def _save_tokenizer(folder: Path) -> None:
     characters = byte_characters()
     pairs = list(itertools.product(characters, characters))
     triples = itertools.product(("".join(pair) for pair in pairs), characters)
-    num_triples = NUM_BYTE_PAIRS - len(characters) - len(pairs)
-    merges = [*pairs, *itertools.islice(triples, num_triples)]
+    merges = [*pairs, *itertools.islice(triples, NUM_BYTE_PAIRS - len(characters) - len(pairs))]
     tokens = [*characters, *("".join(merge) for merge in merges)]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
@@ -210,17 +209,13 @@ def _save_tokenizer(folder: Path) -> None:
     by_id = {number: token for token, number in SPECIAL_IDS.items()}
     last = max(by_id)
     names = (by_id.get(number, f"<|extra_{number}|>") for number in range(NUM_BYTE_PAIRS, last + 1))
-    tokenizer.add_tokens(
-        [AddedToken(name, special=name.startswith("<|"), normalized=False) for name in names]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "chat_template": json.loads(DEMO_TOKENIZER.read_bytes())["chat_template"],
-    }
-    _write_json(folder / "tokenizer_config.json", config)
+    added = [AddedToken(name, special=name.startswith("<|"), normalized=False) for name in names]
+    tokenizer.add_tokens(added)
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    template = json.loads(DEMO_TOKENIZER.read_bytes())["chat_template"]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    ends = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    _write_json(folder / "tokenizer_config.json", config | ends)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -235,12 +230,15 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--quantization", choices=FORMATS)
     parser.add_argument("--layers", type=int)
-    arguments = parser.parse_args()
-    shape = shape_of(arguments.size)
-    if arguments.layers:
-        shape["num_hidden_layers"] = arguments.layers
-    num_bytes = make_checkpoint(arguments.folder, shape, arguments.dtype, arguments.quantization)
-    print(f"{arguments.folder}: {num_bytes / (1 << 30):.2f} GiB of random weights")
+    given = parser.parse_args()
+    shape = shape_of(given.size)
+    if given.layers:
+        shape["num_hidden_layers"] = given.layers
+    try:
+        num_bytes = make_checkpoint(given.folder, shape, given.dtype, given.quantization)
+    except (OSError, SafetensorError) as error:
+        raise SystemExit(f"launch: FOLDER: {given.folder} can't be filled: {error}") from None
+    print(f"{given.folder}: {num_bytes / (1 << 30):.2f} GiB of random weights")
 
 
 if __name__ == "__main__":

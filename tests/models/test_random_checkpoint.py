@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -191,3 +192,15 @@ def test_what_the_command_refuses(
         main()
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("blocks", [1000, 50_000])
+def test_a_full_disk_is_one_sentence(tmp_path: Path, blocks: int) -> None:
+    """For the tokenizer, and for the weights: here as a limit of the files' size, in KiB."""
+    words = f"{random_checkpoint.__name__} 0.6B {tmp_path} --layers 1"
+    command = ["bash", "-c", f"ulimit -f {blocks}; exec {sys.executable} -P -m {words}"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.startswith(f"launch: FOLDER: {tmp_path} can't be filled: ")
+    assert "File too large" in ran.stderr
+    assert ran.stderr.count("\n") == 1
