@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu import compiled_layers, compiler
 from penstock.kernels.cpu.compiled_layers import CompiledLayers
+from penstock.kernels.cpu.llvm_linear import PACKED
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.linear.linear import linear_add, norm_swiglu
 from tests.kernels.cpu.layers_case import (
@@ -61,6 +62,25 @@ def test_bits_of_a_row_depend_on_no_other_row_and_no_chunk(
             assert torch.equal(torch.cat(chunks), case.outputs[row])
     last = case.run(range(len(LENGTHS)), [1] * len(LENGTHS), LENGTHS)
     assert all(torch.equal(a[0], b[-1]) for a, b in zip(last, case.outputs, strict=True))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make_target", [compiler.host, avx2])
+def test_bits_of_a_long_row_depend_on_no_other_row(
+    kind: torch.dtype, make_target: Callable[[], compiler.Target]
+) -> None:
+    """Columns of a weight are packed for many rows, in parts, and there are blocks of rows."""
+    shape = SHAPE._replace(hidden=2 * PACKED + 452)
+    head = torch.randn(141, shape.hidden).to(kind)
+    layers = random_layers(shape, kind)
+    compiled = CompiledLayers(layers, shape, BLOCK, make_target(), head=head)
+    x, norm = torch.randn(80, shape.hidden), torch.ones(shape.hidden)
+    together = compiled.logits(x, norm, shape.eps, head)
+    normed = x.double() * (x.double().square().mean(-1, keepdim=True) + shape.eps).rsqrt()
+    torch.testing.assert_close(together.double(), normed @ head.double().T, atol=2e-4, rtol=1e-5)
+    for number in (1, 2, 3, 4, 6, 7, 67):
+        some = compiled.logits(x[-number:], norm, shape.eps, head)
+        assert torch.equal(some, together[-number:])
 
 
 @pytest.mark.parametrize("num_threads", [2, 3, 5])
