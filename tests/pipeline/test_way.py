@@ -19,7 +19,7 @@ COMPUTATION = ("kernels", "models")
 MAX_SERVER = (40, 5967)
 """files and their lines from the receipt of a request to its answer, without the computation"""
 MAX_COMPUTATION = (13, 1680)
-MAX_START = (255, 28910)
+MAX_START = (255, 28959)
 NUM_REQUESTS = 100
 START, REST = 0, 255
 """phases; the others are numbers of requests"""
