@@ -41,7 +41,7 @@ from penstock.protocol.client.failover import check_addresses
 from penstock.protocol.config import DEFAULT_CLIENT, Config, run_folder
 from penstock.protocol.run_folder import write_config
 from penstock.protocol.tracing import check_tracing
-from penstock.protocol.transport.context import check_reach, endpoints, is_loopback
+from penstock.protocol.transport.context import bind, check_reach, endpoints, is_loopback
 from penstock.protocol.transport.curve import secure_client, secure_server
 from penstock.protocol.transport.process import raise_descriptor_limit
 
@@ -234,11 +234,9 @@ def check_endpoint(endpoint: str) -> None:
     if endpoint.startswith("ipc://") and answers(endpoint.removeprefix("ipc://")):
         raise LaunchError(f"--endpoint {endpoint} is in use; give another one")
     try:
-        if (path := Path(endpoint.removeprefix("ipc://"))).exists() and not path.is_socket():
-            raise zmq.ZMQError(errno.EEXIST)  # libzmq would remove it
         with zmq.Context() as context, context.socket(zmq.ROUTER) as trial:
             trial.setsockopt(zmq.IPV6, "[" in endpoint)
-            trial.bind(endpoint)
+            bind(trial, endpoint)
     except (OSError, zmq.ZMQError) as error:
         if error.errno == zmq.EADDRINUSE:
             raise LaunchError(f"--endpoint {endpoint} is in use; give another one") from error

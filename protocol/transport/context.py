@@ -17,6 +17,7 @@ With several models, each has a folder of its own for all except clients, inner_
 supervisor.
 """
 
+import errno
 from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
@@ -33,6 +34,14 @@ CLUSTER = "cluster://"
 """prefix of a name whose addresses the directory knows"""
 Handlers = list[tuple[Channel[Any], Callable[[], None]]]
 """channels, and what to call when a message waits there"""
+
+
+def bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+    """Bind a socket, except in place of a file, which libzmq would remove. Raises zmq.ZMQError."""
+    path = Path(endpoint.removeprefix("ipc://"))
+    if path.exists() and not path.is_socket():
+        raise zmq.ZMQError(errno.EEXIST)
+    socket.bind(endpoint)
 
 
 class Endpoints(NamedTuple):
@@ -203,7 +212,7 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
 
     def bind_socket(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
         """Bind a socket whose options are set. Raises zmq.ZMQError; KeysError."""
-        socket.bind(endpoint)
+        bind(socket, endpoint)
 
     def connect_socket(
         self,

@@ -1,9 +1,12 @@
 """Endpoints that other machines may reach, and their requirements."""
 
+from pathlib import Path
+
 import pytest
+import zmq
 
 from penstock.protocol.config import Config
-from penstock.protocol.transport.context import check_reach, stays_on_host
+from penstock.protocol.transport.context import Context, check_reach, stays_on_host
 
 LOCAL = [
     "ipc:///tmp/clients",
@@ -46,3 +49,13 @@ def test_what_others_reach_needs_keys_or_consent(endpoint: str) -> None:
     )
     check_reach(Config(endpoint=endpoint, curve_keys="folder"))
     check_reach(Config(endpoint=endpoint, insecure=True))
+
+
+def test_a_file_is_not_replaced_by_a_socket(tmp_path: Path) -> None:
+    """As libzmq does, also where `launch` did not check the endpoint before."""
+    (tmp_path / "notes").write_text("mine")
+    context = Context()
+    with pytest.raises(zmq.ZMQError, match=r"File exists \(ipc://.*/notes\)"):
+        context.bind(zmq.PULL, f"ipc://{tmp_path}/notes", None)
+    context.destroy()
+    assert (tmp_path / "notes").read_text() == "mine"
