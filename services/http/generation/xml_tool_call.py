@@ -59,10 +59,11 @@ class XmlReader:
             return []
         if self._read in (self._read_text, self._read_value):
             return self._finish_value(text, is_cut)
-        if self._read == self._read_element:
-            text = text if text.strip() and not is_cut else ""
-            return [*([text] if text else []), *([] if is_cut else [self._end()])]
-        return []
+        if self._read != self._read_element:
+            return []
+        if is_cut:  # a parameter has begun if its tag is whole
+            return self._read_element(text + "\n")[0] if _PARAMETER.fullmatch(text) else []
+        return [*([text] if text.strip() else []), self._end()]
 
     def _end(self) -> Arguments:
         return Arguments("{}" if self._separator == "{" else "}")
