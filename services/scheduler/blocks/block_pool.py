@@ -30,8 +30,9 @@ class BlockPool:
         self.offload: OffloadIndex | None = None
         """the tier to which evicted content goes"""
         self._ref_counts = [0] * num_blocks
-        self._contents: list[Content | None] = [None] * num_blocks
+        self._contents: dict[int, Content] = {}
         self._cached: dict[bytes, int] = {}
+        """hash → block, of all `_contents`"""
         self._num_contents = ROOT
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         found = recover(records) if records else []
@@ -58,9 +59,9 @@ class BlockPool:
         parent = ROOT
         for hash_, token_ids in full_blocks:
             block = self._cached.get(hash_)
-            content = None if block is None else self._contents[block]
-            if block is None or content is None:
+            if block is None:
                 break
+            content = self._contents[block]
             if content.parent != parent or content.token_ids != token_ids:
                 break
             blocks.append(block)
@@ -87,19 +88,17 @@ class BlockPool:
 
     def last_number(self, matched: Sequence[int]) -> int:
         """Return the number of the last block's content."""
-        content = self._contents[matched[-1]] if matched else None
-        return content.number if content else ROOT
+        return self._contents[matched[-1]].number if matched else ROOT
 
     def holds(self, hash_: bytes, number: int) -> bool:
         """Return whether the content of this hash has this number."""
         block = self._cached.get(hash_)
-        content = None if block is None else self._contents[block]
-        return content is not None and content.number == number
+        return block is not None and self._contents[block].number == number
 
     def take(self) -> int:
         """Return a block to write to; its content is evicted. Raises KeyError if none is free."""
         block, _ = self._free.popitem(last=False)
-        if self.offload and (content := self._contents[block]):
+        if self.offload and (content := self._contents.get(block)):
             self.offload.store(block, content.hash)
         self.hide([block])
         self._ref_counts[block] = 1
@@ -112,7 +111,7 @@ class BlockPool:
         for block in islice(self._free, 2 * offload.copies_per_step):
             if not offload.has_overlap_room:
                 break
-            if content := self._contents[block]:
+            if content := self._contents.get(block):
                 offload.store(block, content.hash, overlapped=True)
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -121,7 +120,7 @@ class BlockPool:
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
                 self._free[block] = None
-                if self._contents[block] is None:
+                if block not in self._contents:
                     self._free.move_to_end(block, last=False)
 
     def publish(self, block: int, parent: int, hash_: bytes, token_ids: bytes) -> int:
@@ -132,8 +131,8 @@ class BlockPool:
         it can't be found.
         """
         old_block = self._cached.get(hash_)
-        old = None if old_block is None else self._contents[old_block]
-        if old_block is not None and old is not None:
+        if old_block is not None:
+            old = self._contents[old_block]
             if old.parent == parent and old.token_ids == token_ids:
                 return old.number
             self.hide([old_block])
@@ -154,15 +153,14 @@ class BlockPool:
         for block in blocks:
             if self.recovered:
                 self.recovered.remove(block)
-            if content := self._contents[block]:
+            if content := self._contents.pop(block, None):
                 del self._cached[content.hash]
-                self._contents[block] = None
                 if self.records:
                     self.records.clear(block)
 
     def confirm(self, published: Iterable[tuple[int, int]]) -> None:
         """Record blocks, with the numbers of their content, that workers have computed."""
         for block, number in published:
-            content = self._contents[block]
+            content = self._contents.get(block)
             if self.records and content and content.number == number:
                 self.records.write(block, content)

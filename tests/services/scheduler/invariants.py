@@ -41,7 +41,7 @@ def check_shared(holders: list[tuple[Sequence, int]], block_size: int) -> None:
 
 def check_cache(pool: BlockPool) -> None:
     """Every content is found under its hash, and nothing else is."""
-    contents = {block: content for block, content in enumerate(pool._contents) if content}
+    contents = pool._contents
     assert {content.hash: block for block, content in contents.items()} == pool._cached
     assert len(pool._cached) == len(contents)
     assert len({content.number for content in contents.values()}) == len(contents)

@@ -187,9 +187,9 @@ def test_blocks_are_reused_in_the_same_order() -> None:
         sim.run()
     order = list(sim.pool._free)
     sim.restart_scheduler()
-    full = [block for block in order if sim.pool._contents[block]]
+    full = [block for block in order if block in sim.pool._contents]
     assert len(full) == 9
-    assert [block for block in sim.pool._free if sim.pool._contents[block]] == full
+    assert [block for block in sim.pool._free if block in sim.pool._contents] == full
     assert set(sim.pool._free) == set(order)
 
 
