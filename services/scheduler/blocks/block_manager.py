@@ -105,9 +105,8 @@ class BlockManager:
 
     def _hash_before(self, sequence: Sequence, num_blocks: int) -> bytes:
         """Return the hash of the first blocks, to be chained."""
-        if len(sequence.full_blocks) < num_blocks:
-            self._full_blocks(sequence, num_blocks)
-        return sequence.full_blocks[num_blocks - 1][0] if num_blocks else sequence.cache_root
+        full_blocks = self._full_blocks(sequence, num_blocks)
+        return full_blocks[-1][0] if full_blocks else sequence.cache_root
 
     def has_place(self, sequence: Sequence) -> bool:
         """Return whether the table has room for every known token."""

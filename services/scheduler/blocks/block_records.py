@@ -115,8 +115,7 @@ class BlockRecords:
         return (self._bodies + block * self._body_bytes + self._hash_bytes) // 4 + index
 
     def _write(self, block: int, number: int, body: bytes, parent: int) -> None:
-        if self._numbers[block]:
-            self._numbers[block] = 0
+        self.clear(block)
         begin = self._bodies + block * self._body_bytes
         self._bytes[begin : begin + self._body_bytes] = body
         self._parents[block] = parent
