@@ -7,6 +7,7 @@ Workers run all copies in the order of the index: those of `blocking` between tw
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import NamedTuple
 
 from penstock.protocol.messages.packed import pack
@@ -86,7 +87,7 @@ class OffloadIndex:
             return None
         found = self.find(hashes)
         rest = hashes[len(found) :]
-        if rest and self.is_fetching(rest[0]):
+        if rest and self.folder and self.folder.is_reading(rest[0]):
             return None
         if self.folder and not sequence.has_fetched:
             sequence.has_fetched = True
@@ -96,12 +97,7 @@ class OffloadIndex:
 
     def find(self, hashes: Iterable[bytes]) -> list[bytes]:
         """Return the hashes of the longest prefix that lies on the host."""
-        found = []
-        for hash_ in hashes:
-            if hash_ not in self._entries:
-                break
-            found.append(hash_)
-        return found
+        return list(takewhile(self._entries.__contains__, hashes))
 
     def is_loading(self, hash_: bytes) -> bool:
         """Return whether a sequence loads this block, and publishes it soon."""
@@ -214,9 +210,6 @@ class OffloadIndex:
         self._request.slots += pack(slots)
         return bool(slots)
 
-    def is_fetching(self, hash_: bytes) -> bool:
-        return self.folder is not None and self.folder.is_reading(hash_)
-
     def take_request(self, epoch: int) -> FolderRequest | None:
         """Return what workers must get after the plan, if anything."""
         request = self._request
@@ -251,8 +244,7 @@ class OffloadIndex:
         """Return a free slot, or that of the content used least recently."""
         if self._free:
             return self._free.pop()
-        kept = self._pins, self._new
-        victims = (one for one in self._entries if one not in kept[0] and one not in kept[1])
+        victims = (one for one in self._entries if one not in self._pins and one not in self._new)
         victim = next(victims, None)
         return None if victim is None else self._drop(victim)
 
