@@ -127,9 +127,7 @@ class Scheduler(SchedulerBase):
         prefilling: list[Sequence] = []
         running, sampled = self.running, builder.plan.sampled
         number, block_size = builder.plan.number, self._block_size
-        index = 0
-        while index < len(running):
-            sequence = running[index]
+        for sequence in running:  # a preemption takes the last one, which then does not come
             position = sequence.num_planned_tokens
             if position < sequence.num_prefill_tokens:
                 prefilling.append(sequence)
@@ -143,7 +141,6 @@ class Scheduler(SchedulerBase):
                 sequence.num_planned_tokens = position + 1
                 sequence.last_step = number
                 sampled.append(sequence)
-            index += 1
         return prefilling
 
     def _append_block(self, sequence: Sequence, builder: PlanBuilder) -> bool:
