@@ -132,7 +132,6 @@ class KvFolder:
         """Forget all requests: no slot is written from now on; list the files again."""
         with self._lock:
             self._cancel()
-            self._lock.wait_for(lambda: not self._num_copying)
             self._removed, self._fetched, self._failed = [], [], []
             self._added = list(self._files)
             self.notify()
@@ -143,7 +142,6 @@ class KvFolder:
             if self._pending and self._deadline < time.monotonic():
                 self._failed += self._pending
                 self._cancel()
-                self._lock.wait_for(lambda: not self._num_copying)
                 self.reads = False
                 log.warning(
                     "%s: more than %.0f s for a prefix; its files are not used any more",
@@ -160,8 +158,10 @@ class KvFolder:
         return FolderReport(-1, -1, *news) if any(news) else None
 
     def _cancel(self) -> None:
+        """Cancel what is read, and wait until no thread writes to a slot; the lock is held."""
         self._request += 1
         self._pending.clear()
+        self._lock.wait_for(lambda: not self._num_copying)
 
     # ---- threads -----------------------------------------------------------------------------
 
