@@ -27,15 +27,13 @@ from penstock.protocol.messages.plan import BatchPlan, RowAdded
 from penstock.protocol.messages.sampling import Pooling
 from penstock.services.worker.logits.grammars import Grammars
 from penstock.services.worker.logits.logits_changes import LogitsChanges, TokenMasks
-from penstock.services.worker.logits.pooling import pool
+from penstock.services.worker.logits.pooling import MAX_ROWS, pool
 from penstock.services.worker.logits.processed_row import ProcessedRow, TokenBits
 from penstock.services.worker.step.cuda_graphs import Computed
 from penstock.services.worker.step.launched_step import integers_to_device, to_host
 from penstock.services.worker.step.step_output import PendingLogprobs, PendingOutput, pack_logprobs
 from penstock.services.worker.step.step_record import Integers, Rows
 
-MAX_ROWS = 64
-"""rows whose logits are copied at a time, which bounds the memory"""
 MAX_PROMPT_TOKENS = 256
 """prompt tokens whose logits are processed at a time"""
 CONTRADICTION = (
