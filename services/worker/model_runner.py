@@ -52,7 +52,6 @@ class ModelRunner:
         self._kv_caches = kv_caches = kv.layers
         self._device = device = kv.values.device
         num_slots = batch.num_slots
-        self._is_cuda = device.type == "cuda"
         self._slots = make_slots(num_slots, batch.max_blocks, device)
         self._buffers: StepBuffers = make_step_buffers(
             num_slots, batch.max_blocks, max(max_tokens, num_slots), device
@@ -63,7 +62,7 @@ class ModelRunner:
         self._last_step: LaunchedStep | None = None
         self._graphs: CudaGraphs | None = None
         self.profiler: Any = None
-        self._idle_times = IdleTimes() if self._is_cuda else None
+        self._idle_times = IdleTimes() if device.type == "cuda" else None
         compiled = model.compiled
         self._decode = compiled and compiled.decode_step(self._slots, self._buffers, kv_caches)
 
