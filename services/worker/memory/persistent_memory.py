@@ -219,24 +219,19 @@ def load_model(
         log.info("weights: %.2f GiB of the last worker", taken.manifest.num_bytes / 2**30)
         return model
     memory.drop("kv")  # computed with other weights, and in the way of these
-    on_cpu = memory.device.type == "cpu"
-    if on_cpu or not memory.lasts:  # the weights of a CPU may change their type when loaded
-        model = make()
-        fill(model)
-        if memory.lasts and (new := _allocate_for(model, memory)):
-            attach(model, new.region, copies=True)
+    if memory.lasts and memory.device.type != "cpu":
+        with without_memory():
+            model = make()
+        if new := _allocate_for(model, memory):
+            attach(model, new.region)
+            fill(model)
             new.keep()
-        return model
-    with without_memory():
-        model = make()
-    new = _allocate_for(model, memory)
-    if new is None:
-        model = make()
-        fill(model)
-        return model
-    attach(model, new.region)
-    fill(model)
-    new.keep()
+            return model
+    model = make()
+    fill(model)  # the weights of a CPU may change their type
+    if memory.lasts and (new := _allocate_for(model, memory)):
+        attach(model, new.region, copies=True)
+        new.keep()
     return model
 
 
