@@ -182,30 +182,27 @@ def make_offload(config: Config, memory: PersistentMemory, kv: Sequence[Tensor])
             "for one block"
         )
     facts: list[object] = [(str(one.dtype), one.shape[:2], one.shape[3:]) for one in kv]
-    offload = _make_host(config, memory.on_host(), kv, num_slots, facts)
+    host, memory_id = _host_memory(config, memory.on_host(), num_slots * size, facts)
+    offload = KvOffload(kv, host, num_slots, memory_id)
     if config.kv_offload_folder:
         offload.use_folder(config, memory, *facts)
     return offload
 
 
-def _make_host(
-    config: Config,
-    memory: PersistentMemory,
-    kv: Sequence[Tensor],
-    num_slots: int,
-    facts: list[object],
-) -> KvOffload:
-    size = slot_bytes(kv)
+def _host_memory(
+    config: Config, memory: PersistentMemory, num_bytes: int, facts: list[object]
+) -> tuple[Tensor, int]:
+    """Return memory of the slots, and its id."""
     if kept := memory.take("host", *facts):
-        return KvOffload(kv, kept.memory, num_slots, kept.manifest.number)
-    new = memory.allocate("host", num_slots * size, *facts)
+        return kept.memory, kept.manifest.number
+    new = memory.allocate("host", num_bytes, *facts)
     if new is None:
         try:
-            host = torch.frombuffer(mmap.mmap(-1, num_slots * size), dtype=torch.uint8)
+            host = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
         except OSError as error:
             raise ModelError(
                 f"--kv-offload-gib: got {config.kv_offload_gib}, expected less: {error}"
             ) from error
-        return KvOffload(kv, host, num_slots, 1 + secrets.randbits(53))
+        return host, 1 + secrets.randbits(53)
     new.keep()
-    return KvOffload(kv, new.region.memory, num_slots, new.region.manifest.number)
+    return new.region.memory, new.region.manifest.number
