@@ -1,6 +1,6 @@
 """The compiled layers of a model on a CPU: their weights, and how ranks join results."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -173,9 +173,10 @@ def narrow(model: Qwen3) -> list[nn.Parameter]:
 
     Returns the matrices of floats.
     """
-    others = model.model.embed_tokens.weight, model.head.weight
     layers: list[DecoderLayer] = list(model.model.layers)  # type: ignore[arg-type]
-    matrices = [*_matrices(layers), *(one for one in others if isinstance(one, nn.Parameter))]
+    weights: list[Any] = [weight for layer in layers for weight in _weights(layer)]
+    weights += [model.model.embed_tokens.weight, model.head.weight]
+    matrices = [one for one in weights if isinstance(one, nn.Parameter) and one.ndim == 2]
     for matrix in matrices:
         if matrix.dtype == torch.float32:
             matrix.data = _narrowed(matrix.data)
@@ -183,13 +184,6 @@ def narrow(model: Qwen3) -> list[nn.Parameter]:
         if isinstance(weight := getattr(module, "weight", None), Integers):
             weight.scale.data = without_needless_shift(weight).data
     return matrices
-
-
-def _matrices(layers: list[DecoderLayer]) -> Iterator[nn.Parameter]:
-    for layer in layers:
-        for weight in _weights(layer):
-            if isinstance(weight, nn.Parameter) and weight.ndim == 2:
-                yield weight
 
 
 def _narrowed(weight: Tensor) -> Tensor:
