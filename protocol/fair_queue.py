@@ -17,11 +17,10 @@ class FairQueue(Generic[Item]):
     """
 
     def __init__(self) -> None:
-        self._turns: OrderedDict[str, list[tuple[int, int, Item]]] = OrderedDict()
+        self._turns: OrderedDict[str, list[tuple[int, int, Item, str]]] = OrderedDict()
         """client → its entries, sorted; in the order of their turns"""
-        self._entries: dict[Item, tuple[int, int, Item]] = {}
-        """(priority, number, item)"""
-        self._clients: dict[Item, str] = {}
+        self._entries: dict[Item, tuple[int, int, Item, str]] = {}
+        """(priority, number, item, client)"""
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -35,8 +34,7 @@ class FairQueue(Generic[Item]):
 
     def add(self, item: Item, client: str, priority: int = 0) -> None:
         """Append an item; a client without items gets the last turn."""
-        entry = self._entries[item] = (priority, next(self._numbers), item)
-        self._clients[item] = client
+        entry = self._entries[item] = (priority, next(self._numbers), item, client)
         insort(self._turns.setdefault(client, []), entry)
 
     def first(self, skipped: Collection[str] = ()) -> Item | None:
@@ -47,9 +45,8 @@ class FairQueue(Generic[Item]):
         """Remove the next item; its client has had its turn."""
         item = self.first()
         if item is not None:
-            client = self._clients[item]
+            self.end_turn(self._entries[item][-1])
             self.remove(item)
-            self.end_turn(client)
         return item
 
     def remove(self, item: Item) -> bool:
@@ -57,7 +54,7 @@ class FairQueue(Generic[Item]):
         entry = self._entries.pop(item, None)
         if entry is None:
             return False
-        client = self._clients.pop(item)
+        client = entry[-1]
         own = self._turns[client]
         del own[bisect_left(own, entry)]
         if not own:
