@@ -25,18 +25,14 @@ def make_own_folder(path: Path) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise OSError(f"{path}: {error.strerror}; {_INSTEAD}") from error
-    _check(path, make_private=True)
+    check_own_folder(path, make_private=True)
 
 
-def check_own_folder(path: Path) -> None:
+def check_own_folder(path: Path, *, make_private: bool = False) -> None:
     """Raise PermissionError for a folder that is not this user's alone, or a symbolic link.
 
-    Raises FileNotFoundError if there is none.
+    Raises FileNotFoundError if there is none. make_private: give it mode 0700.
     """
-    _check(path, make_private=False)
-
-
-def _check(path: Path, *, make_private: bool) -> None:
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except NotADirectoryError:
