@@ -73,16 +73,16 @@ class MemoryServer:
             message = None
         match message:
             case TakeMemory(name, shares=True):
-                self._send(self._regions.get(name), peer)
+                self._reply(peer, self._regions.get(name))
             case TakeMemory(name):
                 self._tasks.start(self._pass_on(name, peer))
             case KeepMemory(name, manifest) if descriptors:
                 self._drop(name)
                 self._regions[name] = _Region(manifest, descriptors.pop(), peer.end)
-                self._reply(peer, MemoryReply())
+                self._reply(peer)
             case DropMemory(name):
                 self._drop(name)
-                self._reply(peer, MemoryReply())
+                self._reply(peer)
             case _:
                 self._leave(peer)
         for one in descriptors:  # that no message may have
@@ -100,15 +100,14 @@ class MemoryServer:
             else:
                 self._say(f"memory {name} is not used again: its process ended with {how}")
                 self._drop(name)
-        self._send(region, peer)
+        self._reply(peer, region)
 
-    def _send(self, region: _Region | None, peer: _Peer) -> None:
+    def _reply(self, peer: _Peer, region: _Region | None = None) -> None:
+        """Reply, with memory if there is some to pass on."""
+        reply = MemoryReply(region.manifest if region else b"")
         descriptors = [region.descriptor] if region else []
-        self._reply(peer, MemoryReply(region.manifest if region else b""), descriptors)
-
-    def _reply(self, peer: _Peer, reply: MemoryReply, descriptors: list[int] | None = None) -> None:
         try:
-            socket.send_fds(peer.socket, [msgspec.msgpack.encode(reply)], descriptors or [])
+            socket.send_fds(peer.socket, [msgspec.msgpack.encode(reply)], descriptors)
         except OSError:  # it has exited
             self._leave(peer)
 
