@@ -54,9 +54,9 @@ def request(pipeline: str, message: ControlRequest, timeout: int = TIMEOUT) -> C
     return reply
 
 
-def list_processes(pipeline: str, timeout: int = TIMEOUT) -> list[ProcessStatus]:
+def list_processes(pipeline: str) -> list[ProcessStatus]:
     """Return the processes that run. Raises LaunchError."""
-    return request(pipeline, ListProcesses(), timeout).processes
+    return request(pipeline, ListProcesses()).processes
 
 
 def send_signal(pipeline: str, name: str, pid: int, number: int) -> None:
