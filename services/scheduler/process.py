@@ -210,7 +210,8 @@ class SchedulerProcess:
         """Forget the plans in flight if the workers died."""
         if self.scheduler and self.scheduler.epoch not in (NO_GROUP, self.group.epoch):
             self.has_deaths = True
-            self.poison.report_workers(self.group.members_before, self.scheduler.in_flight)
+            dead = [(one.name, one.pid) for one in self.group.members_before]
+            self.poison.report_workers(dead, self.scheduler.in_flight)
             for sequence in self.scheduler.lose_plans():
                 self.give_up(sequence, poison.WORKERS_DIED, is_poison=True)
 

@@ -64,12 +64,10 @@ class WorkerGroup:
         self._standby_assignments: list[WorkerMessage] = []
         self._num_blocks_before = 0
         """of the last group that was ready"""
-        self.members_before: list[tuple[str, int]] = []
-        """names and pids of the last group's members"""
+        self.members_before: list[WorkerState] = []
+        """of the last group: they may hold its memory still"""
         self._memory_id_before = 0
         """`memory_id` of the last group that was ready"""
-        self._pids_before: list[tuple[str, int]] = []
-        """nodes and pids of the last group's members: they may hold its memory still"""
 
     def __str__(self) -> str:
         memory = ", with the KV of the last ones" if self.has_memory else ""
@@ -187,9 +185,7 @@ class WorkerGroup:
         """End the group, of which one member may be lost; spare workers make the next one."""
         if self.ready:
             self._num_blocks_before, self._memory_id_before = self.num_blocks, self.memory_id
-        states = [self._states[member] for member in self.members]
-        self._pids_before = [(state.node, state.pid) for state in states if state.pid > 0]
-        self.members_before = [(state.name, state.pid) for state in states]
+        self.members_before = [self._states[member] for member in self.members]
         self._forget(lost)
         rest = [member for member in self.members if member != lost]
         self.members, self.epoch, self._assignments = [], 0, []
@@ -279,6 +275,7 @@ class WorkerGroup:
     ) -> list[WorkerMessage]:
         rendezvous = self._states[members[0]].rendezvous
         nodes = [self._states[member].node for member in members]
+        before = [one for one in self.members_before if one.pid > 0]
         return [
             (
                 member,
@@ -289,7 +286,7 @@ class WorkerGroup:
                     tp_size=self.tp_size,
                     rendezvous=rendezvous,
                     num_blocks=self._num_blocks_before,
-                    pids_before=[pid for other, pid in self._pids_before if other == node],
+                    pids_before=[one.pid for one in before if one.node == node],
                     replica=self._replica,
                     spans_nodes=len(set(nodes)) > 1,
                     standby=standby,
