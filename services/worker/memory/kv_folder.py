@@ -73,10 +73,8 @@ class KvFolder:
         """the moment until which they must be"""
         self._doomed: set[bytes] = set()
         """hashes of files that must be removed; they are neither read nor replaced before"""
-        self._added: list[bytes] = []
-        self._removed: list[bytes] = []
-        self._fetched: list[bytes] = []
-        self._failed: list[bytes] = []
+        self._news = FolderReport(-1, -1)
+        """the next report"""
         self._is_listed = False
         self._logged: set[int | None] = set()
         """kinds of errors (errno), each of which is logged once"""
@@ -111,7 +109,7 @@ class KvFolder:
         self.overwrite(slots)
         with self._lock:
             if not self.reads:
-                self._failed += hashes
+                self._news.failed += hashes
                 self.notify()
                 return
             self._deadline = MAX_FETCH_SECONDS + (self._deadline if self._pending else now)
@@ -132,15 +130,14 @@ class KvFolder:
         """Forget all requests: no slot is written from now on; list the files again."""
         with self._lock:
             self._cancel()
-            self._removed, self._fetched, self._failed = [], [], []
-            self._added = list(self._files)
+            self._news = FolderReport(-1, -1, added=list(self._files))
             self.notify()
 
     def check_time(self) -> None:
         """Give up reading from a disk that is too slow."""
         with self._lock:
             if self._pending and self._deadline < time.monotonic():
-                self._failed += self._pending
+                self._news.failed += self._pending
                 self._cancel()
                 self.reads = False
                 log.warning(
@@ -152,10 +149,10 @@ class KvFolder:
     def take_report(self) -> FolderReport | None:
         """Return what is new, if anything; the caller fills in epoch and rank."""
         with self._lock:
-            added, self._added = self._added[:MAX_REPORTED], self._added[MAX_REPORTED:]
-            news = added, self._removed, self._fetched, self._failed
-            self._removed, self._fetched, self._failed = [], [], []
-        return FolderReport(-1, -1, *news) if any(news) else None
+            report, later = self._news, self._news.added[MAX_REPORTED:]
+            self._news = FolderReport(-1, -1, added=later)
+        del report.added[MAX_REPORTED:]
+        return None if report == FolderReport(-1, -1) else report
 
     def _cancel(self) -> None:
         """Cancel what is read, and wait until no thread writes to a slot; the lock is held."""
@@ -176,7 +173,7 @@ class KvFolder:
         with self._lock:
             new, self._files = self._files, OrderedDict.fromkeys(found)
             self._files.update(new)
-            self._added = list(self._files)
+            self._news.added = list(self._files)
             self._is_listed = True
         log.info("KV blocks in %s: %d", self._disk.folder, len(found))
         with self._logging_errors():
@@ -196,7 +193,7 @@ class KvFolder:
                 if self._write(write):
                     with self._lock:
                         self._files[write.hash] = None
-                        self._added.append(write.hash)
+                        self._news.added.append(write.hash)
                 self._remove_excess()
             self.notify()
 
@@ -237,7 +234,7 @@ class KvFolder:
         with self._lock:
             if oldest in self._files:  # no other thread was faster
                 del self._files[oldest]
-                self._removed.append(oldest)
+                self._news.removed.append(oldest)
         return True
 
     def _is_right(self, write: _Transfer) -> bool:
@@ -287,7 +284,7 @@ class KvFolder:
             if fetch.hash not in self._pending:
                 return
             self._pending.remove(fetch.hash)
-            (self._fetched if is_right else self._failed).append(fetch.hash)
+            (self._news.fetched if is_right else self._news.failed).append(fetch.hash)
             if fetch.hash in self._files and is_right:
                 self._files.move_to_end(fetch.hash)
             else:
