@@ -10,25 +10,11 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from penstock.kernels.moe.moe import norm_moe
-from penstock.models.allocation import add_weight, parameter
-from penstock.models.parallel import Layer, RMSNorm, Slice
+from penstock.models.allocation import add_weight
+from penstock.models.parallel import Layer, RMSNorm, Slice, WholeLayer
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import ModelConfig
 from penstock.protocol.quantization import WeightFormat
-
-
-class Router(Layer):
-    """Scores of the experts for a token; whole on every rank."""
-
-    weight: nn.Parameter
-
-    def __init__(self, hidden_size: int, num_experts: int) -> None:
-        super().__init__()
-        self.weight = parameter(num_experts, hidden_size)
-
-    def slices(self, name: str) -> Iterator[Slice]:
-        num_experts, hidden_size = self.weight.shape
-        yield Slice(f"{name}.weight", (num_experts, hidden_size), 0, 0, num_experts, self.weight)
 
 
 class Experts(Layer):
@@ -101,7 +87,7 @@ class MoE(nn.Module):
         weight_format = config.format_of(f"{name}.experts.0", "gate_proj", "up_proj", "down_proj")
         here = (*cut, experts, num_experts, weight_format)
         hidden, inner = config.hidden_size, config.moe_intermediate_size
-        self.gate = Router(hidden, num_experts)
+        self.gate = WholeLayer(num_experts, hidden)
         self.gate_up_proj = Experts(("gate_proj", "up_proj"), (inner, hidden), 0, *here)
         self.down_proj = Experts(("down_proj",), (hidden, inner), 1, *here)
 

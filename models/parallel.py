@@ -188,16 +188,22 @@ class VocabParallelEmbedding(ParallelLMHead):
         return self.tp.all_reduce(torch.where(elsewhere[:, None], zero, embedded, out=out))
 
 
-class RMSNorm(Layer):
-    """The weight of a norm, whole on every rank; the next layer applies it."""
+class WholeLayer(Layer):
+    """A weight that every rank has as a whole."""
 
     weight: nn.Parameter
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = parameter(size)
+        self.weight = parameter(*shape)
 
     def slices(self, name: str) -> Iterator[Slice]:
-        (size,) = self.weight.shape
-        yield Slice(f"{name}.weight", (size,), 0, 0, size, self.weight)
+        yield Slice(f"{name}.weight", self.weight.shape, 0, 0, len(self.weight), self.weight)
+
+
+class RMSNorm(WholeLayer):
+    """The weight of a norm; the next layer applies it."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size)
+        self.eps = eps
