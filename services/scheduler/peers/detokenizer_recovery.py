@@ -103,11 +103,10 @@ class RecoverableStreams(Streams):
         given_up: list[Sequence] = []
         if is_tried and has_died and trials.batch and not self._trial:
             suspects, given_up = trials.batch, trials.failed()
-        elif is_tried:  # it has not received the trial
-            trials.add(trials.batch)
-            trials.at, trials.batch = b"", []
-            trials.add(suspects)
         else:
+            if is_tried:  # it has not received the trial
+                trials.add(trials.batch)
+                trials.at, trials.batch = b"", []
             trials.add(suspects)
         if is_tried:
             self._trial = None
