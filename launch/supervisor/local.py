@@ -142,10 +142,6 @@ class LocalProcesses(Processes):
             one.prefix.rstrip("/"): MemoryServer(tasks, policy.say) for one in config.by_model()
         }
 
-    @property
-    def context(self) -> Context:
-        return self.watchdog_context
-
     def _make(self, name: str) -> LocalProcess:
         command = self._commands[kind_of(name)]
         model = name.rpartition("/")[0]

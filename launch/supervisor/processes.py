@@ -122,9 +122,9 @@ class Processes(ABC):
         self._tasks = tasks
 
     @property
-    @abstractmethod
     def context(self) -> Context:
         """Context of sockets that connect to processes."""
+        return self.watchdog_context
 
     @abstractmethod
     def _make(self, name: str) -> ManagedProcess:
