@@ -159,7 +159,7 @@ class ParallelLMHead(Layer):
 
     def join(self, logits: Tensor) -> Tensor | None:
         """Join all ranks' `logits` on rank 0: [num_rows, vocab_size]; None on the others."""
-        joined = self.tp.gather(logits)
+        joined = logits if self.tp.size == 1 else self.tp.gather(logits)
         return None if joined is None else joined[:, : self.vocab_size]
 
     def slices(self, name: str) -> Iterator[Slice]:
