@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TRACER = Path(__file__).parent / "tracer"
 SERVER = ("launch", "protocol", "services")
 COMPUTATION = ("kernels", "models")
-MAX_SERVER = (40, 5967)
+MAX_SERVER = (40, 5950)
 """files and their lines from the receipt of a request to its answer, without the computation"""
 MAX_COMPUTATION = (13, 1680)
-MAX_START = (255, 28959)
+MAX_START = (255, 28908)
 NUM_REQUESTS = 100
 START, REST = 0, 255
 """phases; the others are numbers of requests"""
