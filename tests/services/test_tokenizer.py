@@ -29,6 +29,7 @@ from penstock.protocol.messages.tokenizer import (
     TokenizerQuery,
 )
 from penstock.protocol.transport.context import Context, Endpoints
+from penstock.services.tokenizer import grammar_check
 from penstock.services.tokenizer.errors import PromptError
 from penstock.services.tokenizer.process import TokenizerProcess
 from penstock.services.tokenizer.prompts import Tokenizer
@@ -220,8 +221,10 @@ DEEP: dict[str, Any] = {
     ],
 )
 def test_a_grammar_that_does_not_compile(
-    pipeline: Pipeline, wanted: dict[str, Any], reason: str
+    pipeline: Pipeline, wanted: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if wanted is not SLOW:  # a slow machine may need half a second for others
+        monkeypatch.setattr(grammar_check, "MAX_COMPILE_SECONDS", 60)
     pipeline.ask("r", **wanted)
     (failed,) = pipeline.wait_for(1)
     assert (failed.error.code, failed.error.field) == ("invalid", "structured_outputs")
