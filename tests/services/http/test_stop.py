@@ -78,7 +78,16 @@ def test_a_request_does_not_wait_for_a_gateway_that_has_drained(
 ) -> None:
     monkeypatch.setattr(process, "MAX_GRACE", 3600)
     served = serve(silent, drain_timeout=3600)
-    answers: list[httpx.Response] = []
+    connection, has_disconnected = served.server._client._connection, threading.Event()
+    on_event, answers = connection._on_event, list[httpx.Response]()
+
+    def note(event: int) -> bool:
+        is_change = on_event(event)
+        if not connection.is_connected:
+            has_disconnected.set()
+        return is_change
+
+    monkeypatch.setattr(connection, "_on_event", note)
 
     def ask() -> None:
         with served.client() as client:
@@ -88,6 +97,7 @@ def test_a_request_does_not_wait_for_a_gateway_that_has_drained(
     thread.start()
     served.asked.wait_for(NUM_AT_START + 1)
     served.asked.close()
+    has_disconnected.wait()
     served.stop()
     thread.join()
     assert [one.status_code for one in answers] == [503]
