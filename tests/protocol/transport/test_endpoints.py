@@ -52,7 +52,7 @@ def test_what_others_reach_needs_keys_or_consent(endpoint: str) -> None:
 
 
 def test_a_file_is_not_replaced_by_a_socket(tmp_path: Path) -> None:
-    """As libzmq does, also where `launch` did not check the endpoint before."""
+    """libzmq would replace it. Processes that start without `launch` refuse it, too."""
     (tmp_path / "notes").write_text("mine")
     context = Context()
     with pytest.raises(zmq.ZMQError, match=r"File exists \(ipc://.*/notes\)"):
