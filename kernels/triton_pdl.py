@@ -17,7 +17,6 @@ LAUNCH: dict[str, bool] = {"launch_pdl": True} if _SUPPORTED else {}
 """keyword arguments of every launch"""
 PDL = tl.constexpr(_SUPPORTED)
 
-
 LINE = tl.constexpr(128)
 """bytes of one prefetch into the L2"""
 

@@ -18,7 +18,6 @@ MAX_BIAS = 2048
 NEVER = -1e30
 """bias of a forbidden token; finite, so that the token can be drawn if a grammar allows no other"""
 
-
 RUN = 4096
 """token ids that share a run of 1024 counters of four words each"""
 

@@ -106,7 +106,7 @@ def config_of(
         if shape.inner % (bk * split_k) == 0 or bk < 64
     ]
     if has_warps(shape, weight_bytes) and rows <= FEW_ROWS:
-        ways = _few_rows_configs(shape)
+        ways = _few_rows_configs(shape, num_rows)
 
     def shared_bytes(config: GemmConfig) -> int:
         weights = config.bn * shape.weights_per_column * weight_bytes
@@ -142,16 +142,20 @@ def has_warps(shape: GemmShape, weight_bytes: int) -> bool:
     return has_four_ranges(shape) and weight_bytes == 2
 
 
-def _few_rows_configs(shape: GemmShape) -> list[GemmConfig]:
-    """Return the tile sizes with a warp for each range, the fastest on an H200 first."""
+def _few_rows_configs(shape: GemmShape, num_rows: int) -> list[GemmConfig]:
+    """Return the tile sizes with a warp for each range, the fastest on a Hopper GPU first."""
     weights = shape.weights_per_column
     bn = 32 if weights == 1 and shape.num_columns >= 32 * MIN_PROGRAMS else 8
     # gate_up; qkv and o; down of 0.6B
     most = 3 if weights == 2 else 4 if shape.inner <= 32 * BK else 5
-    return [
-        GemmConfig("ranges", bn, NUM_RANGES * BK, 1, NUM_RANGES, num_stages, 0, norm_inside=True)
-        for num_stages in range(most, 1, -1)
+    prefetch = 512 if bn == 32 or most == 5 else 0  # qkv and down
+    ways = [
+        GemmConfig("ranges", bn, NUM_RANGES * BK, 1, NUM_RANGES, stages, prefetch, norm_inside=True)
+        for stages in range(most, 1, -1)
     ]
+    if num_rows == 1 and weights == 1 and shape.inner <= 1024:  # read early; more needs registers
+        return [ways[0]._replace(bk=shape.inner, num_stages=1, prefetch=0), *ways]
+    return ways
 
 
 def tile_of(

@@ -22,8 +22,8 @@ class GemmConfig(NamedTuple):
     num_warps: int
     num_stages: int
     prefetch: int
-    """elements of each weight row fetched into the L2 before the previous kernels have ended, a
-    power of two of 64 or more, or 0; unused for a program with one tile, which is read early"""
+    """elements of each weight row, in equal shares of its ranges, fetched into the L2 before the
+    previous kernels end: a power of two from 64 on, or 0. A program with one tile reads it early"""
     norm_inside: bool = False
     """the product computes the norm, which gemv always does; otherwise a separate kernel does"""
 

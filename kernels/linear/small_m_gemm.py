@@ -214,6 +214,6 @@ def launch(product: Product, config: GemmConfig) -> None:
         num_rows, num_columns, inner, inner // slices if is_ranged else 0, eps,
         BM=row_block(num_rows), BK=config.bk // slices, SLICES=slices, RANGED=is_ranged,
         SPLIT=config.split_k > 1,
-        WHOLE=not is_ranged and triton.cdiv(inner, config.bk) == config.split_k,
+        WHOLE=triton.cdiv(inner, config.bk) == config.split_k,
         num_stages=config.num_stages, EARLY=values.nbytes <= EARLY, **flags,
     )  # fmt: skip

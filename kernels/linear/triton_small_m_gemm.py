@@ -119,9 +119,9 @@ def _reduced(
 
 @triton.jit
 def _whole_products(
-    x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K,
-    NORM: tl.constexpr, SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+    x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K, NORM: tl.constexpr,
+    SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SLICES: tl.constexpr, RANGED: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Compute `_products` of one tile, whose weights are read before previous kernels end."""
     m, k = _indices(tl.arange(0, BM), BK, BK, SLICES)
@@ -144,7 +144,7 @@ def _whole_products(
     zeros = tl.zeros((BM, BN) if SLICES == 1 else (SLICES, BM, BN), tl.float32)
     acc = _dot(x_tile, tile, zeros, SLICES)
     acc_up = _dot(x_tile, up, zeros, SLICES) if SWIGLU else zeros
-    return _reduced(acc, acc_up, squares, NORM, SWIGLU, SLICES, False)
+    return _reduced(acc, acc_up, squares, NORM, SWIGLU, SLICES, RANGED)
 
 
 @triton.jit
@@ -212,14 +212,16 @@ def small_m_gemm_kernel(
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, K)
     if PREFETCH:
-        prefetch_rows(weight, weight_rows, begin, end, K, PREFETCH)
-        if SWIGLU:
-            prefetch_rows(weight, weight_rows + N, begin, end, K, PREFETCH)
+        PARTS: tl.constexpr = SLICES if RANGED else 1
+        for number in tl.static_range(2 * PARTS if SWIGLU else PARTS):
+            rows = weight_rows + number // PARTS * N
+            first = begin + number % PARTS * range_size
+            prefetch_rows(weight, rows, first, end, K, PREFETCH // PARTS)
     gate_scale, up_scale = load_scales(scale, column[None, :], N, SWIGLU, BLOCKS)
     if WHOLE:
         acc, acc_up, squares = _whole_products(
             x, norm_weight, weight, scale, weight_rows, num_rows, begin, end, N, K,
-            NORM, SWIGLU, BM, BN, BK, SLICES, EVEN, BLOCKS,
+            NORM, SWIGLU, BM, BN, BK, SLICES, RANGED, EVEN, BLOCKS,
         )  # fmt: skip
     else:
         if RANGED:

@@ -36,10 +36,8 @@ CONNECT_RETRIES = 4
 TRY_AGAIN = (429, 503)
 """the pipeline is overloaded, or a part of it is about to come back"""
 
-
 START = b'{"id":"batch_req_'
 """of each line of the output"""
-
 
 EARLIER = "in an earlier run"
 

@@ -6,7 +6,7 @@ import torch
 
 from tests.kernels import launch_cases as cases
 
-SMALL = (("norm", 4096, 1024), ("add", 1024, 2048), ("swiglu", 6144, 1024))
+SMALL = (("norm", 4096, 1024), ("add", 1024, 2048), ("swiglu", 6144, 1024), ("add", 1024, 3072))
 """products whose weights have four ranges (kind, rows of the weight, inner dimension)"""
 
 
@@ -16,7 +16,7 @@ def deterministic(is_fp8: bool) -> None:
     from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
     from penstock.kernels.linear.deterministic import multiply
 
-    rows = 1, 64, 200, 4096
+    rows = 1, 16, 64, 200, 4096
     for (kind, num_weights, inner), number in product((*SMALL, *cases.PRODUCTS), rows):
         residual = cases.numbers(number, num_weights) if kind == "add" else None
         weight = cases.weight_of(is_fp8, num_weights, inner)

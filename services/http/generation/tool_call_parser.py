@@ -30,7 +30,6 @@ Schemas = Mapping[str, Mapping[str, Any]]
 _BEFORE, _BETWEEN = re.compile(r"\s*(?:\[\s*)?"), re.compile(r"[\s,;]*")
 """what may come before the first call without tags, and between two of them"""
 
-
 Piece = str | CalledTool
 """text, or a piece of a call: its id and name first, then its arguments"""
 

@@ -17,7 +17,6 @@ BAD_LOGITS = (
 )
 """failure of a row without a token"""
 
-
 PooledNumbers = Iterable[tuple[int, bytes | None]]
 """(index among the sampled rows; float32 numbers, or None where they are not finite)"""
 PendingNumbers = Callable[[], PooledNumbers]

@@ -22,7 +22,6 @@ CPUS = {
 }
 """name → triple, features, whether vectors have 16 float32"""
 
-
 KINDS = Kinds(("bf16",), "bf16", "bf16"), INTEGERS
 QUICK = ("neoverse-n1", INTEGERS), ("skylake-avx512", KINDS[0])
 COMBINATIONS = [

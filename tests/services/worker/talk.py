@@ -21,7 +21,6 @@ from penstock.services.worker.step.step_output import StepOutput
 TIMEOUT = 60_000
 """milliseconds that a message may take"""
 
-
 LOGPROBS = PackedLogprobs(pack([5]), b"1234")
 OUTPUT = StepOutput([(1, LOGPROBS)], [(3, [LOGPROBS, LOGPROBS])], [(0, "too long")], [(1, b"1234")])
 

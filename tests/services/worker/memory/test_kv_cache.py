@@ -18,7 +18,6 @@ from tests.tools.demo.tasks import TASK_NAMES, Sizes, is_right, make_example
 BLOCK_BYTES = 2 * 2 * 16 * 4 * 16 * 4
 """keys and values, layers, block_size, KV heads, head_dim, bytes of a float32"""
 
-
 FP8_BYTES = 2 * 2 * 16 * 4 * (16 + 4)
 """likewise, with a float32 scale for a head of a token"""
 
