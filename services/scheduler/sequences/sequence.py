@@ -277,10 +277,10 @@ class Sequence:
 
     def is_requested_by(self, request: TokenizedRequest) -> bool:
         """Return whether `request` is for this output, of which it knows no more."""
-        num_prompt_tokens = len(request.prompt_token_ids) // TOKEN_BYTES
-        known = [*unpack(request.prompt_token_ids), *unpack(request.output_token_ids)]
+        prompt, output = unpack(request.prompt_token_ids), unpack(request.output_token_ids)
         return (
             (request.sampling, request.pooling) == (self.sampling, self.pooling)
-            and num_prompt_tokens == self.num_prompt_tokens
-            and known == self.token_ids[: len(known)]
+            and len(prompt) == self.num_prompt_tokens
+            and [*prompt, *output] == self.token_ids[: len(prompt) + len(output)]
+            and None not in (self.logprobs or [])[len(output) :]  # else nobody has these logprobs
         )

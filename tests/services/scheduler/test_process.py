@@ -65,6 +65,16 @@ def test_a_later_attempt_takes_over_what_runs(
     assert (delta.stream_ids, delta.token_ids) == (pack([sequence.stream_id]), pack([7]))
 
 
+@pytest.mark.parametrize("output", [(), (5,)])
+def test_lost_logprobs_are_computed_again(process: SchedulerProcess, output: tuple[int]) -> None:
+    """An earlier scheduler had the first token's; a request with this token has them, too."""
+    sampling = SamplingParams(max_tokens=9, logprobs=0)
+    process.accept(request(1, output=(5,), sampling=sampling))
+    first = process.requests["r"]
+    process.accept(request(1_000, output=output, sampling=sampling))
+    assert (process.requests["r"] is first) == bool(output)
+
+
 def test_a_request_that_waits_is_taken_over(process: SchedulerProcess) -> None:
     process.accept(request())
     sequence = process.requests["r"]
