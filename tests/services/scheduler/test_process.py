@@ -66,7 +66,7 @@ def test_a_later_attempt_takes_over_what_runs(
 
 
 @pytest.mark.parametrize("output", [(), (5,)])
-def test_lost_logprobs_are_computed_again(process: SchedulerProcess, output: tuple[int]) -> None:
+def test_lost_logprobs_are_computed(process: SchedulerProcess, output: tuple[int, ...]) -> None:
     """An earlier scheduler had the first token's; a request with this token has them, too."""
     sampling = SamplingParams(max_tokens=9, logprobs=0)
     process.accept(request(1, output=(5,), sampling=sampling))
