@@ -9,7 +9,7 @@ import psutil
 from msgspec import Struct
 
 from penstock.launch.bench.report import table
-from penstock.launch.chaos.check import Expected, Verdict, check
+from penstock.launch.chaos.check import Content, Verdict, check
 from penstock.launch.chaos.load import Flight
 from penstock.launch.chaos.schedule import KINDS, SEVERAL, Event
 from penstock.launch.pipeline.procfile import kind_of
@@ -21,6 +21,7 @@ COLUMNS = (
     *("silence after SIGKILL s", "worst", "after SIGSTOP s", "worst"),
 )
 Row = dict[str, Any]
+REQUEST_COLUMNS = ("kind", "requests", "lost", "tokens lost", "doubled", "torn", "different")
 MEMORY_COLUMNS = ("process", "restarts", "RSS before MiB", "RSS after MiB")
 
 
@@ -38,7 +39,7 @@ class Recovery(Struct):
 class Outcome(Struct):
     """All that was seen."""
 
-    expected: list[Expected]
+    expected: list[Content]
     flights: list[Flight]
     recoveries: list[Recovery]
     num_restarts: dict[str, int]
@@ -59,26 +60,32 @@ def make_report(outcome: Outcome, *, is_exact: bool) -> dict[str, Any]:
     """Every figure. `is_exact`: a request has the same tokens however it is batched."""
     kinds = [recovery.event.kind for recovery in outcome.recoveries]
     judged: dict[str, list[Verdict]] = {}
+    by_request: dict[str, list[Verdict]] = {}
     for flight in outcome.flights:
         kind = kinds[flight.event] if flight.event >= 0 else BEFORE
         verdict = check(flight.received, outcome.expected[flight.number])
         judged.setdefault(kind, []).append(verdict)
+        by_request.setdefault(flight.kind, []).append(verdict)
     rows = {
         kind: make_row(
-            [one for one in outcome.recoveries if one.event.kind == kind], judged.get(kind, [])
+            [recovery for recovery in outcome.recoveries if recovery.event.kind == kind],
+            judged.get(kind, []),
         )
         for kind in (*KINDS, SEVERAL)
         if kind in kinds
     }
     everything = [verdict for verdicts in judged.values() for verdict in verdicts]
-    replies = [flight.received.reply for flight in outcome.flights]
     restarts: Counter[str] = Counter()
     for process, number in outcome.num_restarts.items():
         restarts[kind_of(process)] += number
     return {
         "rows": {**rows, "all": make_row(outcome.recoveries, everything)},
-        "requests": len(replies),
-        "aborted": sum(getattr(reply, "finish_reason", "") == "abort" for reply in replies),
+        "by_request": {
+            kind: {"requests": len(verdicts), **_sums(verdicts)}
+            for kind, verdicts in by_request.items()
+        },
+        "requests": len(outcome.flights),
+        "aborted": sum(flight.received.is_aborted for flight in outcome.flights),
         "is_exact": is_exact,
         "losses": sorted({verdict.lost for verdict in everything if verdict.lost}),
         "restarts": restarts,
@@ -103,14 +110,21 @@ def make_row(recoveries: list[Recovery], verdicts: list[Verdict]) -> Row:
         "sigstop": signals["SIGSTOP"],
         "requests_running": sum(running),
         "median_running": statistics.median(running or [0]),
-        "requests_lost": sum(bool(one.lost) for one in verdicts),
-        "tokens_lost": sum(one.tokens_lost for one in verdicts),
-        "tokens_doubled": sum(one.tokens_doubled for one in verdicts),
-        "torn": sum(one.is_torn for one in verdicts),
-        "different": sum(one.is_different for one in verdicts),
+        **_sums(verdicts),
         "silence_killed": _silence(one for one in recoveries if not one.event.has_stop),
         "silence_stopped": _silence(one for one in recoveries if one.event.has_stop),
         "not_recovered": sum(not one.is_over for one in recoveries),
+    }
+
+
+def _sums(verdicts: list[Verdict]) -> Row:
+    """Return the number of each fault."""
+    return {
+        "requests_lost": sum(bool(verdict.lost) for verdict in verdicts),
+        "tokens_lost": sum(verdict.tokens_lost for verdict in verdicts),
+        "tokens_doubled": sum(verdict.tokens_doubled for verdict in verdicts),
+        "torn": sum(verdict.is_torn for verdict in verdicts),
+        "different": sum(verdict.is_different for verdict in verdicts),
     }
 
 
@@ -148,6 +162,9 @@ def as_table(report: dict[str, Any]) -> str:
         ]
         for kind in KINDS
     ]
+    requests = [
+        [kind, *map(str, sums.values())] for kind, sums in sorted(report["by_request"].items())
+    ]
     gpus, cpus = report["hardware"]["gpus"], report["hardware"]["cpus"]
     options = ", ".join(f"{name} {value}" for name, value in report["options"].items())
     facts = [
@@ -161,6 +178,8 @@ def as_table(report: dict[str, Any]) -> str:
             "; ".join(facts),
             "",
             *table(COLUMNS, rows),
+            "",
+            *table(REQUEST_COLUMNS, requests),
             "",
             *table(MEMORY_COLUMNS, memory),
             "",

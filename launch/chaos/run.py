@@ -2,26 +2,30 @@
 
 import asyncio
 import contextlib
+import socket
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import psutil
 from msgspec import Struct
 
 from penstock.launch.bench.report import hardware, versions
-from penstock.launch.chaos.load import Flight, Load, make_requests
+from penstock.launch.chaos.load import Flight, Load
+from penstock.launch.chaos.mix import END_OF_THOUGHT, HTTP_KINDS, MIX, Model, make_calls
 from penstock.launch.chaos.processes import Changes, Processes
 from penstock.launch.chaos.report import Outcome, Recovery, as_table, faults, make_report
 from penstock.launch.chaos.schedule import KINDS, ChaosOptions, Event, make_schedule
 from penstock.launch.commands.status import as_json
 from penstock.launch.pipeline.options import add_options, add_pipeline_options, given_options
 from penstock.launch.pipeline.procfile import kind_of
-from penstock.launch.pipeline.run_folder import is_running, model_name
-from penstock.launch.pipeline.target import target, vocab_size
+from penstock.launch.pipeline.run_folder import base_url, is_running, model_name
+from penstock.launch.pipeline.target import target
+from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import Config, run_folder
 from penstock.protocol.messages.status import StatusReply
@@ -48,6 +52,14 @@ def add_arguments(command: ArgumentParser) -> None:
     command.add_argument(
         "--only", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=text
     )
+    command.add_argument(
+        "--mix",
+        nargs="+",
+        choices=[*MIX, "all"],
+        default=["plain"],
+        metavar="KIND",
+        help=f"kinds of requests (default: plain; all, or any of {' '.join(MIX)})",
+    )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--name", default=SUPPRESS, help=RUNNING)
     own = [field for field in Config.__struct_fields__ if field not in ("name", "endpoint")]
@@ -56,17 +68,21 @@ def add_arguments(command: ArgumentParser) -> None:
 
 def _chaos(arguments: Namespace) -> int:
     options = ChaosOptions(**given_options(arguments, ChaosOptions))
-    report = chaos(arguments, options, arguments.only)
+    mix = [*MIX] if "all" in arguments.mix else arguments.mix
+    report = chaos(arguments, options, arguments.only, mix)
     print(as_json(report) if arguments.json else as_table(report))
     return 1 if report["faults"] else 0
 
 
-def chaos(arguments: Namespace, options: ChaosOptions, kinds: list[str]) -> dict[str, Any]:
+def chaos(
+    arguments: Namespace, options: ChaosOptions, kinds: list[str], mix: list[str]
+) -> dict[str, Any]:
     """Return the whole report. Raises LaunchError."""
     machine, shared = hardware(), shared_memory()
     given = given_options(arguments, Config)
-    with target(given, "chaos", OWN_DEFAULTS, "--max-deaths", str(MAX_DEATHS)) as config:
-        outcome = asyncio.run(run_chaos(config, options, kinds))
+    defaults = OWN_DEFAULTS | ({"http": 1, "http_port": free_port()} if HTTP_KINDS & {*mix} else {})
+    with target(given, "chaos", defaults, "--max-deaths", str(MAX_DEATHS)) as config:
+        outcome = asyncio.run(run_chaos(config, options, kinds, mix))
     is_own = not getattr(arguments, "name", None)
     is_gpu = config.device == "cuda" or (config.device == "auto" and config.tp == 1)
     report = make_report(outcome, is_exact=not (is_gpu and machine["gpus"]))
@@ -76,22 +92,29 @@ def chaos(arguments: Namespace, options: ChaosOptions, kinds: list[str]) -> dict
         "dp": config.dp,
         "hardware": machine,
         "versions": versions(),
-        "options": {"only": " ".join(kinds), **msgspec.structs.asdict(options)},
+        "options": {
+            "only": " ".join(kinds),
+            "mix": " ".join(mix),
+            **msgspec.structs.asdict(options),
+        },
         "left": left_behind(config.name, outcome.processes, shared) if is_own else [],
     }
     return report | {"faults": faults(report)}
 
 
-async def run_chaos(config: Config, options: ChaosOptions, kinds: list[str]) -> Outcome:
+async def run_chaos(
+    config: Config, options: ChaosOptions, kinds: list[str], mix: list[str]
+) -> Outcome:
     """Everything, in a pipeline that runs."""
     changes = Changes()
     async with (
         Processes(config.name, changes) as processes,
         AsyncClient(config.endpoint, keys=config.curve_keys) as client,
+        http_client(config) as http,
     ):
         before = await client.status(wait=True)
-        requests = make_requests(options, vocab_size(config), is_demo=not config.model)
-        load = Load(client, requests, options, changes)
+        models = [await model_of(one, client) for one in config.by_model()]
+        load = Load(client, http, make_calls(options, models, mix), options, changes)
         expected = await load.expected()
         memory = processes.memory()
         load.start()
@@ -111,6 +134,38 @@ async def run_chaos(config: Config, options: ChaosOptions, kinds: list[str]) -> 
             used_blocks=_used_blocks(after) - _used_blocks(before) if after else 0,
             num_open=_num_open(after) if after else 0,
         )
+
+
+def http_client(config: Config) -> httpx.AsyncClient:
+    """Return a client of the HTTP APIs that waits as long as an answer takes."""
+    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(
+        base_url=base_url(config),
+        headers=headers,
+        timeout=httpx.Timeout(None),
+        limits=limits,
+        trust_env=False,
+    )
+
+
+async def model_of(config: Config, client: AsyncClient) -> Model:
+    """Return what the requests to one model depend on."""
+    checkpoint, name = read_model_config(config.model_folder), config.model_name
+    thought = await client.tokenize(END_OF_THOUGHT, model=name, add_special_tokens=False)
+    return Model(
+        name=name,
+        vocab_size=checkpoint.vocab_size,
+        is_demo=config.model_folder.samefile(Config().model_folder),
+        is_embedding=checkpoint.is_embedding_model,
+        end_of_thought=thought.token_ids[0] if len(thought.token_ids) == 1 else None,
+    )
+
+
+def free_port() -> int:
+    """Return a port that nobody uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 class Chaos(Struct):

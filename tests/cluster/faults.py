@@ -17,9 +17,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
 from penstock.launch.bench.report import hardware
-from penstock.launch.chaos.check import Expected, Verdict, check
+from penstock.launch.chaos.check import Content, Verdict, check
 from penstock.launch.chaos.load import Flight, Load
+from penstock.launch.chaos.mix import Call
 from penstock.launch.chaos.processes import Changes
 from penstock.launch.chaos.schedule import ChaosOptions
 from penstock.protocol.client.async_client import AsyncClient
@@ -75,7 +78,7 @@ class Hit:
     num_bad: int = 0
     """streams that were no beginning of the answer when it was over"""
 
-    def row(self, done: list[Flight], expected: list[Expected]) -> list[str]:
+    def row(self, done: list[Flight], expected: list[Content]) -> list[str]:
         """Return a row of the table; done: requests that ended after it, before the next one."""
         verdicts = [check(one.received, expected[one.number]) for one in done]
         stood = [silence for silence in self.silences if silence > STOOD]
@@ -119,7 +122,9 @@ class Faults:
                     wait_for_ray(self._start_ray(self._free, CPUS[-1]))
                     async with contextlib.AsyncExitStack() as stack:
                         self._client = await self._connect(stack)
-                        self._load = Load(self._client, self._requests(), options, self._changes)
+                        http = await stack.enter_async_context(httpx.AsyncClient())  # unused
+                        calls = [Call("plain", request) for request in self._requests()]
+                        self._load = Load(self._client, http, calls, options, self._changes)
                         self._expected = await self._load.expected()
                         self._check_expected()
                         await self._under_load()
@@ -254,8 +259,7 @@ class Faults:
                 machine.ray.wait(GIVING_UP)
 
     def _is_beginning(self, flight: Flight) -> bool:
-        token_ids = flight.received.token_ids
-        return token_ids == self._expected[flight.number].token_ids[: len(token_ids)]
+        return flight.received.streamed.begins(self._expected[flight.number])
 
     def _tell(self, text: str) -> None:
         self._pipeline.output.append((time.monotonic(), f"==== {text}\n"))

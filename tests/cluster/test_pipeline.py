@@ -17,7 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from penstock import LLM, SamplingParams
-from penstock.launch.chaos.check import Expected, Received, Verdict, check
+from penstock.launch.chaos.check import Content, Received, Verdict, check, content_of
 from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.client import Client
@@ -59,14 +59,17 @@ def sampling(number: int) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[Expected]:
+def alone() -> list[Content]:
     """Return the answers of one machine: the tasks, greedy and with seeds, and the count."""
     params = [sampling(number) for number in range(2 * len(TASKS))]
     count = SamplingParams(max_tokens=1000, temperature=0.0)
     with LLM(device="cpu", num_threads=1, kv_cache_gib=0.1) as llm:
         outputs = llm.generate([*TASKS, *TASKS, COUNT], [*params, count], use_tqdm=False)
     answers = [output.outputs[0] for output in outputs]
-    return [Expected(list(one.token_ids), one.text, one.finish_reason) for one in answers]
+    return [
+        Content({"tokens": list(one.token_ids), "text": one.text}, (one.finish_reason, None))
+        for one in answers
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,7 @@ def served(cluster: Cluster, keys: Path) -> Iterator[Pipeline]:
 
 
 def test_a_group_across_two_machines_gives_the_tokens_of_one(
-    served: Pipeline, keys: Path, alone: list[Expected]
+    served: Pipeline, keys: Path, alone: list[Content]
 ) -> None:
     nodes = served.nodes()
     assert nodes["worker.1"] == nodes["worker.2"] == nodes["scheduler.1"]
@@ -113,7 +116,7 @@ def test_a_group_across_two_machines_gives_the_tokens_of_one(
 
 
 def test_streams_outlive_a_machine(
-    cluster: Cluster, served: Pipeline, keys: Path, alone: list[Expected]
+    cluster: Cluster, served: Pipeline, keys: Path, alone: list[Content]
 ) -> None:
     nodes = served.nodes()
     members = {nodes["worker.3"], nodes["worker.4"]} - {served.machine.address}
@@ -232,7 +235,7 @@ async def generate(one: AsyncClient, number: int) -> Received:
     prompt = TASKS[number % len(TASKS)]
     fields = {"max_tokens": params.max_tokens, "temperature": params.temperature}
     reply = await one.generate(prompt, seed=params.seed, **fields)
-    return Received(is_stream=False, reply=reply)
+    return Received(is_stream=False, reply=content_of(reply))
 
 
 async def count(one: AsyncClient, begun: asyncio.Barrier) -> Received:
@@ -240,9 +243,9 @@ async def count(one: AsyncClient, begun: asyncio.Barrier) -> Received:
     received = Received(is_stream=True)
     stream = one.stream(COUNT, max_tokens=1000, temperature=0.0)
     async for delta in stream:
-        if not received.token_ids:
+        if not received.streamed.num_tokens:
             await begun.wait()
-        received.token_ids += delta.token_ids
-        received.text += delta.text
-    received.reply = await stream.result()
+        received.streamed.extend("tokens", delta.token_ids)
+        received.streamed.extend("text", delta.text)
+    received.reply = content_of(await stream.result())
     return received

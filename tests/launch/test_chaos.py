@@ -6,18 +6,16 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.launch.chaos.check import Expected, Received
+from penstock.launch.chaos.check import Content, Received
 from penstock.launch.chaos.load import Flight
 from penstock.launch.chaos.report import Outcome, Recovery, as_table, faults, make_report
 from penstock.launch.chaos.run import left_behind, shared_memory
 from penstock.launch.chaos.schedule import KINDS, ChaosOptions, Event, Kill, make_schedule
 from penstock.launch.commands.cli import main
-from penstock.protocol.client.session import Answer
 from penstock.protocol.config import run_folder
-from penstock.protocol.messages.client import GenerateReply, GenerateRequest, Usage
 
 NAMES = ["gateway.1", "tokenizer.1", "scheduler.1", "worker.1", "worker.2", "detokenizer.1"]
-RIGHT = Expected([1, 2, 3, 4], "abcd", "stop")
+RIGHT = Content({"tokens": [1, 2, 3, 4], "text": "abcd"}, ("stop", None))
 
 
 # ---- the schedule ---------------------------------------------------------------------------
@@ -67,13 +65,11 @@ def test_schedule_hits_the_processes_that_there_are() -> None:
 
 
 def flight(event: int, token_ids: list[int], text: str) -> Flight:
-    one = Flight(0, Answer(b"0", GenerateRequest(prompt="x")), is_stream=True)
-    usage = Usage(prompt_tokens=1, cached_tokens=0, output_tokens=len(token_ids))
-    told = GenerateReply(
-        request_id="", text=text, token_ids=token_ids, finish_reason="stop", usage=usage
-    )
-    one.received, one.event = Received(True, told, token_ids, text), event
-    return one
+    ended = Flight(0, "plain", is_stream=True)
+    parts = {"tokens": token_ids, "text": text}
+    ended.received = Received(True, Content(parts), Content(parts, ("stop", None)))
+    ended.event = event
+    return ended
 
 
 def outcome(**changes: Any) -> Outcome:
@@ -135,6 +131,7 @@ def test_report_sums_by_kind() -> None:
     ]
     table = as_table(report)
     assert "| scheduler | 2 | 0 | 12 | 6 | 0 | 1 | 0 | 0 | 1 | 2.00 | 3.00 |  |  |" in table
+    assert "| plain | 3 | 0 | 1 | 0 | 0 | 1 |" in table
     assert "| worker | 2 | 1,024 | 2,048 |" in table
     assert "seed 7" in table
 
@@ -194,6 +191,7 @@ def test_left_behind_finds_processes_and_folders() -> None:
         (["--kills", "0"], "--kills: got '0'"),
         (["--stop-share", "1.5"], "--stop-share: got '1.5'"),
         (["--only", "nothing"], "--only: got 'nothing', expected one of gateway"),
+        (["--mix", "nothing"], "--mix: got 'nothing', expected one of plain"),
         (["--name", "x", "--tp", "2"], "--tp is for a pipeline that is yet to start"),
         (["--name", "nobody"], "no pipeline 'nobody' runs"),
         (["--model", "/nowhere"], "--model: "),

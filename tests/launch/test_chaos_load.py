@@ -5,10 +5,12 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
-from penstock.launch.chaos.check import Expected, Received, Verdict, check
-from penstock.launch.chaos.load import Load, make_requests
+from penstock.launch.chaos.check import Content, Received, Verdict, check, content_of
+from penstock.launch.chaos.load import Load
+from penstock.launch.chaos.mix import HTTP_KINDS, MIX, HttpCall, Model, make_calls
 from penstock.launch.chaos.processes import Changes
 from penstock.launch.chaos.schedule import ChaosOptions
 from penstock.launch.pipeline.errors import LaunchError
@@ -24,7 +26,7 @@ from penstock.protocol.messages.client import (
 )
 from tests.launch.fake_gateway import TEXT, Behaviour, Gateway, delta, reply
 
-RIGHT = Expected([1, 2, 3, 4], "abcd", "stop")
+DEMO = Model("", 264, is_demo=True, end_of_thought=261)
 
 
 def generated(token_ids: list[int], text: str, reason: FinishReason = "stop") -> GenerateReply:
@@ -38,14 +40,19 @@ def streamed(
     token_ids: list[int], text: str, *, told: GenerateReply | ErrorReply | None = None
 ) -> Received:
     """Return a stream, and the reply after it: if none is given, one that says the same."""
-    return Received(True, told or generated(token_ids, text), token_ids, text)
+    received = Received(True, Content({"tokens": token_ids, "text": text}))
+    received.finish(told or generated(token_ids, text))
+    return received
+
+
+RIGHT = content_of(generated([1, 2, 3, 4], "abcd"))
 
 
 @pytest.mark.parametrize(
     ("received", "verdict"),
     [
         (streamed([1, 2, 3, 4], "abcd"), Verdict()),
-        (Received(False, generated([1, 2, 3, 4], "abcd")), Verdict()),
+        (Received(False, reply=RIGHT), Verdict()),
         (streamed([1, 2, 4], "abd"), Verdict(tokens_lost=1, is_different=True)),
         (streamed([1, 2, 2, 3, 4], "abbcd"), Verdict(tokens_doubled=1, is_different=True)),
         (streamed([1, 2, 3, 5], "abce"), Verdict(is_different=True)),
@@ -62,7 +69,7 @@ def streamed(
             streamed([1, 2, 3, 3, 4], "abccd", told=generated([1, 2, 3, 4], "abcd")),
             Verdict(tokens_doubled=1, is_torn=True, is_different=True),
         ),
-        (Received(True, None, [1], "a"), Verdict(lost="no answer")),
+        (Received(True, Content({"tokens": [1], "text": "a"})), Verdict(lost="no answer")),
         (
             streamed([1], "a", told=ErrorReply(code="failed", message="no luck")),
             Verdict(lost="failed: no luck"),
@@ -71,6 +78,27 @@ def streamed(
 )
 def test_check_finds_what_is_wrong(received: Received, verdict: Verdict) -> None:
     assert check(received, RIGHT) == verdict
+
+
+@pytest.mark.parametrize("part", ["logprobs", "prompt_logprobs", "pooled", "text", "tokens"])
+def test_check_compares_every_part(part: str) -> None:
+    parts = {
+        "tokens": [1],
+        "text": "a",
+        "logprobs": [0.5],
+        "prompt_logprobs": [1.5],
+        "pooled": b"x",
+    }
+    other = parts | {part: parts[part] * 2}  # type: ignore[operator]
+    verdict = check(Received(False, reply=Content(other)), Content(parts))
+    assert verdict == Verdict(is_different=True, tokens_doubled=int(part == "tokens"))
+
+
+def test_check_finds_a_stream_without_some_logprobs() -> None:
+    told = Content({"tokens": [1, 2], "text": "ab", "logprobs": [0.5, 0.25]}, ("stop", None))
+    sent = Content({"tokens": [1, 2], "text": "ab", "logprobs": [0.5, None]})
+    verdict = check(Received(True, sent, told), told)
+    assert verdict == Verdict(is_torn=True, is_different=True)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +125,8 @@ def run_load(tmp_path: Path, behaviour: Behaviour, options: ChaosOptions) -> lis
 
     async def run() -> list[Verdict]:
         changes = Changes()
-        async with AsyncClient(endpoint) as client:
-            load = Load(client, make_requests(options, 100, is_demo=True), options, changes)
+        async with AsyncClient(endpoint) as client, httpx.AsyncClient() as http:
+            load = Load(client, http, make_calls(options, [DEMO], ["plain"]), options, changes)
             expected = await load.expected()
             load.start()
             await changes.until(lambda: len(load.done) >= options.num_requests)
@@ -171,17 +199,39 @@ def test_load_counts_what_never_comes(tmp_path: Path) -> None:
 
 def test_load_wants_right_answers_first(tmp_path: Path) -> None:
     error = ErrorReply(code="failed", message="bad")
-    with pytest.raises(LaunchError, match="before anything was killed"):
+    with pytest.raises(LaunchError, match="a plain request failed before any kill"):
         run_load(tmp_path, behind_the_first(0, lambda _: [error]), ChaosOptions(distinct=1))
 
 
 def test_requests_follow_from_the_seed() -> None:
-    first, same, other = (
-        make_requests(ChaosOptions(seed=seed), 1000, is_demo=False) for seed in (1, 1, 2)
+    other = Model("other", 1000)
+    first, same, differing = (
+        make_calls(ChaosOptions(seed=seed), [other], ["plain"]) for seed in (1, 1, 2)
     )
-    assert first == same != other
-    for requests in (first, make_requests(ChaosOptions(), 1000, is_demo=True)):
-        assert {one.stream for one in requests} == {True, False}
-        assert {one.temperature for one in requests if one.seed is None} == {0}
-        assert {one.temperature for one in requests if one.seed is not None} == {1}
-    assert all(one.ignore_eos and max(map(int, one.prompt or "0")) < 1000 for one in first)
+    assert first == same != differing
+    for calls in (first, make_calls(ChaosOptions(), [DEMO], ["plain"])):
+        requests = [call.request for call in calls if isinstance(call.request, GenerateRequest)]
+        assert len(requests) == ChaosOptions().distinct
+        assert {request.stream for request in requests} == {True, False}
+        assert {request.temperature for request in requests if request.seed is None} == {0}
+        assert {request.temperature for request in requests if request.seed is not None} == {1}
+        if calls is first:
+            assert all(request.ignore_eos for request in requests)
+            assert all(max(map(int, request.prompt or "0")) < 1000 for request in requests)
+
+
+def test_a_mix_has_every_kind_that_a_model_serves() -> None:
+    embedding = Model("embedding", 264, is_embedding=True)
+    without_reasoning = Model("plain", 264)
+    calls = make_calls(ChaosOptions(distinct=100), [DEMO, embedding, without_reasoning], MIX)
+    by_model: dict[str, set[str]] = {}
+    for call in calls:
+        request = call.request
+        name = request.body["model"] if isinstance(request, HttpCall) else request.model
+        by_model.setdefault(name or "", set()).add(call.kind)
+        assert isinstance(request, HttpCall) == (call.kind in HTTP_KINDS)
+    assert by_model == {
+        "": MIX.keys() - {"embeddings"},
+        "embedding": {"embeddings"},
+        "plain": MIX.keys() - {"embeddings", "reasoning"},
+    }
