@@ -11,14 +11,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route, Router, WebSocketRoute
+from starlette.routing import BaseRoute, Match, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.chat import MessageError
 from penstock.services.http.generation.schema import ApiRequest
 from penstock.services.http.openapi import describe
-from penstock.services.http.responses.session import ResponsesSocket
 from penstock.services.http.routes import OPERATIONS, Operation
 from penstock.services.http.shared.access import Gate, caller, check_key
 from penstock.services.http.shared.app_state import Models
@@ -51,7 +50,6 @@ def make_app(models: Models) -> ASGIApp:
 
     routes: list[BaseRoute] = [_route(operation, models) for operation in OPERATIONS]
     routes += [
-        WebSocketRoute("/v1/responses", ResponsesSocket(models)),
         Route("/openapi.json", answer_openapi),
         Route("/", page),
         Route("/page/{name}", page),

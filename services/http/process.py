@@ -22,7 +22,6 @@ from penstock.services.http.app import make_app
 from penstock.services.http.responses.store import ResponseStore
 from penstock.services.http.shared.app_state import Models
 from penstock.services.http.shared.connections import Limits, limited_protocol, limits_for
-from penstock.services.http.shared.websocket import limited_websocket
 
 MAX_GRACE = 4
 """seconds that running requests have after SIGTERM, up to --drain-timeout: SIGKILL comes after 5"""
@@ -126,14 +125,10 @@ def uvicorn_config(config: Config, models: Models, limits: Limits | None = None)
     """Return the configuration of a `Server`."""
     logging.getLogger("uvicorn.error").addFilter(_is_error)
     limits = limits or limits_for(models.max_batch_bytes, models.max_answers)
-    http = limited_protocol(limits)
     return uvicorn.Config(
         make_app(models),
-        http=http,
-        ws=limited_websocket(http),
-        ws_max_size=models.max_request_bytes,
-        ws_ping_timeout=None,  # blocking clients answer pings only while they read
-        ws_per_message_deflate=False,
+        http=limited_protocol(limits),
+        ws="none",
         lifespan="off",
         log_config=None,
         log_level="error",

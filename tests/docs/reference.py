@@ -182,8 +182,7 @@ def error_page() -> str:
             [f"`{code}` | {replies[code].status} | {CODES[code]}" for code in codes],
         ),
         "## HTTP statuses",
-        'Errors over HTTP have OpenAI\'s shape: `{"error": {"message", "type", "param", "code"}}`. '
-        "Over [WebSockets](../guides/responses.md#websockets), errors are events with this status.",
+        'Errors over HTTP have OpenAI\'s shape: `{"error": {"message", "type", "param", "code"}}`.',
         table(
             "status | `type` | meaning",
             [

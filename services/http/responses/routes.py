@@ -91,7 +91,7 @@ def submit(state: AppState, request: ResponsesRequest, log: EventLog | None = No
     choice = ChatChoice(0, chat, state.tool_format)
 
     def keep(response: ResponseReply) -> None:
-        if request.store is False and not caller.get().websocket:
+        if request.store is False:
             return
         try:
             store.put(response, items, log)

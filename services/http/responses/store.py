@@ -33,9 +33,7 @@ class _Entry(Struct):
     body: bytes
     """the response; empty if it was not to be stored, so that only its items can be referenced"""
     names: list[str]
-    """ids of the output's items, if they can be referenced"""
-    websocket: str
-    """the only WebSocket that may continue it; empty if it was to be stored, or came over HTTP"""
+    """ids of the output's items"""
     is_background: bool
     is_running: bool
     """keeps a place for the error that it may end with"""
@@ -66,19 +64,17 @@ class ResponseStore:
     ) -> None:
         """Keep a response; items: its input, and that of the responses before it.
 
-        Of a response that is not stored, HTTP keeps only the output, for references; a WebSocket
-        may continue it. Responses that are being made are not evicted. Raises ApiError for one that
-        has no place in addition to them, and changes nothing.
+        Of a response that is not stored, only the output is kept, for references. Responses that
+        are being made are not evicted. Raises ApiError for one that has no place in addition to
+        them, and changes nothing.
         """
-        websocket = "" if response.store else caller.get().websocket
         output = _DECODER.decode(msgspec.msgpack.encode(response.output))
         entry = _Entry(
             key=caller.get().key,
-            input=msgspec.msgpack.encode(items if response.store or websocket else []),
+            input=msgspec.msgpack.encode(items if response.store else []),
             output=msgspec.msgpack.encode(output),
             body=ENCODER.encode(response) if response.store else b"",
-            names=[] if websocket else [item.id for item in response.output],
-            websocket=websocket,
+            names=[item.id for item in response.output],
             is_background=response.background,
             is_running=response.status == "in_progress",
             log=log,
@@ -140,12 +136,6 @@ class ResponseStore:
             await asyncio.wait([task])
         self._remove(response_id)
 
-    def forget(self, response_id: str) -> None:
-        """Forget a response that only this WebSocket may continue."""
-        entry = self._entries.get(response_id)
-        if entry and entry.websocket and entry.websocket == caller.get().websocket:
-            self._remove(response_id)
-
     def run(self, response_id: str, work: Coroutine[Any, Any, None]) -> None:
         """Make a response in the background."""
         task = self._tasks[response_id] = asyncio.create_task(work)
@@ -178,9 +168,8 @@ class ResponseStore:
             raise ApiError(429, sentence, None, "rate_limit_exceeded", {"Retry-After": "1"})
 
     def _find(self, response_id: str, field: str, code: str | None = None) -> _Entry:
-        entry, sender = self._entries.get(response_id), caller.get()
-        is_known = entry and (entry.body or entry.websocket == sender.websocket != "")
-        if entry is None or not is_known or entry.key != sender.key:
+        entry = self._entries.get(response_id)
+        if entry is None or not entry.body or entry.key != caller.get().key:
             status = 400 if code else 404
             raise ApiError(status, f"{field}: got {response_id!r:.200}, {_WHY}", field, code)
         self._entries[response_id] = self._entries.pop(response_id)

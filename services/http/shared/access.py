@@ -22,7 +22,6 @@ IPV6_PREFIX = 64
 """bits of an address that a provider assigns to one customer"""
 MAX_KNOWN = 256
 """hosts and addresses whose form is remembered: a header may have 64 KB"""
-_STARTS = {"http.response.start", "websocket.http.response.start", "websocket.accept"}
 _MAX_ID = 128
 """characters of X-Request-Id; a longer one is replaced"""
 
@@ -39,8 +38,6 @@ class Caller(NamedTuple):
     """the API key that was sent, right or wrong; empty where the server has none"""
     is_for_anthropic: bool = False
     """expects Anthropic's shapes"""
-    websocket: str = ""
-    """name of its WebSocket; empty in HTTP"""
 
 
 caller: ContextVar[Caller] = ContextVar("caller")
@@ -73,7 +70,7 @@ class Gate:
             ids.append((b"request-id", name))
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] in _STARTS:
+            if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *ids]
             await send(message)
 

@@ -30,7 +30,6 @@ LAST_REQUEST = 0.5
 """seconds in which a request may still arrive on a connection of a server that stops"""
 _RESERVE = 128
 """descriptors for other things than connections"""
-WEBSOCKET_PATH = b"/v1/responses"
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -78,9 +77,8 @@ class WriteTimer:
 class RequestParser(httptools.HttpRequestParser):
     """Parser that ignores the header `Upgrade`, with which httptools skips the request's body.
 
-    Java's HttpClient and `curl --http2` send it with each request; WebSockets are the exception. As
-    in uvicorn, what follows a request with `Connection: close` is not an error: that request is
-    answered.
+    Java's HttpClient and `curl --http2` send it with each request. As in uvicorn, what follows a
+    request with `Connection: close` is not an error: that request is answered.
     """
 
     def __init__(self, protocol: "LimitedProtocol") -> None:
@@ -92,8 +90,6 @@ class RequestParser(httptools.HttpRequestParser):
         try:
             super().feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            if self._protocol.opens_websocket:
-                raise
             self._protocol.parse_without_upgrade(data[upgrade.args[0] :])
 
 
@@ -114,8 +110,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self.parser = RequestParser(self)
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer = WriteTimer(transport, self.limits)
-        self.opens_websocket = False
-        """with the request that has arrived last"""
         self._num_header_bytes = 0
         """of the arriving request: its URL and its complete headers"""
         self._is_stopping = False
@@ -172,38 +166,18 @@ class LimitedProtocol(HttpToolsProtocol):
         self.parser.feed_data(b"\r\n".join([*lines, b"", rest]))
 
     def on_headers_complete(self) -> None:
-        is_upgrade = self.parser.should_upgrade()
-        self.opens_websocket = is_upgrade and self._is_for_websocket()
-        if is_upgrade and not self.opens_websocket:
+        if self.parser.should_upgrade():
             return
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) != 1 and self.parser.get_http_version() == "1.1":
             raise ValueError  # as in `on_header`
         self.without_request.pop(self, None)
         super().on_headers_complete()
-        if self.opens_websocket:
-            return
         self._cycles = [one for one in self._cycles if not one.response_complete] + [self.cycle]
         self.cycle.keep_alive = self.cycle.keep_alive and not self._is_stopping
         self.scope[WRITER] = ChunkWriter(self.cycle, self.burst)  # type: ignore[literal-required]
         if self.scope["http_version"] != "1.1":
             self.cycle.send = partial(send_without_chunks, self.cycle)  # type: ignore[method-assign]
-
-    def _should_upgrade(self) -> bool:
-        return self.opens_websocket
-
-    def _is_for_websocket(self) -> bool:
-        """Return whether a request with `Upgrade` is for a WebSocket, and none runs before it."""
-        route = (b"GET", WEBSOCKET_PATH, "1.1")
-        path = self.url.partition(b"?")[0].rstrip(b"/")
-        given = (self.parser.get_method(), path, self.parser.get_http_version())
-        is_idle = self.cycle is None or self.cycle.response_complete
-        is_meant = given == route and self._get_upgrade() == b"websocket"
-        return is_meant and is_idle and not (self.flow.write_paused or self._is_stopping)
-
-    def handle_websocket_upgrade(self) -> None:
-        self._end_arrival()
-        super().handle_websocket_upgrade()
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from websockets.exceptions import ConnectionClosedError
-from websockets.sync.client import connect
 
 from tests.pipeline.conftest import START_TIMEOUT, Pipeline
 from tests.pipeline.disturbed.test_leases import wait_for_requests
@@ -114,32 +112,3 @@ def test_health_names_the_stage_that_is_missing(served: tuple[Pipeline, str]) ->
     assert answer.status_code == 503
     assert "scheduler" in answer.json()["error"]["message"]
     assert answer.headers["retry-after"] == "1"
-
-
-def test_a_websocket_whose_process_dies(served: tuple[Pipeline, str]) -> None:
-    """The turn's request ends. The client reconnects and sends the whole conversation."""
-    pipeline, url = served
-    create = {"type": "response.create", "input": "count from 1 to 100", "ignore_eos": True}
-    where = url.replace("http", "ws", 1) + "/v1/responses"
-    begin = len(pipeline.output)
-    with connect(where, additional_headers=HEADERS) as socket:
-        socket.send(json.dumps(create))
-        first = json.loads(socket.recv(START_TIMEOUT))["response"]["id"]
-        killed = [name for name in ("http.1", "http.2") if name in pipeline.processes()]
-        for name in killed:
-            pipeline.kill(name)
-        with pytest.raises(ConnectionClosedError):
-            while True:
-                socket.recv(START_TIMEOUT)
-    wait_for_requests(pipeline, 0)
-    for name in killed:
-        pipeline.wait_for(rf"{re.escape(name)} +\| I listening", begin)
-    with connect(where, additional_headers=HEADERS) as socket:
-        socket.send(json.dumps(create | {"previous_response_id": first}))
-        error = json.loads(socket.recv(START_TIMEOUT))["error"]
-        assert error["code"] == "previous_response_not_found"
-        socket.send(json.dumps(create | {"input": "17+25=", "ignore_eos": False}))
-        events = [json.loads(socket.recv(START_TIMEOUT))]
-        while events[-1]["type"] != "response.completed":
-            events.append(json.loads(socket.recv(START_TIMEOUT)))
-    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "42"

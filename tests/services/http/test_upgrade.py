@@ -38,6 +38,16 @@ def test_a_request_that_would_upgrade_is_answered_as_any_other(
     assert b'{"version":' in answers
 
 
+def test_a_websocket_is_refused(serve: Serve, connect: Connect) -> None:
+    connection = connect(serve())
+    head = GET.replace(b"/version", b"/v1/responses") + b"Connection: Upgrade, close\r\n"
+    key = b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+    connection.sendall(head + b"Upgrade: websocket\r\n" + key + b"\r\n")
+    answer = rest(connection)
+    assert answer.startswith(b"HTTP/1.1 405 ")
+    assert b"got GET /v1/responses, expected POST" in answer
+
+
 @pytest.mark.parametrize("header", [b"", b"Upgrade: h2c\r\n"])
 def test_the_last_request_is_answered_whatever_follows_it(
     serve: Serve, connect: Connect, header: bytes
