@@ -48,9 +48,7 @@ from penstock.services.http.pooling.schema import (
     ScoreReply,
     ScoreRequest,
 )
-from penstock.services.http.responses.compaction import compact
 from penstock.services.http.responses.replies import (
-    CompactedResponse,
     DeletedResponse,
     InputItems,
     InputTokens,
@@ -65,7 +63,6 @@ from penstock.services.http.responses.routes import (
     retrieve,
 )
 from penstock.services.http.responses.schema import (
-    CompactRequest,
     InputTokensRequest,
     ResponsesRequest,
 )
@@ -191,7 +188,6 @@ OPERATIONS = [
         *("POST", f"{_RESPONSES}/input_tokens", count_input_tokens),
         *(InputTokens, InputTokensRequest),
     ),
-    Operation("POST", f"{_RESPONSES}/compact", compact, CompactedResponse, CompactRequest),
     Operation("DELETE", _RESPONSE, delete, DeletedResponse),
     Operation("POST", f"{_RESPONSE}/cancel", cancel, ResponseReply),
     Operation("POST", "/v1/embeddings", embed, EmbeddingReply, EmbeddingRequest, is_batch=True),

@@ -21,7 +21,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": _MESSAGES},
     "/v1/responses": {"input": "17+25=", "max_output_tokens": 4},
     "/v1/responses/input_tokens": {"input": "17+25="},
-    "/v1/responses/compact": {"model": "demo", "input": "17+25="},
     "/v1/embeddings": {"input": "x"},
     "/v1/rerank": {"query": "x", "documents": ["a"]},
     "/v1/score": {"text_1": "a", "text_2": "b"},

@@ -141,16 +141,6 @@ class InputTokens(Struct, kw_only=True):
     input_tokens: int
 
 
-class CompactedResponse(Struct, kw_only=True):
-    """A conversation's messages that are not the assistant's, then one compaction."""
-
-    id: str
-    object: Literal["response.compaction"] = "response.compaction"
-    created_at: int
-    output: list[dict[str, Any]]
-    usage: ResponseUsage | None
-
-
 class DeletedResponse(Struct, kw_only=True):
     """Reply to the deletion of a response."""
 

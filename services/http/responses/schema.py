@@ -49,8 +49,6 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     name: str | None = None
     arguments: str | None = None
     output: str | Parts | None = None
-    encrypted_content: str | None = None
-    """of a compaction"""
 
 
 class ResponseTool(Struct, kw_only=True):
@@ -169,14 +167,3 @@ class InputTokensRequest(ResponsesRequest, kw_only=True, forbid_unknown_fields=T
     """`POST /v1/responses/input_tokens`: the fields that make a prompt count."""
 
     input: str | Annotated[list[Item], Meta(max_length=MAX_ITEMS)] = field(default_factory=list)
-
-
-class CompactRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/responses/compact`."""
-
-    model: str
-    input: str | Annotated[list[Item], Meta(max_length=MAX_ITEMS)] = field(default_factory=list)
-    previous_response_id: ResponseId | None = None
-    """a stored response, whose conversation precedes the input"""
-    instructions: str | None = None
-    """a system message for the summary alone"""

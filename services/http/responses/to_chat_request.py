@@ -20,7 +20,6 @@ from penstock.services.http.generation.schema import (
 )
 from penstock.services.http.responses.schema import (
     AllowedFunctions,
-    CompactRequest,
     Item,
     NamedFunction,
     Parts,
@@ -28,8 +27,6 @@ from penstock.services.http.responses.schema import (
 )
 from penstock.services.http.shared.errors import invalid
 
-SUMMARY = "penstock.summary.1:"
-"""begins the content of a compaction, which is plain text and not encrypted"""
 LOGPROBS = "message.output_text.logprobs"
 _UNSERVED = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "prompt_logprobs": ""}
 """sampling parameter that a response has no place for → the field that replaces it"""
@@ -43,7 +40,7 @@ _RENAMED = {
     "response_format.json_schema.schema": "text.format.schema",
     "truncate_prompt_tokens": "truncation",
 }
-_ITEM_TYPES = "'message', 'function_call', 'function_call_output', 'reasoning' or 'compaction'"
+_ITEM_TYPES = "'message', 'function_call', 'function_call_output' or 'reasoning'"
 
 
 def chat_request(request: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
@@ -79,7 +76,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[Item]) -> ChatReques
     )
 
 
-def input_items(request: ResponsesRequest | CompactRequest) -> list[Item]:
+def input_items(request: ResponsesRequest) -> list[Item]:
     """Return the input as items."""
     if isinstance(request.input, str):
         return [Item(role="user", content=request.input)]
@@ -119,9 +116,6 @@ class _Conversation:
                 self._add_call(item, path)
             case "function_call_output":
                 self._add_output(item, path)
-            case "compaction":
-                text = _summary(item.encrypted_content or "", f"{path}.encrypted_content")
-                self._messages.append(Message(role="assistant", content=text))
             case other:
                 raise invalid(f"{path}.type", f"got {other!r}, expected {_ITEM_TYPES}")
 
@@ -163,14 +157,6 @@ class _Conversation:
         """Return the last message if it is an assistant's."""
         last = self._messages[-1] if self._messages else None
         return last if last and last.role == "assistant" else None
-
-
-def _summary(content: str, path: str) -> str:
-    """Return what the model reads of a compaction at a path. Raises ApiError."""
-    if not content.startswith(SUMMARY):
-        problem = f"got {content!r:.60}, expected one of this server's /v1/responses/compact"
-        raise invalid(path, problem)
-    return f"Summary of the conversation so far:\n\n{content.removeprefix(SUMMARY)}"
 
 
 def _text(content: str | Parts, path: str) -> str:

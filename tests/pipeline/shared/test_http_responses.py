@@ -174,15 +174,3 @@ def test_input_tokens_and_items(client: Client) -> None:
         *(one.type for one in first.output),
         "message",
     ]
-
-
-def test_a_compaction(client: Client) -> None:
-    """Another conversation, which begins with a summary."""
-    first = client.create(store=False)
-    history: Any = [{"role": "user", "content": COUNT}, *first.output]
-    compacted = client.responses.compact(model=MODEL, input=history)
-    message, summary = (one.model_dump(warnings=False) for one in compacted.output)
-    assert (message["role"], summary["type"]) == ("user", "compaction")
-    assert compacted.usage.input_tokens > first.usage.input_tokens
-    third = client.create([message, summary, {"role": "user", "content": "17+25="}], store=False)
-    assert third.usage.input_tokens > compacted.usage.output_tokens

@@ -139,6 +139,7 @@ for _ in range(300):
         ({"input": DEEP}, "input"),
         ({"input": [USER, {"type": "item_reference", "id": "m"}]}, "input[1].type"),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
