@@ -19,7 +19,6 @@ from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process, tune_collector
 from penstock.services.http.app import make_app
-from penstock.services.http.responses.store import ResponseStore
 from penstock.services.http.shared.app_state import Models
 from penstock.services.http.shared.connections import Limits, limited_protocol, limits_for
 
@@ -118,7 +117,6 @@ async def run(server: Server, models: Models, listener: socket.socket) -> None:
     tune_collector()
     await server.serve([listener])
     start.cancel()
-    await models.singletons.get(ResponseStore).stop()
 
 
 def uvicorn_config(config: Config, models: Models, limits: Limits | None = None) -> uvicorn.Config:

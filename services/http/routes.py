@@ -55,7 +55,6 @@ from penstock.services.http.responses.replies import (
     ResponseReply,
 )
 from penstock.services.http.responses.routes import (
-    cancel,
     count_input_tokens,
     delete,
     list_input_items,
@@ -182,14 +181,13 @@ OPERATIONS = [
     Operation("POST", "/v1/messages", answer_messages, MessageReply, MessagesRequest, _STREAM),
     Operation("POST", "/v1/messages/count_tokens", count_tokens, TokenCount, CountTokensRequest),
     Operation("POST", _RESPONSES, respond, ResponseReply, ResponsesRequest, _STREAM),
-    Operation("GET", _RESPONSE, retrieve, ResponseReply, media_type=_STREAM),
+    Operation("GET", _RESPONSE, retrieve, ResponseReply),
     Operation("GET", f"{_RESPONSE}/input_items", list_input_items, InputItems),
     Operation(
         *("POST", f"{_RESPONSES}/input_tokens", count_input_tokens),
         *(InputTokens, InputTokensRequest),
     ),
     Operation("DELETE", _RESPONSE, delete, DeletedResponse),
-    Operation("POST", f"{_RESPONSE}/cancel", cancel, ResponseReply),
     Operation("POST", "/v1/embeddings", embed, EmbeddingReply, EmbeddingRequest, is_batch=True),
     *(Operation("POST", one, rerank, RerankReply, RerankRequest, is_batch=True) for one in RERANK),
     *(Operation("POST", one, score, ScoreReply, ScoreRequest, is_batch=True) for one in SCORE),

@@ -29,7 +29,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 SAME = {"/v2/rerank": "/v1/rerank", "/rerank": "/v1/rerank", "/score": "/v1/score"}
 """further names of a route"""
-WITHOUT_BODY = {"/ping", "/v1/responses/{response_id}/cancel"}
+WITHOUT_BODY = {"/ping"}
 _MAX_DEPTH = 5
 _KEY = "65"
 """of maps: a token id"""

@@ -27,7 +27,6 @@ from penstock.services.http.shared.event_stream import (
     Body,
     Chunks,
     EventForm,
-    EventSink,
     EventStream,
 )
 
@@ -149,9 +148,9 @@ class Generation:
 
     def stream_events(self, source: Events) -> EventStream:
         """Return the only answer as it arrives, in the events of another API."""
-        return EventStream(source, partial(self.send_events, source))
+        return EventStream(source, partial(self._send_events, source))
 
-    async def send_events(self, source: Events, events: EventSink) -> None:
+    async def _send_events(self, source: Events, events: EventStream) -> None:
         """Send the only answer as it arrives. Raises RequestError, ApiError."""
         with fields_as_sent(self._field_as_sent):
             await self._send_one(events, self._streams[0], source.events)
@@ -189,7 +188,7 @@ class Generation:
 
     async def _send_one(
         self,
-        events: EventSink,
+        events: EventStream,
         stream: AsyncStream,
         convert: Convert,
         turn: asyncio.Event | None = None,

@@ -64,8 +64,9 @@ class ResponseEvents(Events):
         self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
     ) -> Iterator[Event]:
         """Yield the events of new tokens, and, with the reply, the last ones."""
-        if not self.has_begun:
-            yield from self.begin()
+        if not self._num_events:
+            yield self._event("response.created", response=self.response)
+            yield self._event("response.in_progress", response=self.response)
         if new and new.logprobs is not None:
             for text in self._logprobs.split(new):
                 for delta in self._choice.deltas(replace(new, text=text), None):
@@ -77,16 +78,6 @@ class ResponseEvents(Events):
             for delta in self._choice.deltas(None, reply):
                 yield from self._piece(delta)
             yield from self._end(reply)
-
-    @property
-    def has_begun(self) -> bool:
-        """True after the first event."""
-        return self._num_events > 0
-
-    def begin(self) -> Iterator[Event]:
-        """Yield the first events, which need no token."""
-        yield self._event("response.created", response=self.response)
-        yield self._event("response.in_progress", response=self.response)
 
     def whole(self, reply: GenerateReply) -> ResponseReply:
         """Return the response that the events of a whole answer add up to."""
@@ -105,12 +96,6 @@ class ResponseEvents(Events):
         self.response.error = ResponseError(code=code, message=detail.message)
         self._keep(self.response)
         yield self._event("response.failed", response=self.response)
-
-    def cancel(self) -> Iterator[Event]:
-        """Yield the last event of a response without its reply."""
-        self.response.status = "cancelled"
-        self._keep(self.response)
-        yield self._event("response.incomplete", response=self.response)
 
     def _event(self, kind: str, /, **fields: Any) -> Event:
         self._num_events += 1

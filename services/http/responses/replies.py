@@ -15,7 +15,7 @@ from penstock.services.http.responses.schema import (
 )
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class OutputText(Struct, kw_only=True, tag_field="type", tag="output_text"):

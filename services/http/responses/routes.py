@@ -1,27 +1,20 @@
 """`/v1/responses`, and its stored responses."""
 
-import asyncio
 import time
 import uuid
-from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
-from msgspec.structs import replace
 from starlette.responses import Response
 
-from penstock.protocol.client.errors import RequestError
 from penstock.protocol.field_errors import explain
 from penstock.services.http.generation.chat import ChatChoice, count_prompt_tokens, submit_chat
-from penstock.services.http.generation.generation import Generation
-from penstock.services.http.responses.event_log import EventLog
-from penstock.services.http.responses.events import Event, ResponseEvents
+from penstock.services.http.responses.events import ResponseEvents
 from penstock.services.http.responses.replies import (
     DeletedResponse,
     InputItems,
     InputTokens,
-    ResponseError,
     ResponseReply,
     TextUsed,
 )
@@ -42,7 +35,7 @@ from penstock.services.http.responses.to_chat_request import (
 )
 from penstock.services.http.shared.access import caller
 from penstock.services.http.shared.app_state import AppState, Models
-from penstock.services.http.shared.errors import ApiError, as_api_error, invalid
+from penstock.services.http.shared.errors import ApiError, invalid
 from penstock.services.http.shared.json_response import json_response
 
 _OWN = {"model", "reasoning", "service_tier", "store", "text", "top_logprobs"}
@@ -50,38 +43,8 @@ _OWN = {"model", "reasoning", "service_tier", "store", "text", "top_logprobs"}
 Query = TypeVar("Query", bound=Struct)
 
 
-class Submitted(NamedTuple):
-    """A response whose generation was submitted."""
-
-    generation: Generation
-    events: ResponseEvents
-    items: list[Item]
-    """the conversation: that of the previous response, then the input"""
-
-
 async def respond(state: AppState, request: ResponsesRequest) -> Response:
     """Answer the items of a conversation."""
-    if request.background and not request.store:
-        raise invalid("background", "got true, expected store: true with it")
-    log = EventLog() if request.background and request.stream else None
-    generation, events, items = submit(state, request, log)
-    if request.background:
-        store = state.singletons.get(ResponseStore)
-        with generation.aborted_on_error():
-            store.put(events.response, items, log)
-        store.run(events.response.id, _run(generation, events, log))
-        return log.follow(0) if log else json_response(events.response)
-    if request.stream:
-        return generation.stream_events(events)
-    (reply,) = await generation.replies()
-    return json_response(events.whole(reply))
-
-
-def submit(state: AppState, request: ResponsesRequest, log: EventLog | None = None) -> Submitted:
-    """Submit a request. Raises ApiError, MessageError.
-
-    log: the events of a stream in the background.
-    """
     state.generation_config.fill(request)
     request.request_id = request.request_id or caller.get().request_id or None
     store = state.singletons.get(ResponseStore)
@@ -94,14 +57,15 @@ def submit(state: AppState, request: ResponsesRequest, log: EventLog | None = No
         if request.store is False:
             return
         try:
-            store.put(response, items, log)
-        except ApiError as error:
+            store.put(response, items)
+        except ApiError:
             response.store = False
-            if request.background:
-                store.put(_failed(response, error), items)
 
     events = ResponseEvents(begun(request, state.model), choice, state.end_of_thought, keep)
-    return Submitted(generation, events, items)
+    if request.stream:
+        return generation.stream_events(events)
+    (reply,) = await generation.replies()
+    return json_response(events.whole(reply))
 
 
 def conversation(store: ResponseStore, request: ResponsesRequest) -> list[Item]:
@@ -111,29 +75,18 @@ def conversation(store: ResponseStore, request: ResponsesRequest) -> list[Item]:
 
 
 async def retrieve(models: Models, given: dict[str, str]) -> Response:
-    """Return a stored response, or the events of one in the background.
-
-    given: the fields of RetrieveQuery.
-    """
-    query, store = _decode_query(given, RetrieveQuery), models.singletons.get(ResponseStore)
+    """Return a stored response. given: the fields of RetrieveQuery."""
+    query = _decode_query(given, RetrieveQuery)
     if query.stream:
-        after = -1 if query.starting_after is None else query.starting_after
-        return store.log(query.response_id).follow(after + 1)
-    if query.starting_after is not None:
-        raise invalid("starting_after", f"got {query.starting_after}, expected stream=true with it")
-    return Response(store.body(query.response_id), media_type="application/json")
+        raise invalid("stream", "got true, expected false: events are not kept")
+    body = models.singletons.get(ResponseStore).body(query.response_id)
+    return Response(body, media_type="application/json")
 
 
 async def delete(models: Models, path: dict[str, str]) -> Response:
     """Forget a stored response."""
-    await models.singletons.get(ResponseStore).remove(path["response_id"])
+    models.singletons.get(ResponseStore).remove(path["response_id"])
     return json_response(DeletedResponse(id=path["response_id"]))
-
-
-async def cancel(models: Models, path: dict[str, str]) -> Response:
-    """End the generation of a response in the background."""
-    await models.singletons.get(ResponseStore).cancel(path["response_id"])
-    return await retrieve(models, {"response_id": path["response_id"]})
 
 
 async def list_input_items(models: Models, given: dict[str, str]) -> Response:
@@ -205,35 +158,3 @@ def listed(item: Item, name: str) -> dict[str, Any]:
         if part["type"] == "output_text":
             part["annotations"] = []
     return listed
-
-
-def _failed(response: ResponseReply, error: ApiError) -> ResponseReply:
-    """Return a response whose output has no place in the store."""
-    detail = ResponseError(code="server_error", message=str(error))
-    return replace(response, status="failed", store=True, output=[], error=detail)
-
-
-async def _run(generation: Generation, events: ResponseEvents, log: EventLog | None) -> None:
-    """Complete a response without a client that waits for it.
-
-    log: takes its events; None: it is not streamed.
-    """
-    last: Iterable[Event] = ()
-    try:
-        if log:
-            log.write(events.begin())
-            await generation.send_events(events, log)
-        else:
-            (reply,) = await generation.replies()
-            events.whole(reply)
-    except asyncio.CancelledError:
-        last = events.cancel()
-        raise
-    except Exception as error:
-        last = events.failed(as_api_error(error))
-        if not isinstance(error, (RequestError, ApiError)):
-            raise
-    finally:
-        found = list(last)
-        if log:
-            await log.send(found, is_last=True)

@@ -108,8 +108,6 @@ class RetrieveQuery(Struct, kw_only=True):
 
     response_id: str
     stream: bool = False
-    starting_after: Annotated[int, Meta(ge=0)] | None = None
-    """sequence number of the event before the first one"""
 
 
 class InputItemsQuery(Struct, kw_only=True):
@@ -134,8 +132,6 @@ class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True)
     """a stored response that this one continues"""
     store: bool | None = None
     """keep the response in this process; default: no"""
-    background: bool = False
-    """answer at once, with a response that is in progress, or its stream; needs `store`"""
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Positive | None = None

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -31,20 +31,6 @@ DONE = b"data: [DONE]\n\n"
 SILENCE = 15.0
 """seconds; `EventForm.keep_alive` is sent after one to two times as long without an event, because
 proxies close silent connections"""
-
-
-class EventSink(Protocol):
-    """Taker of events: an HTTP client's stream, or a log."""
-
-    @property
-    def is_ready(self) -> bool:
-        """True while `write` need not wait."""
-
-    def write(self, bodies: Iterable[Body]) -> None:
-        """Take each body as an event, where `is_ready`."""
-
-    async def send(self, bodies: Iterable[Body], is_last: bool = False) -> None:
-        """Take each body as an event; after the last one, the end of the stream."""
 
 
 class EventForm(ABC):
@@ -124,7 +110,7 @@ class EventStream(Response):
             data += self._form.end
         elif not data:
             return
-        await self.send_encoded(data, is_last)
+        await self._send_encoded(data, is_last)
 
     @property
     def is_ready(self) -> bool:
@@ -137,7 +123,7 @@ class EventStream(Response):
             self._is_silent = False
             self._writer.write(data)  # type: ignore[union-attr]
 
-    async def send_encoded(self, data: bytes, is_last: bool = False) -> None:
+    async def _send_encoded(self, data: bytes, is_last: bool = False) -> None:
         """Send events that are encoded, or the end of the stream."""
         self._is_silent = False
         if self._writer:
@@ -161,7 +147,7 @@ class EventStream(Response):
 
     async def _keep_alive(self) -> None:
         if self._is_silent and not self._num_sending:
-            await self.send_encoded(self._form.keep_alive)
+            await self._send_encoded(self._form.keep_alive)
 
 
 async def bounded(function: Callable[[S], Coroutine[Any, Any, T]], items: Iterable[S]) -> list[T]:

@@ -94,14 +94,6 @@ def test_a_schema(client: Client) -> None:
     assert response.output_parsed
 
 
-def test_a_background_response_is_cancelled(client: Client) -> None:
-    endless = {"ignore_eos": True}
-    response = client.create("zq", background=True, store=True, extra_body=endless)
-    assert response.status == "in_progress"
-    assert client.responses.cancel(response.id).status == "cancelled"
-    assert client.responses.retrieve(response.id).status == "cancelled"
-
-
 def test_errors_name_the_field(client: Client) -> None:
     with pytest.raises(openai.BadRequestError, match="input: got 5019 tokens, expected up to"):
         client.create("x" * 5000)

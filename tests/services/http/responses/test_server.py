@@ -1,4 +1,4 @@
-"""Responses over real connections: ends in the middle, and answers in the background."""
+"""Responses over real connections: whole, streamed, ended in the middle, and stored."""
 
 import json
 import threading
@@ -15,7 +15,6 @@ from penstock.protocol.messages.client import (
     Reply,
     Request,
 )
-from penstock.services.http.responses.store import ResponseStore
 from tests.launch.fake_gateway import TEXT, delta, reply
 from tests.services.http.conftest import Served, behave
 from tests.services.http.responses.assembled import assembled
@@ -133,14 +132,6 @@ def test_stored_responses(serve: Serve) -> None:
         assert error["code"] == "previous_response_not_found"
 
 
-def test_only_a_background_response_is_cancelled(serve: Serve) -> None:
-    with serve(answering).client() as client:
-        first = client.post(PATH, json=STORED).json()
-        refused = client.post(f"{PATH}/{first['id']}/cancel")
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_id")
-        assert client.post(f"{PATH}/resp_x/cancel").status_code == 404
-
-
 @pytest.mark.parametrize(("fields", "status"), [({}, 200), ({"store": False}, 404)])
 def test_items_are_kept_for_references(serve: Serve, fields: dict[str, Any], status: int) -> None:
     with serve(answering).client() as client:
@@ -148,82 +139,6 @@ def test_items_are_kept_for_references(serve: Serve, fields: dict[str, Any], sta
         reference = {"type": "item_reference", "id": item["id"]}
         response = client.post(PATH, json={"input": [reference, {"role": "user", "content": "x"}]})
     assert response.status_code == status
-
-
-def test_an_answer_in_the_background(serve: Serve) -> None:
-    release = threading.Event()
-
-    def waiting(request: Request) -> list[Reply]:
-        if isinstance(request, GenerateRequest):
-            release.wait()
-        return answering(request)
-
-    with serve(waiting).client() as client:
-        first = client.post(PATH, json=STORED | {"background": True}).json()
-        assert (first["status"], first["background"], first["output"]) == ("in_progress", True, [])
-        too_early = {"input": "x", "previous_response_id": first["id"]}
-        assert client.post(PATH, json=too_early).status_code == 400
-        release.set()
-        client.post(PATH, json={"input": "hi"})  # answered after it, in order
-        done = client.get(f"{PATH}/{first['id']}").json()
-        assert (done["status"], text_of(done)) == ("completed", TEXT)
-        assert client.post(f"{PATH}/{first['id']}/cancel").json() == done
-
-
-def test_a_background_response_without_a_place_is_refused(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The response would be a 404 while it is made: its client would wait for nothing."""
-    monkeypatch.setattr(ResponseStore.__init__, "__defaults__", (20_000,))
-    unfinished = Unfinished()
-    asked = {"store": True, "background": True}
-    with serve(unfinished).client() as client:
-        first = client.post(PATH, json={"input": "a" * 8000, **asked}).json()
-        full = client.post(PATH, json={"input": "b" * 8000, **asked})
-        assert (full.status_code, full.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-        assert unfinished.is_aborted.wait(60)
-        too_long = client.post(PATH, json={"input": "b" * 80_000, **asked})
-        assert too_long.status_code == 413
-        assert client.get(f"{PATH}/{first['id']}").json() == first
-
-
-def test_a_background_response_that_outgrows_the_store_has_failed(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ResponseStore.__init__, "__defaults__", (20_000,))
-
-    def answer_at_length(request: Request) -> list[Reply]:
-        if not isinstance(request, GenerateRequest):
-            return behave(request)
-        long = reply(request)
-        long.text *= 20_000
-        return [long]
-
-    with serve(answer_at_length).client() as client:
-        first = client.post(PATH, json=STORED | {"background": True}).json()
-        whole = client.post(PATH, json=STORED).json()  # answered after it, in order
-        assert (whole["status"], whole["store"]) == ("completed", False)
-        done = client.get(f"{PATH}/{first['id']}").json()
-    assert (done["status"], done["output"]) == ("failed", [])
-    assert "expected at most 20000" in done["error"]["message"]
-
-
-@pytest.mark.parametrize("how", ["cancel", "delete", "stop"])
-def test_the_end_of_an_answer_in_the_background(serve: Serve, how: str) -> None:
-    unfinished = Unfinished()
-    served = serve(unfinished)
-    with served.client() as client:
-        name = client.post(PATH, json=STORED | {"background": True}).json()["id"]
-        where = f"{PATH}/{name}"
-        if how == "cancel":
-            assert client.post(f"{where}/cancel").json()["status"] == "cancelled"
-            assert client.get(where).json()["status"] == "cancelled"
-        elif how == "delete":
-            assert client.delete(where).json()["deleted"]
-            assert client.get(where).status_code == 404
-    if how == "stop":
-        served.stop()
-    assert unfinished.is_aborted.wait(60)
 
 
 @pytest.mark.parametrize(
@@ -239,3 +154,18 @@ def test_refusals(serve: Serve, given: dict[str, Any], path: str) -> None:
         response: httpx.Response = client.post(PATH, json={"input": "x"} | given)
     assert response.status_code in (400, 404)
     assert response.json()["error"]["param"] == path
+
+
+@pytest.mark.parametrize("end", ["compact", "resp_x/cancel"])
+def test_actions_that_are_not_supported(serve: Serve, end: str) -> None:
+    with serve(answering).client() as client:
+        response = client.post(f"{PATH}/{end}", json={"model": "qwen3-demo", "input": "x"})
+    assert response.status_code in (404, 405)
+    assert response.json()["error"]["message"].startswith(f"got POST {PATH}/{end}, ")
+
+
+def test_events_of_a_stored_response_are_not_kept(serve: Serve) -> None:
+    with serve(answering).client() as client:
+        name = client.post(PATH, json=STORED).json()["id"]
+        response = client.get(f"{PATH}/{name}?stream=true&starting_after=1")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "stream")

@@ -1,6 +1,5 @@
 """Stored responses: their limit, and who may use them."""
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -94,22 +93,6 @@ def test_a_response_beyond_the_limit_is_refused() -> None:
     assert store.num_bytes == before
 
 
-def test_responses_in_progress_leave_no_place() -> None:
-    async def fill() -> None:
-        store = ResponseStore(max_bytes=20_000)
-        running = [put(store, "a" * 2000) for _ in range(2)]
-        for one in running:
-            store.run(one.id, asyncio.Event().wait())  # type: ignore[arg-type]
-        before = store.num_bytes
-        assert status(put, store, "b" * 5000) == 429
-        assert store.num_bytes == before
-        assert all(map(store.body, [one.id for one in running]))
-        await store.stop()
-        assert put(store, "b" * 5000)
-
-    asyncio.run(fill())
-
-
 def test_a_reference_is_a_use() -> None:
     store = ResponseStore(max_bytes=40_000)
     first = put(store, "a" * 3000)
@@ -117,23 +100,6 @@ def test_a_reference_is_a_use() -> None:
         assert store.resolved(referenced(first))
         put(store, "c" * 3000)
     assert store.body(first.id)
-
-
-def test_responses_in_progress_are_not_evicted() -> None:
-    async def evict() -> None:
-        store = ResponseStore(max_bytes=40_000)
-        running = put(store, "a" * 3000)
-        store.run(running.id, asyncio.Event().wait())  # type: ignore[arg-type]
-        for _ in range(8):
-            put(store, "c" * 3000)
-            assert store.num_bytes <= 40_000
-        assert store.body(running.id)
-        await store.stop()
-        for _ in range(8):
-            put(store, "c" * 3000)
-        assert status(store.body, running.id) == 404
-
-    asyncio.run(evict())
 
 
 def test_references_decode_a_response_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,12 +127,3 @@ def test_an_item_is_referenced_once() -> None:
     ) as caught:
         store.resolved([reference, reference])
     assert caught.value.status == 400
-
-
-def test_memory_is_counted_once() -> None:
-    """A response of the background is put twice."""
-    store = ResponseStore()
-    response = put(store)
-    before = store.num_bytes
-    store.put(response, [Item(role="user", content="hi")])
-    assert store.num_bytes == before
