@@ -5,12 +5,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from msgspec.structs import replace
-
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.services.http.generation.chat import ChatChoice
 from penstock.services.http.generation.generation import Events
-from penstock.services.http.generation.replies import CalledTool, ChatLogprob, Delta
+from penstock.services.http.generation.replies import CalledTool, Delta
 from penstock.services.http.responses.replies import (
     FunctionCallItem,
     ItemStatus,
@@ -23,7 +21,6 @@ from penstock.services.http.responses.replies import (
     ResponseReply,
     ResponseUsage,
 )
-from penstock.services.http.responses.text_logprobs import TextLogprobs
 from penstock.services.http.shared.errors import CONTEXT_LENGTH_EXCEEDED, ApiError
 from penstock.services.http.shared.event_stream import DONE
 
@@ -56,9 +53,6 @@ class ResponseEvents(Events):
         """the last one of the response, while it is open"""
         self._pieces: list[str] = []
         """of the open item's text"""
-        self._part_logprobs: list[ChatLogprob] = []
-        """likewise"""
-        self._logprobs = TextLogprobs()
 
     def events(
         self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
@@ -67,16 +61,9 @@ class ResponseEvents(Events):
         if not self._num_events:
             yield self._event("response.created", response=self.response)
             yield self._event("response.in_progress", response=self.response)
-        if new and new.logprobs is not None:
-            for text in self._logprobs.split(new):
-                for delta in self._choice.deltas(replace(new, text=text), None):
-                    yield from self._piece(delta)
-        elif new:
-            for delta in self._choice.deltas(new, None):
-                yield from self._piece(delta)
+        for delta in self._choice.deltas(new, reply):
+            yield from self._piece(delta)
         if reply:
-            for delta in self._choice.deltas(None, reply):
-                yield from self._piece(delta)
             yield from self._end(reply)
 
     def whole(self, reply: GenerateReply) -> ResponseReply:
@@ -122,15 +109,9 @@ class ResponseEvents(Events):
             if not isinstance(self._item, OutputMessage):
                 yield from self._begin(OutputMessage(id=_new_id("msg")))
             self._pieces.append(delta.content)
-            logprobs = self._logprobs.take(delta.content)
-            self._part_logprobs += logprobs
-            yield self._of_part(
-                "response.output_text.delta", delta=delta.content, logprobs=logprobs
-            )
+            yield self._of_part("response.output_text.delta", delta=delta.content, logprobs=[])
         for call in delta.tool_calls or ():
             yield from self._call(call)
-        if not delta.content:
-            self._logprobs.drop()
 
     def _call(self, call: CalledTool) -> Iterator[Event]:
         name, arguments = call.function.name, call.function.arguments
@@ -144,7 +125,7 @@ class ResponseEvents(Events):
     def _begin(self, item: OutputItem) -> Iterator[Event]:
         yield from self._close("completed")
         self.response.output.append(item)
-        self._item, self._pieces, self._part_logprobs = item, [], []
+        self._item, self._pieces = item, []
         index = len(self.response.output) - 1
         yield self._event("response.output_item.added", output_index=index, item=item)
         if isinstance(item, OutputMessage):
@@ -159,9 +140,9 @@ class ResponseEvents(Events):
             case None:
                 return
             case OutputMessage():
-                part = OutputText(text=text, logprobs=self._part_logprobs)
+                part = OutputText(text=text)
                 item.content = [part]
-                yield self._of_part("response.output_text.done", text=text, logprobs=part.logprobs)
+                yield self._of_part("response.output_text.done", text=text, logprobs=[])
                 yield self._of_part("response.content_part.done", part=part)
             case ReasoningItem():
                 thought = ReasoningText(text=text)

@@ -4,7 +4,6 @@ from typing import Any, Literal
 
 from msgspec import Struct, field
 
-from penstock.services.http.generation.replies import ChatLogprob
 from penstock.services.http.responses.schema import (
     AllowedFunctions,
     NamedFunction,
@@ -23,7 +22,7 @@ class OutputText(Struct, kw_only=True, tag_field="type", tag="output_text"):
 
     text: str = ""
     annotations: list[Any] = field(default_factory=list)
-    logprobs: list[ChatLogprob] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
 
 
 class ReasoningText(Struct, kw_only=True, tag_field="type", tag="reasoning_text"):

@@ -14,7 +14,6 @@ from penstock.services.http.generation.schema import FunctionName, ToolName
 MAX_ITEMS = 10_000
 ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
 Include = Literal[
-    "message.output_text.logprobs",
     "reasoning.encrypted_content",
     "file_search_call.results",
     "web_search_call.results",
@@ -141,8 +140,9 @@ class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True)
     text: TextOptions = field(default_factory=TextOptions)
     reasoning: Reasoning | None = None
     include: list[Include] = field(default_factory=list)
-    """`message.output_text.logprobs`; the other values change nothing"""
+    """changes nothing"""
     top_logprobs: NumLogprobs | None = None
+    """only 0"""
     truncation: Literal["auto", "disabled"] = "disabled"
     """`auto`: leave out the beginning of a prompt that is too long"""
     metadata: dict[str, str] = field(default_factory=dict)

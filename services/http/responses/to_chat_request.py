@@ -27,9 +27,12 @@ from penstock.services.http.responses.schema import (
 )
 from penstock.services.http.shared.errors import invalid
 
-LOGPROBS = "message.output_text.logprobs"
-_UNSERVED = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs", "prompt_logprobs": ""}
-"""sampling parameter that a response has no place for → the field that replaces it"""
+_UNSERVED = {
+    "max_tokens": "send max_output_tokens",
+    "logprobs": "chat completions have logprobs",
+    "prompt_logprobs": "chat completions have logprobs",
+}
+"""sampling parameter that a response has no place for → what to do"""
 _SAMPLING = [one.name for one in struct_fields(SamplingParams) if one.name not in _UNSERVED]
 _TEXT = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text"}
 _TEXT |= {"reasoning_text": "text", "refusal": "refusal"}
@@ -45,14 +48,14 @@ _ITEM_TYPES = "'message', 'function_call', 'function_call_output' or 'reasoning'
 
 def chat_request(request: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
     """Return the chat. items: those of the previous response, then the input. Raises ApiError."""
-    for name, other in _UNSERVED.items():
+    for name, advice in _UNSERVED.items():
         if (value := getattr(request, name)) is not None:
-            do = f"send {other}" if other else "it is not supported"
-            raise invalid(name, f"got {value}, expected null; {do}")
+            raise invalid(name, f"got {value}, expected null; {advice}")
+    if number := request.top_logprobs:
+        raise invalid("top_logprobs", f"got {number}, expected 0; {_UNSERVED['logprobs']}")
     messages = _Conversation(len(items) - len(input_items(request))).add(items)
     if request.instructions is not None:
         messages.insert(0, Message(role="system", content=request.instructions))
-    has_logprobs = LOGPROBS in request.include or bool(request.top_logprobs)
     return ChatRequest(
         **{name: getattr(request, name) for name in _SAMPLING},
         messages=messages,
@@ -66,8 +69,6 @@ def chat_request(request: ResponsesRequest, items: Sequence[Item]) -> ChatReques
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_response_format(request),
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
-        logprobs=has_logprobs,
-        top_logprobs=request.top_logprobs if has_logprobs else None,
         truncate_prompt_tokens=-1 if request.truncation == "auto" else None,
         chat_template_kwargs=request.chat_template_kwargs,
         cache_salt=request.cache_salt,

@@ -42,7 +42,6 @@ def _add(output: list[dict[str, Any]], event: dict[str, Any]) -> None:
         case "output_text.delta" | "reasoning_text.delta":
             assert event["delta"]
             part["text"] += event["delta"]
-            part.get("logprobs", []).extend(event.get("logprobs", []))
         case "output_text.done" | "reasoning_text.done":
             assert event["text"] == part["text"]
             assert event.get("logprobs") == part.get("logprobs")

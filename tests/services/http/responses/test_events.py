@@ -1,7 +1,6 @@
 """Answers as responses: whole, and as events, which add up to the same."""
 
 import json
-from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -10,13 +9,11 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
-from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.services.http.generation.chat import ChatChoice
 from penstock.services.http.responses.events import ResponseEvents
 from penstock.services.http.responses.replies import ResponseReply
 from penstock.services.http.responses.routes import begun
 from penstock.services.http.responses.schema import Reasoning, ResponsesRequest, ResponseTool
-from penstock.services.http.responses.text_logprobs import TextLogprobs
 from penstock.services.http.responses.to_chat_request import chat_request, input_items
 from penstock.services.http.shared.errors import ApiError
 from penstock.services.http.shared.json_response import ENCODER
@@ -42,31 +39,13 @@ def events_of(asked: ResponsesRequest, form: Any = "hermes") -> ResponseEvents:
     return ResponseEvents(begun(asked, "m"), choice, END_OF_THOUGHT, lambda _: None)
 
 
-def logprobs(text: str, start: int) -> list[TokenLogprobs | None]:
-    return [
-        TokenLogprobs(
-            token_id=ord(character),
-            token=character,
-            logprob=-1.0 - start - n,
-            bytes=list(character.encode(errors="replace")),
-            rank=1,
-            top=[],
-            text_offset=start + n,
-        )
-        for n, character in enumerate(text)
-    ]
-
-
-def reply_of(
-    text: str, finish_reason: FinishReason = "stop", has_logprobs: bool = False
-) -> GenerateReply:
+def reply_of(text: str, finish_reason: FinishReason = "stop") -> GenerateReply:
     return GenerateReply(
         request_id="r",
         text=text,
         token_ids=[ord(one) for one in text],
         finish_reason=finish_reason,
         usage=Usage(prompt_tokens=7, cached_tokens=2, output_tokens=len(text)),
-        logprobs=logprobs(text, 0) if has_logprobs else None,
     )
 
 
@@ -80,7 +59,6 @@ def streamed(events: ResponseEvents, pieces: list[str], reply: GenerateReply) ->
             char_offset=start,
             token_ids=[ord(one) for one in piece],
             text=piece,
-            logprobs=None if reply.logprobs is None else logprobs(piece, start),
         )
         found += [ENCODER.encode(one) for one in events.events(delta, None)]
         start += len(piece)
@@ -104,21 +82,11 @@ def test_events_add_up_to_the_whole_response(form: Any) -> None:
         answer = texts.random.choice(["", THOUGHT, "<think>", "<think>\n</think>"]) + texts.answer()
         asked = request(tools=[TOOL] * (number % 4 > 0), parallel_tool_calls=number % 3 > 0)
         finish: FinishReason = "length" if number % 5 == 0 else "stop"
-        reply = reply_of(answer, finish, has_logprobs=number % 2 == 0)
+        reply = reply_of(answer, finish)
         expected = without_ids(decoded(events_of(asked, form).whole(reply)))
-        if reply.logprobs is not None:
-            assert_logprobs(expected["output"], answer)
         for pieces in (list(answer), texts.cuts(answer), [answer]):
             found = assembled(streamed(events_of(asked, form), pieces, reply))
             assert without_ids(found) == expected, answer
-
-
-def assert_logprobs(output: list[Any], answer: str) -> None:
-    """Check that each character of a message has its logprobs: it may lack them after calls."""
-    for item in takewhile(lambda one: one["type"] != "function_call", output):
-        if item["type"] == "message":
-            (part,) = item["content"]
-            assert "".join(one["token"] for one in part["logprobs"]) == part["text"], answer
 
 
 def test_reasoning_text_and_calls_are_items() -> None:
@@ -174,24 +142,6 @@ def test_an_answer_without_text_has_a_piece() -> None:
     assert found[-1]["type"] == "response.completed"
 
 
-def test_logprobs_are_those_of_the_text() -> None:
-    """Tokens of reasoning, of calls and of the tags around them are left out."""
-    events = events_of(request(tools=[TOOL]))
-    reply = reply_of(f"{THOUGHT}so{CALL}", has_logprobs=True)
-    message = decoded(events.whole(reply))["output"][1]
-    (part,) = message["content"]
-    assert [one["token"] for one in part["logprobs"]] == ["s", "o"]
-
-
-def test_white_space_is_examined_once() -> None:
-    """Parsers hold newlines back: token by token, each would examine all of them again."""
-    text = "a" + "\n" * 50 + "b c"
-    pieces = list(TextLogprobs().split(reply_of(text, has_logprobs=True)))
-    assert pieces == ["a", "\n" * 50 + "b", " c"]
-    answer = whole(text, "stop", True)
-    assert_logprobs(answer["output"], text)
-
-
 def test_a_failure_ends_the_open_item() -> None:
     events = events_of(request())
     delta = TextDelta(request_id="r", token_offset=0, char_offset=0, token_ids=[1], text="so")
@@ -231,7 +181,7 @@ def test_events_have_the_types_of_the_openai_package() -> None:
     """Validate with the package's models, strictly; its client would accept anything."""
     asked = request(tools=[TOOL], reasoning=Reasoning(effort="low"), store=True)
     text = f"{THOUGHT}so{CALL}"
-    events = streamed(events_of(asked), list(text), reply_of(text, has_logprobs=True))
+    events = streamed(events_of(asked), list(text), reply_of(text))
     kinds = {type(EVENT.validate_python(one)).__name__ for one in events}
     assert {"ResponseReasoningTextDeltaEvent", "ResponseFunctionCallArgumentsDoneEvent"} <= kinds
     assert len(kinds) == len({one["type"] for one in events})

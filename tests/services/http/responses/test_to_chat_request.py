@@ -114,8 +114,6 @@ def test_other_options() -> None:
     assert off["chat_template_kwargs"] == {"enable_thinking": False}
     assert not chat_fields(chat(reasoning={"effort": "high"}))["chat_template_kwargs"]
     assert chat_fields(chat(truncation="auto"))["truncate_prompt_tokens"] == -1
-    assert chat_fields(chat(include=["message.output_text.logprobs"]))["logprobs"] == 0
-    assert chat_fields(chat(top_logprobs=4))["logprobs"] == 4
     assert chat_fields(chat(top_logprobs=0))["logprobs"] is None
 
 
@@ -192,6 +190,8 @@ for _ in range(300):
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tokens": 9}, "max_tokens"),
         ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"metadata": {"a": 1}}, "metadata.a"),
         ({"previous_response_id": "r" * 129}, "previous_response_id"),
