@@ -38,7 +38,7 @@ from penstock.services.http.shared.app_state import AppState, Models
 from penstock.services.http.shared.errors import ApiError, invalid
 from penstock.services.http.shared.json_response import json_response
 
-_OWN = {"model", "reasoning", "service_tier", "store", "text", "top_logprobs"}
+_OWN = {"model", "reasoning", "service_tier", "text", "top_logprobs"}
 """fields that a response has even where its request lacks them"""
 Query = TypeVar("Query", bound=Struct)
 
@@ -54,12 +54,7 @@ async def respond(state: AppState, request: ResponsesRequest) -> Response:
     choice = ChatChoice(0, chat, state.tool_format)
 
     def keep(response: ResponseReply) -> None:
-        if request.store is False:
-            return
-        try:
-            store.put(response, items)
-        except ApiError:
-            response.store = False
+        response.store = response.store and store.put(response, items)
 
     events = ResponseEvents(begun(request, state.model), choice, state.end_of_thought, keep)
     if request.stream:
@@ -131,7 +126,6 @@ def begun(request: ResponsesRequest, model: str) -> ResponseReply:
         created_at=int(time.time()),
         model=model,
         reasoning=request.reasoning or Reasoning(),
-        store=bool(request.store),
         text=TextUsed(
             format=text.format or TextFormat(type="text"), verbosity=text.verbosity or "medium"
         ),

@@ -129,8 +129,8 @@ class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True)
     """a system message before the input"""
     previous_response_id: ResponseId | None = None
     """a stored response that this one continues"""
-    store: bool | None = None
-    """keep the response in this process; default: no"""
+    store: bool = True
+    """keep the response in this process"""
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Positive | None = None

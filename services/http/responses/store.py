@@ -16,8 +16,8 @@ _OVERHEAD = 1024
 """bytes of an entry's objects, and of an item's name, which are not counted one by one"""
 _DECODER = msgspec.msgpack.Decoder(list[Item])
 _WHY = (
-    "which is not stored: responses are stored with store: true, in the memory of one http "
-    "process, until newer ones need their place"
+    "which is not stored: without store: false, responses are stored in the memory of one http "
+    "process until newer ones need their place"
 )
 
 
@@ -28,7 +28,7 @@ class _Entry(Struct):
     """the conversation up to the output"""
     output: bytes
     body: bytes
-    """the response; empty if it was not to be stored, so that only its items can be referenced"""
+    """the response"""
     names: list[str]
     """ids of the output's items"""
 
@@ -47,28 +47,27 @@ class ResponseStore:
         self._items: dict[str, str] = {}
         """id of an item → id of its response"""
 
-    def put(self, response: ResponseReply, items: Sequence[Item]) -> None:
-        """Keep a response; items: its input, and that of the responses before it.
+    def put(self, response: ResponseReply, items: Sequence[Item]) -> bool:
+        """Keep a response. Return False, and change nothing, where it alone exceeds the limit.
 
-        Of a response that is not stored, only the output is kept, for references. Raises ApiError
-        for one that is too large, and changes nothing.
+        items: its input, and that of the responses before it.
         """
         output = _DECODER.decode(msgspec.msgpack.encode(response.output))
         entry = _Entry(
             key=caller.get().key,
-            input=msgspec.msgpack.encode(items if response.store else []),
+            input=msgspec.msgpack.encode(items),
             output=msgspec.msgpack.encode(output),
-            body=ENCODER.encode(response) if response.store else b"",
+            body=ENCODER.encode(response),
             names=[item.id for item in response.output],
         )
         if entry.num_bytes() > self._max_bytes:
-            got = f"the response and its input have {entry.num_bytes()} bytes"
-            raise ApiError(413, f"{got}, expected at most {self._max_bytes}; it can't be stored")
+            return False
         self._entries[response.id] = entry
         self._items.update(dict.fromkeys(entry.names, response.id))
         self.num_bytes += entry.num_bytes()
         while self.num_bytes > self._max_bytes:
             self._remove(next(iter(self._entries)))
+        return True
 
     def body(self, response_id: str) -> bytes:
         """Return a response in JSON. Raises ApiError."""
@@ -106,7 +105,7 @@ class ResponseStore:
 
     def _find(self, response_id: str, field: str, code: str | None = None) -> _Entry:
         entry = self._entries.get(response_id)
-        if entry is None or not entry.body or entry.key != caller.get().key:
+        if entry is None or entry.key != caller.get().key:
             status = 400 if code else 404
             raise ApiError(status, f"{field}: got {response_id!r:.200}, {_WHY}", field, code)
         self._entries[response_id] = self._entries.pop(response_id)

@@ -56,7 +56,7 @@ def test_a_stream(client: Client) -> None:
 
 
 def test_a_conversation(client: Client) -> None:
-    first = client.create(instructions="x", store=True)
+    first = client.create(instructions="x")
     second = client.create("17+25=", previous_response_id=first.id)
     assert second.output_text == "42"
     history = [{"role": "user", "content": COUNT}, *first.output]
@@ -150,11 +150,11 @@ def test_agents(url: str, is_streamed: bool) -> None:
 
 def test_input_tokens_and_items(client: Client) -> None:
     fields: dict[str, Any] = {"instructions": "Count.", "tools": [TOOL]}
-    first = client.create(store=True, max_output_tokens=4, **fields)
+    first = client.create(max_output_tokens=4, **fields)
     count = client.responses.input_tokens.count
     assert count(model=MODEL, input=COUNT, **fields).input_tokens == first.usage.input_tokens
     later: dict[str, Any] = {"previous_response_id": first.id, "input": "17+25="}
-    second = client.create(later.pop("input"), store=True, max_output_tokens=4, **later)
+    second = client.create(later.pop("input"), max_output_tokens=4, **later)
     found = count(model=MODEL, input="17+25=", **later).input_tokens
     assert found == second.usage.input_tokens > first.usage.input_tokens
     items = list(client.responses.input_items.list(second.id, limit=2, order="asc"))

@@ -174,12 +174,12 @@ def test_the_request_is_repeated() -> None:
     assert response["metadata"] == {"a": "b"}
     assert (response["temperature"], response["top_p"]) == (0.5, 1.0)
     assert response["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
-    assert (response["store"], response["service_tier"]) == (False, "default")
+    assert (response["store"], response["service_tier"]) == (True, "default")
 
 
 def test_events_have_the_types_of_the_openai_package() -> None:
     """Validate with the package's models, strictly; its client would accept anything."""
-    asked = request(tools=[TOOL], reasoning=Reasoning(effort="low"), store=True)
+    asked = request(tools=[TOOL], reasoning=Reasoning(effort="low"))
     text = f"{THOUGHT}so{CALL}"
     events = streamed(events_of(asked), list(text), reply_of(text))
     kinds = {type(EVENT.validate_python(one)).__name__ for one in events}

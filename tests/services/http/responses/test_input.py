@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.services.http.responses.test_server import PATH, STORED, Serve, answering
+from tests.services.http.responses.test_server import HI, PATH, Serve, answering
 
 
 def test_input_items_are_listed(serve: Serve) -> None:
@@ -14,7 +14,7 @@ def test_input_items_are_listed(serve: Serve) -> None:
         {"role": "assistant", "content": [{"type": "output_text", "text": "three"}]},
     ]
     with serve(answering).client() as client:
-        first = client.post(PATH, json={"input": asked, "store": True}).json()
+        first = client.post(PATH, json={"input": asked}).json()
         path = f"{PATH}/{first['id']}/input_items"
         page = client.get(path, params={"order": "asc", "include[]": "x"}).json()
         items = page["data"]
@@ -34,7 +34,7 @@ def test_input_items_are_listed(serve: Serve) -> None:
         assert listed == items[::-1]
         assert client.get(path, params=after).json()["data"] == []
         # of a later response: with those before it, and their answers
-        fields = {"input": "and?", "previous_response_id": first["id"], "store": True}
+        fields = {"input": "and?", "previous_response_id": first["id"]}
         second = client.post(PATH, json=fields).json()
         found = client.get(f"{PATH}/{second['id']}/input_items").json()["data"]
         assert len(found) == 6
@@ -52,7 +52,7 @@ def test_input_items_are_listed(serve: Serve) -> None:
 )
 def test_invalid_parameters_of_a_list(serve: Serve, params: dict[str, str], param: str) -> None:
     with serve(answering).client() as client:
-        first = client.post(PATH, json=STORED).json()
+        first = client.post(PATH, json=HI).json()
         refused = client.get(f"{PATH}/{first['id']}/input_items", params=params)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
         assert client.get(f"{PATH}/resp_x/input_items").status_code == 404

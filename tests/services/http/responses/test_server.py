@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 Serve = Callable[..., Served]
 PATH = "/v1/responses"
-STORED = {"input": "hi", "store": True}
+HI = {"input": "hi"}
 
 
 def answering(request: Request) -> list[Reply]:
@@ -77,15 +77,15 @@ def text_of(response: dict[str, Any]) -> str:
 
 def test_whole_and_streamed(serve: Serve) -> None:
     with serve(answering).client() as client:
-        whole = client.post(PATH, json={"input": "hi"}).json()
+        whole = client.post(PATH, json=HI).json()
         assert (whole["status"], text_of(whole)) == ("completed", TEXT)
-        body = client.post(PATH, json={"input": "hi", "stream": True}).text
+        body = client.post(PATH, json=HI | {"stream": True}).text
         assert text_of(assembled(events_in(body))) == TEXT
 
 
 def test_an_error_before_the_answer_has_a_status(serve: Serve) -> None:
     with serve(failing).client() as client:
-        response = client.post(PATH, json={"input": "hi", "max_output_tokens": 9})
+        response = client.post(PATH, json=HI | {"max_output_tokens": 9})
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"] == "max_output_tokens"
@@ -94,7 +94,7 @@ def test_an_error_before_the_answer_has_a_status(serve: Serve) -> None:
 
 def test_an_error_in_a_stream_is_its_last_event(serve: Serve) -> None:
     with serve(failing).client() as client:
-        body = client.post(PATH, json=STORED | {"stream": True}).text
+        body = client.post(PATH, json=HI | {"stream": True}).text
         failed = assembled(events_in(body))
         assert failed["error"]["message"] == "max_output_tokens: got 9, expected less"
         assert client.get(f"{PATH}/{failed['id']}").json() == failed
@@ -104,7 +104,7 @@ def test_a_client_that_leaves_ends_the_generation(serve: Serve) -> None:
     unfinished = Unfinished()
     with (
         serve(unfinished).client() as client,
-        client.stream("POST", PATH, json=STORED | {"stream": True}) as response,
+        client.stream("POST", PATH, json=HI | {"stream": True}) as response,
     ):
         first = next(response.iter_lines())
         assert first == "event: response.created"
@@ -114,14 +114,16 @@ def test_a_client_that_leaves_ends_the_generation(serve: Serve) -> None:
 def test_stored_responses(serve: Serve) -> None:
     served = serve(answering)
     with served.client() as client:
-        first = client.post(PATH, json=STORED).json()
+        first = client.post(PATH, json=HI).json()
         assert client.get(f"{PATH}/{first['id']}").json() == first
         asked = {"input": "and?", "previous_response_id": first["id"], "instructions": "x"}
+        asked["store"] = False  # which is about this response alone
         second = client.post(PATH, json=asked).json()
         assert second["previous_response_id"] == first["id"]
         sent = [one for one in served.asked.heard if isinstance(one, GenerateRequest)]
         roles = [one.role for one in sent[-1].messages or ()]
         assert roles == ["system", "user", "assistant", "user"]
+        assert not second["store"]
         assert client.get(f"{PATH}/{second['id']}").status_code == 404
         deleted = client.delete(f"{PATH}/{first['id']}").json()
         assert deleted == {"id": first["id"], "object": "response", "deleted": True}
@@ -135,7 +137,7 @@ def test_stored_responses(serve: Serve) -> None:
 @pytest.mark.parametrize(("fields", "status"), [({}, 200), ({"store": False}, 404)])
 def test_items_are_kept_for_references(serve: Serve, fields: dict[str, Any], status: int) -> None:
     with serve(answering).client() as client:
-        (item,) = client.post(PATH, json={"input": "hi"} | fields).json()["output"]
+        (item,) = client.post(PATH, json=HI | fields).json()["output"]
         reference = {"type": "item_reference", "id": item["id"]}
         response = client.post(PATH, json={"input": [reference, {"role": "user", "content": "x"}]})
     assert response.status_code == status
@@ -166,6 +168,6 @@ def test_actions_that_are_not_supported(serve: Serve, end: str) -> None:
 
 def test_events_of_a_stored_response_are_not_kept(serve: Serve) -> None:
     with serve(answering).client() as client:
-        name = client.post(PATH, json=STORED).json()["id"]
+        name = client.post(PATH, json=HI).json()["id"]
         response = client.get(f"{PATH}/{name}?stream=true&starting_after=1")
     assert (response.status_code, response.json()["error"]["param"]) == (400, "stream")

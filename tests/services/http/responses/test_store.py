@@ -19,17 +19,14 @@ def as_client() -> Iterator[None]:
     caller.reset(token)
 
 
-def put(
-    store: ResponseStore, text: str = "so", is_stored: bool | None = True, num_items: int = 1
-) -> ResponseReply:
+def put(store: ResponseStore, text: str = "so", num_items: int = 1) -> ResponseReply:
     """Keep a response to `hi`."""
-    asked = ResponsesRequest(input="hi", temperature=0.0, top_p=1.0, store=is_stored)
-    response = begun(asked, "m")
+    response = begun(ResponsesRequest(input="hi", temperature=0.0, top_p=1.0), "m")
     for number in range(num_items):
         part = OutputText(text=text)
         message = OutputMessage(id=f"msg_{response.id}_{number}", content=[part])
         response.output.append(message)
-    store.put(response, [Item(role="user", content="hi")])
+    assert store.put(response, [Item(role="user", content="hi")])
     return response
 
 
@@ -63,14 +60,6 @@ def test_another_key_finds_nothing() -> None:
     assert status(store.resolved, reference) == 404
 
 
-def test_only_items_of_a_response_that_is_not_stored_are_kept() -> None:
-    store = ResponseStore()
-    response = put(store, is_stored=None)
-    assert (status(store.body, response.id), status(store.items, response.id)) == (404, 400)
-    (answer,) = store.resolved([Item(type="item_reference", id=response.output[0].id)])
-    assert answer.role == "assistant"
-
-
 def test_the_least_recently_used_ones_are_evicted() -> None:
     store = ResponseStore(max_bytes=40_000)
     first, second = put(store, "a" * 3000), put(store, "b" * 3000)
@@ -84,12 +73,14 @@ def test_the_least_recently_used_ones_are_evicted() -> None:
     assert status(store.resolved, reference) == 404
 
 
-def test_a_response_beyond_the_limit_is_refused() -> None:
+def test_a_response_beyond_the_limit_evicts_nothing() -> None:
     store = ResponseStore(max_bytes=10_000)
     first = put(store)
     before = store.num_bytes
-    assert status(put, store, "a" * 10_000) == 413
+    large = begun(ResponsesRequest(input="hi", temperature=0.0, top_p=1.0), "m")
+    assert not store.put(large, [Item(role="user", content="a" * 10_000)])
     assert store.body(first.id)
+    assert status(store.body, large.id) == 404
     assert store.num_bytes == before
 
 
