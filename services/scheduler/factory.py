@@ -1,35 +1,26 @@
 """Factories of the scheduler, with its records of KV blocks and host slots in persistent memory."""
 
 import logging
-from hashlib import sha256
 
 from penstock.protocol.checkpoint import ModelConfig
 from penstock.protocol.config import Config
 from penstock.protocol.transport.memory_client import MemoryClient
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
-from penstock.services.scheduler.blocks.block_records import HASH_BYTES, BlockRecords, hash_block
+from penstock.services.scheduler.blocks.block_records import BlockRecords, hash_block, hash_root
 from penstock.services.scheduler.blocks.folder_index import FolderIndex
 from penstock.services.scheduler.blocks.offload_index import OffloadIndex
 from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
 from penstock.services.scheduler.peers.workers import WorkerGroup
 
 log = logging.getLogger(__name__)
-PREFIX_HASH_BYTES = 32
-"""of `hash_prefix`"""
-
-
-def hash_prefix(parent: bytes, token_ids: bytes) -> bytes:
-    """Return 256 bits, chained: nobody can make two prefixes with the same hash (SHA-256)."""
-    return sha256(parent + token_ids).digest()
 
 
 def make_block_manager(
     config: Config, num_blocks: int, block_size: int, records: BlockRecords | None = None
 ) -> BlockManager:
     """Return the manager of `num_blocks` blocks, as configured; records: as in `BlockPool`."""
-    hashes = hash_prefix if config.kv_offload_gib else hash_block
-    pool = BlockPool(num_blocks, hashes, records)
+    pool = BlockPool(num_blocks, records=records)
     watermark = int(num_blocks * config.watermark)
     return BlockManager(pool, block_size, watermark, config.enable_prefix_caching)
 
@@ -39,15 +30,14 @@ def make_scheduler(
 ) -> RecoverableScheduler:
     """Return a scheduler for a group that is ready, with what its predecessor has recorded."""
     size = group.num_blocks, group.block_size
-    hash_bytes = PREFIX_HASH_BYTES if config.kv_offload_gib else HASH_BYTES
-    records = open_records(f"blocks.{replica}", *size, group.memory_id, hash_bytes)
+    records = open_records(f"blocks.{replica}", *size, group.memory_id)
     blocks = make_block_manager(config, *size, records)
     length = model.context(config.max_model_len)
     return RecoverableScheduler(config, length, blocks, group.epoch)
 
 
 def open_records(
-    name: str, num_blocks: int, block_size: int, memory_id: int, hash_bytes: int = HASH_BYTES
+    name: str, num_blocks: int, block_size: int, memory_id: int
 ) -> BlockRecords | None:
     """Return the records of the last scheduler, or empty ones; memory_id: as in `begin`.
 
@@ -56,9 +46,10 @@ def open_records(
     client = MemoryClient.from_environment()
     if client is None:
         return None
-    size = num_blocks, block_size, hash_bytes
+    size = num_blocks, block_size
+    layout = repr((*size, hash_block(hash_root(""), b"")))  # other hashes: other records
     try:
-        memory = client.open(name, BlockRecords.size_of(*size), repr(size).encode())
+        memory = client.open(name, BlockRecords.size_of(*size), layout.encode())
     except OSError as error:
         log.warning("%s: records end with the scheduler: %s", name, error)
         return None
@@ -78,7 +69,7 @@ def use_host_tier(
     elif offload is None or offload.memory_id != memory_id:
         if offload and offload.num_blocks:
             log.warning("host tier: its %d blocks ended with the workers", offload.num_blocks)
-        records = open_records(f"slots.{replica}", num_slots, 0, memory_id, PREFIX_HASH_BYTES)
+        records = open_records(f"slots.{replica}", num_slots, 0, memory_id)
         per_step = max(1, config.max_num_batched_tokens // scheduler.block_manager.block_size)
         offload = OffloadIndex(num_slots, per_step, memory_id, records)
         scheduler.use_offload(offload)

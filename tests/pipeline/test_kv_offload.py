@@ -4,10 +4,12 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from string import ascii_letters
 from typing import NamedTuple
 
 import pytest
 
+from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.status import SchedulerStatus
 from tests.pipeline.conftest import LAUNCH, Pipeline
 from tests.tools.demo.tasks import answer_to, count_prompt
@@ -61,6 +63,19 @@ def test_evicted_blocks_come_back(served: Pipeline, first: Answers) -> None:
     assert min(again.num_cached) > 250
     num_hits = scheduler(served).num_offload_hits - before
     assert num_hits > 6 * 250
+
+
+def test_a_salt_that_spells_a_block_spoils_nothing(served: Pipeline, first: Answers) -> None:
+    """The KV of a prompt's second block must not be that of another client's first block."""
+    with served.client() as client:
+        ids = [client.tokenize(letter).token_ids[0] for letter in "repeat: " + ascii_letters]
+        client.generate(ids[16:], max_tokens=1, cache_salt=pack(ids[:16]).decode())
+        right = client.generate(ids, max_tokens=60, cache_salt="a salt of its own")
+        for _ in range(2):
+            assert ask(served).texts == first.texts
+            again = client.generate(ids, max_tokens=60)
+            assert again.token_ids == right.token_ids
+    assert again.usage.cached_tokens > 16
 
 
 @pytest.mark.parametrize("name", ["worker.1", "scheduler.1"])

@@ -2,6 +2,7 @@
 
 from penstock.protocol.messages.packed import pack
 from penstock.services.scheduler.blocks.block_pool import BlockPool
+from penstock.services.scheduler.blocks.block_records import hash_root
 from penstock.services.scheduler.sequences.sequence import Sequence
 
 
@@ -106,7 +107,7 @@ class BlockManager:
     def _hash_before(self, sequence: Sequence, num_blocks: int) -> bytes:
         """Return the hash of the first blocks, to be chained."""
         full_blocks = self._full_blocks(sequence, num_blocks)
-        return full_blocks[-1][0] if full_blocks else sequence.cache_root
+        return full_blocks[-1][0] if full_blocks else hash_root(sequence.cache_salt)
 
     def has_place(self, sequence: Sequence) -> bool:
         """Return whether the table has room for every known token."""
@@ -186,6 +187,6 @@ class BlockManager:
         for index in range(len(known), num_blocks):
             start = index * self.block_size
             token_ids = pack(sequence.token_ids[start : start + self.block_size])
-            parent = known[-1][0] if known else sequence.cache_root
+            parent = known[-1][0] if known else hash_root(sequence.cache_salt)
             sequence.full_blocks.append((self.pool.hash_block(parent, token_ids), token_ids))
         return known[:num_blocks]

@@ -7,15 +7,14 @@ record of a block that is not full yet has a negative number, and grows by one s
 """
 
 from collections.abc import Iterator
+from hashlib import sha256
 from itertools import takewhile
 from mmap import mmap
 from typing import NamedTuple
 
-import xxhash
-
 from penstock.protocol.messages.packed import pack, unpack
 
-HASH_BYTES = 16
+HASH_BYTES = 32
 ROOT = 0
 """the parent of the first block of every sequence"""
 
@@ -44,9 +43,18 @@ class Tail(NamedTuple):
     token_ids: bytes
 
 
+def hash_root(cache_salt: str) -> bytes:
+    """Return the parent of the first block: nobody can choose a salt that gives a block's hash."""
+    return sha256(b"salt:" + cache_salt.encode()).digest()
+
+
 def hash_block(parent: bytes, token_ids: bytes) -> bytes:
-    """Return 128 bits, chained: equal only for equal prefixes (xxh3, xxhash.com)."""
-    return xxhash.xxh3_128_digest(parent + token_ids)
+    """Return the identity of a prefix, in the pool and in all tiers: 256 bits, chained.
+
+    Equal hashes mean equal salts and tokens, for anybody and any time (SHA-256).
+    parent: `hash_root`, or the hash of the block before.
+    """
+    return sha256(b"block" + parent + token_ids).digest()
 
 
 class BlockRecords:
@@ -55,28 +63,21 @@ class BlockRecords:
     The number of a tail is -1 - `parent`; 1 is added to its token ids, and a 0 ends them.
     """
 
-    def __init__(
-        self,
-        memory: mmap | bytearray,
-        num_blocks: int,
-        block_size: int,
-        hash_bytes: int = HASH_BYTES,
-    ) -> None:
+    def __init__(self, memory: mmap | bytearray, num_blocks: int, block_size: int) -> None:
         """memory: of `size_of` bytes, zeros or those of an earlier scheduler."""
         self._bytes = view = memoryview(memory)
         self._bodies = 8 + 16 * num_blocks
         self._memory_id = view[:8].cast("q")
         self._numbers = view[8 : 8 + 8 * num_blocks].cast("q")
         self._parents = view[8 + 8 * num_blocks : self._bodies].cast("q")
-        self._hash_bytes = hash_bytes
-        self._body_bytes = hash_bytes + 4 * block_size
+        self._body_bytes = HASH_BYTES + 4 * block_size
         self.tokens = view.cast("i")
         """for `token_place`"""
 
     @staticmethod
-    def size_of(num_blocks: int, block_size: int, hash_bytes: int = HASH_BYTES) -> int:
+    def size_of(num_blocks: int, block_size: int) -> int:
         """Return the number of bytes of the memory."""
-        return 8 + num_blocks * (16 + hash_bytes + 4 * block_size)
+        return 8 + num_blocks * (16 + HASH_BYTES + 4 * block_size)
 
     def begin(self, memory_id: int) -> None:
         """Keep the records if they are of this KV memory, that of `WorkerGroup`, or clear them."""
@@ -91,8 +92,8 @@ class BlockRecords:
             if number:
                 begin = self._bodies + block * self._body_bytes
                 body = bytes(self._bytes[begin : begin + self._body_bytes])
-                parent, hash_bytes = self._parents[block], self._hash_bytes
-                hash_, token_ids = body[:hash_bytes], body[hash_bytes:]
+                parent = self._parents[block]
+                hash_, token_ids = body[:HASH_BYTES], body[HASH_BYTES:]
                 if number > 0:
                     yield block, Content(number, parent, hash_, token_ids)
                 else:
@@ -112,7 +113,7 @@ class BlockRecords:
 
     def token_place(self, block: int, index: int) -> int:
         """Return the place in `tokens` where a token id + 1 of a tail is to be stored."""
-        return (self._bodies + block * self._body_bytes + self._hash_bytes) // 4 + index
+        return (self._bodies + block * self._body_bytes + HASH_BYTES) // 4 + index
 
     def _write(self, block: int, number: int, body: bytes, parent: int) -> None:
         self.clear(block)

@@ -3,7 +3,6 @@
 from collections import deque
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
-from hashlib import sha256
 from time import monotonic
 
 import xxhash
@@ -88,8 +87,7 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     num_deaths: int = field(init=False)
     """deaths of workers at which it was in flight, since its last token"""
-    cache_root: bytes = b""
-    """prefix of the first block's tokens in its hash: other salts have other blocks"""
+    cache_salt: str = field(init=False)
     logprobs: list[PackedLogprobs | None] | None = None
     """logprobs of each output token, None for tokens of an earlier attempt; None: not requested"""
     prompt_logprobs: list[PackedLogprobs] | None = None
@@ -143,6 +141,7 @@ class Sequence:
     def __post_init__(self, request: TokenizedRequest, eos_token_ids: frozenset[int]) -> None:
         self.request_id, self.attempt = request.request_id, request.attempt
         self.client, self.priority = request.client, request.priority
+        self.cache_salt = request.cache_salt
         self.sampling = sampling = request.sampling
         own_seed = xxhash.xxh64_intdigest(request.request_id.encode()) >> 1  # after a restart, too
         self.seed = own_seed if sampling.seed is None else sampling.seed
@@ -156,8 +155,6 @@ class Sequence:
         prompt, output = unpack(request.prompt_token_ids), unpack(request.output_token_ids)
         self.token_ids = [*prompt, *output]
         self.num_prompt_tokens = len(prompt)
-        if request.cache_salt:
-            self.cache_root = sha256(request.cache_salt.encode()).digest()
         self.num_lost_tokens = len(self.token_ids) - 1 if output else 0
         if sampling.logprobs is not None:
             self.logprobs = [None] * len(output)

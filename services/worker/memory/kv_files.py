@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-MAGIC = b"penstKV1"
+MAGIC = b"penstKV2"  # another number for another definition of the hashes
 HEADER_BYTES = len(MAGIC) + 32 + 32 + 16
 """MAGIC, digest of what wrote it, hash of the prefix, checksum of all that and the content"""
 SUFFIX = ".partial"

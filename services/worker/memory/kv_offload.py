@@ -20,6 +20,7 @@ from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.worker import CopyBlocks, FolderRequest
+from penstock.services.worker.memory.kv_files import MAGIC
 from penstock.services.worker.memory.kv_folder import KvFolder
 from penstock.services.worker.memory.persistent_memory import PersistentMemory
 
@@ -71,7 +72,7 @@ class KvOffload:
         options = config.dtype, config.quantization, config.attention, config.enable_expert_parallel
         versions = version("penstock"), torch.__version__, config.deterministic
         all_facts = memory.lasting_facts, options, versions, name, facts
-        digest = hashlib.sha256(repr(all_facts).encode()).digest()
+        digest = hashlib.sha256(MAGIC + repr(all_facts).encode()).digest()
         path, num_bytes = Path(config.kv_offload_folder), config.kv_offload_folder_gib * 2**30
         self.folder = KvFolder(path, digest, num_bytes, self._host.numpy())
         if not self.folder.max_files:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from penstock.protocol.config import Config
 from penstock.services.scheduler.blocks.block_pool import BlockPool
-from penstock.services.scheduler.blocks.block_records import HASH_BYTES, BlockRecords
+from penstock.services.scheduler.blocks.block_records import BlockRecords
+from penstock.services.scheduler.blocks.block_records import hash_block as own_hash
 from penstock.services.scheduler.blocks.folder_index import FolderIndex
 from penstock.services.scheduler.blocks.offload_index import OffloadIndex
-from penstock.services.scheduler.factory import PREFIX_HASH_BYTES, hash_prefix
 from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
 from tests.services.scheduler.mortal_records import Life, MortalRecords
 
@@ -20,10 +20,9 @@ class PersistentTables:
     def __init__(self, config: Config, num_blocks: int, num_slots: int, hash_block: Hash) -> None:
         """hash_block: without a host tier. With `kv_offload_folder`, there are files, too."""
         self._config, self._num_slots = config, num_slots
-        self.hash_block = hash_prefix if num_slots else hash_block
-        hash_bytes = PREFIX_HASH_BYTES if num_slots else HASH_BYTES
-        self._of_blocks = num_blocks, config.block_size, hash_bytes
-        self._of_slots = num_slots, 0, PREFIX_HASH_BYTES
+        self.hash_block = own_hash if num_slots else hash_block
+        self._of_blocks = num_blocks, config.block_size
+        self._of_slots = num_slots, 0
         self._blocks = bytearray(BlockRecords.size_of(*self._of_blocks))
         self._slots = bytearray(BlockRecords.size_of(*self._of_slots))
 

@@ -258,12 +258,12 @@ class Simulation:
             new = make_sequence(
                 old.token_ids[: old.num_prompt_tokens],
                 received[:num_given],
+                cache_salt=old.cache_salt,
                 client=old.client,
                 priority=old.priority,
                 pooling=old.pooling,
                 **msgspec.structs.asdict(old.sampling),
             )
-            new.cache_root = old.cache_root
             self._take(new, received[:num_given])
         self.check()
 

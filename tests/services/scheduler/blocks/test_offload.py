@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
+from penstock.protocol.messages.packed import pack
 from penstock.services.scheduler.blocks.offload_index import OffloadIndex
 from tests.services.scheduler.builders import long_prompt
 from tests.services.scheduler.packed_plans import pairs
@@ -146,3 +147,19 @@ def test_damaged_files_are_computed_again() -> None:
     assert sim.answer(fails=True)
     sim.run()
     assert again.num_cached_tokens == 4
+
+
+@pytest.mark.parametrize("folder", ["", "folder"])
+def test_a_salt_that_spells_a_block_does_not_make_its_hash(folder: str) -> None:
+    """The KV of a client's second block must not be that of another client's first block."""
+    sim = Simulation(num_blocks=8, num_host_slots=32, kv_offload_folder=folder)
+    prompt = long_prompt(9)
+    sim.add(prompt[4:], cache_salt=pack(prompt[:4]).decode(), max_tokens=1)
+    sim.run()
+    fill(sim)
+    sim.add(prompt, max_tokens=1)
+    sim.run()
+    fill(sim)
+    victim = sim.add(prompt, max_tokens=2)
+    sim.run()  # the reference worker checks every key that is read
+    assert victim.num_cached_tokens == 8

@@ -4,17 +4,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol.messages.worker import CopyBlocks, FolderReport
-from penstock.services.scheduler.blocks.block_records import BlockRecords
+from penstock.services.scheduler.blocks.block_records import HASH_BYTES, BlockRecords
 from penstock.services.scheduler.blocks.folder_index import FolderIndex
 from penstock.services.scheduler.blocks.offload_index import OffloadIndex
-from penstock.services.scheduler.factory import PREFIX_HASH_BYTES
 from tests.services.scheduler.packed_plans import pairs
 
-A, B, C = (bytes([n]) * PREFIX_HASH_BYTES for n in range(3))
+A, B, C = (bytes([n]) * HASH_BYTES for n in range(3))
 
 
 def make_index(num_slots: int, memory: bytearray | None = None) -> OffloadIndex:
-    sizes = num_slots, 0, PREFIX_HASH_BYTES
+    sizes = num_slots, 0
     records = BlockRecords(memory or bytearray(BlockRecords.size_of(*sizes)), *sizes)
     records.begin(1)
     return OffloadIndex(num_slots, 2, 1, records)
@@ -129,10 +128,10 @@ def test_keeps_the_content_used_last(num_slots: int, used: list[int]) -> None:
     index = make_index(num_slots)
     newest: list[int] = []
     for number, one in enumerate(used):
-        index.store(number, bytes([one]) * PREFIX_HASH_BYTES)
+        index.store(number, bytes([one]) * HASH_BYTES)
         newest = [one, *(other for other in newest if other != one)][:num_slots]
         index.flush(1, number)
         index.confirm(number)
-    hashes = {bytes([one]) * PREFIX_HASH_BYTES for one in newest}
+    hashes = {bytes([one]) * HASH_BYTES for one in newest}
     assert set(index._entries) == hashes
     assert set(successor(index)._entries) == hashes
