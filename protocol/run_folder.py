@@ -28,31 +28,38 @@ def make_own_folder(path: Path) -> None:
     check_own_folder(path, make_private=True)
 
 
-def check_own_folder(path: Path, *, make_private: bool = False) -> None:
+def check_own_folder(path: Path, *, make_private: bool = False, instead: str = _INSTEAD) -> None:
     """Raise PermissionError for a folder that is not this user's alone, or a symbolic link.
 
-    Raises FileNotFoundError if there is none. make_private: give it mode 0700.
+    Raises FileNotFoundError if there is none. make_private: give it mode 0700. instead: what to
+    do where nothing can be removed.
     """
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except NotADirectoryError:
         what = "a symbolic link" if path.is_symlink() else "a file"
-        raise _refused(path, f"is {what}") from None
+        raise _refused(path, f"is {what}", instead) from None
     try:
-        status = os.fstat(folder)
-        if status.st_uid != os.getuid():
-            raise _refused(path, f"belongs to user {status.st_uid}")
-        if status.st_mode & _OTHERS_WRITE:
-            raise _refused(path, f"has mode {status.st_mode & 0o777:o}, so that others may write")
+        if problem := foreign(folder):
+            raise _refused(path, problem, instead)
         if make_private:
             os.fchmod(folder, 0o700)
     finally:
         os.close(folder)
 
 
-def _refused(path: Path, what: str) -> PermissionError:
+def foreign(descriptor: int) -> str:
+    """Return why an open file or folder is not this user's alone; empty if it is."""
+    status = os.fstat(descriptor)
+    if status.st_uid != os.getuid():
+        return f"belongs to user {status.st_uid}"
+    others_write = status.st_mode & _OTHERS_WRITE
+    return f"has mode {status.st_mode & 0o777:o}, so that others may write" if others_write else ""
+
+
+def _refused(path: Path, what: str, instead: str) -> PermissionError:
     return PermissionError(
-        f"{path} {what}, expected a folder of user {os.getuid()} alone; remove it, or {_INSTEAD}"
+        f"{path} {what}, expected a folder of user {os.getuid()} alone; remove it, or {instead}"
     )
 
 

@@ -12,6 +12,7 @@ import psutil
 
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
+from penstock.protocol.run_folder import check_own_folder
 
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
 TIMEOUT = 30
@@ -49,6 +50,12 @@ def check_tiers(config: Config) -> None:
             f"--kv-offload-folder: got {config.kv_offload_folder!r} without --kv-offload-gib, "
             "expected both"
         )
+    if config.kv_offload_folder and config.backend == "local":
+        try:
+            with contextlib.suppress(FileNotFoundError):  # workers make it
+                check_own_folder(Path(config.kv_offload_folder), instead="give a new folder")
+        except OSError as error:
+            raise LaunchError(f"--kv-offload-folder: {error}") from error
     if gib and not config.enable_prefix_caching:
         raise LaunchError(
             f"--kv-offload-gib: got {gib:g} with --no-enable-prefix-caching, expected one of them"

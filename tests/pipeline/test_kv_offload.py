@@ -1,16 +1,20 @@
 """The tiers of the KV cache: what is evicted comes back, whatever dies, and texts stay the same."""
 
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import ascii_letters
 from typing import NamedTuple
 
 import pytest
+import xxhash
 
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.status import SchedulerStatus
+from penstock.services.worker.memory.kv_files import HEADER_BYTES
 from tests.pipeline.conftest import LAUNCH, Pipeline
 from tests.tools.demo.tasks import answer_to, count_prompt
 
@@ -157,6 +161,36 @@ def test_files_outlive_the_pipeline_and_damaged_ones_are_computed_again(
     served.wait_for(r"worker\.1 +\| W KV blocks in .* is damaged; its block is computed again")
 
 
+def replace_content(path: Path) -> None:
+    """Write another file's KV, as whoever may write to a file of mode 0602 can do."""
+    header, content = path.read_bytes()[:HEADER_BYTES], path.read_bytes()[HEADER_BYTES:]
+    start, content = header[: HEADER_BYTES - 16], content[::-1]
+    path.write_bytes(start + xxhash.xxh3_128_digest(start + content) + content)
+    path.chmod(0o602)
+
+
+def test_files_and_folders_that_others_may_change_are_not_used(
+    first: Answers, folder: Path, pipeline: Callable[..., Pipeline], tmp_path: Path
+) -> None:
+    copy = tmp_path / "tier"
+    shutil.copytree(folder, copy)
+    for path in files(copy):
+        replace_content(path)
+    served = pipeline(*SMALL, "--kv-offload-folder", str(copy))
+    served.wait_for(LISTED)
+    assert ask(served).texts == first.texts
+    served.wait_for(r"worker\.1 +\| W KV blocks in .* has mode 602, so that others may write;")
+    copy.chmod(0o770)
+    refused = subprocess.run(
+        [*LAUNCH, "all", *SMALL, "--kv-offload-folder", str(copy), "--name", "refused"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert refused.returncode == 2
+    assert "tier has mode 770, so that others may write, expected a folder of u" in refused.stderr
+
+
 @pytest.mark.long
 def test_other_layouts_change_nothing(
     first: Answers, folder: Path, pipeline: Callable[..., Pipeline]
@@ -174,14 +208,10 @@ def test_other_layouts_change_nothing(
 def test_tiers_end_with_their_processes_where_no_memory_can_be_kept(
     first: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder that can't be is not used."""
-    file = tmp_path / "file"
-    file.touch()
     limited = ("prlimit", "--fsize=16384", *LAUNCH)
     monkeypatch.setattr("tests.pipeline.conftest.LAUNCH", limited)
-    with Pipeline(*SMALL, "--kv-offload-folder", str(file)) as served:
+    with Pipeline(*SMALL, "--kv-offload-folder", str(tmp_path)) as served:
         for reason in (
-            r"worker\.1 +\| W KV blocks in .*Not a directory",
             r"worker\.1 +\| W memory ends with the worker: .*File too large",
             r"scheduler\.1 +\| W slots\.0: records end with the scheduler: .*File too large",
         ):

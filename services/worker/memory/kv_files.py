@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from typing import Any
 
 import xxhash
 
+from penstock.protocol.run_folder import check_own_folder, foreign
+
 MAGIC = b"penstKV2"  # another number for another definition of the hashes
 HEADER_BYTES = len(MAGIC) + 32 + 32 + 16
 """MAGIC, digest of what wrote it, hash of the prefix, checksum of all that and the content"""
@@ -19,6 +22,7 @@ SUFFIX = ".partial"
 MAX_WRITE_SECONDS = 3600
 """in which a file is written; a killed worker left others, and those of a wrong clock"""
 HASH_DIGITS = 64
+INSTEAD = "let --kv-offload-folder name a new folder"
 CHANGED = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError
 """errors that say nothing about the disk: somebody has changed the folder meanwhile"""
 FULL = errno.ENOSPC, errno.EDQUOT
@@ -30,7 +34,10 @@ class DamagedFileError(OSError):
 
 
 class KvFiles:
-    """A folder of files that were written for the same model and layout of KV."""
+    """A folder of files that were written for the same model and layout of KV, by this user.
+
+    Whoever may write there may write any KV, so nothing of others is used.
+    """
 
     def __init__(self, folder: Path, digest: bytes, content_bytes: int) -> None:
         """digest: 32 bytes, of all that must be equal for a file to be used."""
@@ -43,7 +50,7 @@ class KvFiles:
 
         on_error: called with errors that concern some of the files.
         """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_folder()
         found: list[tuple[float, bytes]] = []
         for parent in self.folder.iterdir():
             try:
@@ -72,7 +79,8 @@ class KvFiles:
     def write(self, hash_: bytes, content: Any, is_right: Callable[[], bool]) -> bool:
         """Write a file, or return False if `is_right()` becomes false meanwhile. Raises OSError."""
         path = self._path(hash_)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_folder()
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         # processes that share the folder may have the same pid, in containers or on other machines
         descriptor, name = tempfile.mkstemp(SUFFIX, path.name, path.parent)
         partial = Path(name)
@@ -101,21 +109,27 @@ class KvFiles:
         Removes a file that is damaged. Raises OSError, DamagedFileError.
         """
         path, begin = self._path(hash_), 0
-        with open(path, "rb", 0, opener=_open_at_once) as file:
+        with open(path, "rb", 0, opener=_open_own) as file:
             while num_bytes := file.readinto(memoryview(buffer)[begin:]):
                 begin += num_bytes
             is_whole = begin == len(buffer) and not file.read(1)
-        content = memoryview(buffer)[HEADER_BYTES:]
-        if not is_whole or buffer[:HEADER_BYTES] != self._header(hash_, content):
-            self.remove(hash_)
-            raise DamagedFileError(f"{path} is damaged; its block is computed again")
-        with suppress(OSError):  # nothing may be changed there
-            os.utime(path)
+            content = memoryview(buffer)[HEADER_BYTES:]
+            if not is_whole or buffer[:HEADER_BYTES] != self._header(hash_, content):
+                self.remove(hash_)
+                raise DamagedFileError(f"{path} is damaged; its block is computed again")
+            with suppress(OSError):  # nothing may be changed there
+                os.utime(file.fileno())
         return content
 
     def remove(self, hash_: bytes) -> None:
         with suppress(*CHANGED):
             self._path(hash_).unlink()
+
+    def _make_folder(self) -> None:
+        """Make the folder if there is none. Raises OSError, also where others may change it."""
+        for folder in (self.folder.parent, self.folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_own_folder(folder, instead=INSTEAD)
 
     def _path(self, hash_: bytes) -> Path:
         name = hash_.hex()
@@ -132,6 +146,13 @@ def _is_hash(name: str) -> bool:
     return len(name) == HASH_DIGITS and set(name) <= set("0123456789abcdef")
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file as `os.open`; one that was replaced by a FIFO does not block."""
-    return os.open(path, flags | os.O_NONBLOCK)
+def _open_own(path: str, flags: int) -> int:
+    """Open a file of this user alone; a FIFO in its place does not block. Raises OSError."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+    problem = foreign(descriptor)
+    if not problem and not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        problem = "is not a regular file"
+    if problem:
+        os.close(descriptor)
+        raise PermissionError(f"{path} {problem}; it is not used")
+    return descriptor

@@ -76,8 +76,8 @@ class KvFolder:
         self._news = FolderReport(-1, -1)
         """the next report"""
         self._is_listed = False
-        self._logged: set[int | None] = set()
-        """kinds of errors (errno), each of which is logged once"""
+        self._logged: set[tuple[type, int | None]] = set()
+        """kinds of errors, each of which is logged once"""
         self.reads = True
         self._writes: Queue[_Transfer] = Queue(len(host))
         self._fetches: Queue[_Transfer] = Queue()
@@ -216,8 +216,9 @@ class KvFolder:
             self._warn_once(error)
 
     def _warn_once(self, error: OSError) -> None:
-        if error.errno not in self._logged:
-            self._logged.add(error.errno)
+        kind = type(error), error.errno
+        if kind not in self._logged:
+            self._logged.add(kind)
             log.warning("KV blocks in %s: %s", self._disk.folder, error)
 
     def _remove_excess(self) -> None:

@@ -1,5 +1,6 @@
 """Checks of options against the GPUs of a machine, before any process starts."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,18 @@ import pytest
 from penstock.launch.commands import gpus
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+def test_a_folder_of_kv_that_others_may_change_is_refused(tmp_path: Path, mode: int) -> None:
+    config = Config(kv_offload_gib=0.1, kv_offload_folder=str(tmp_path / "tier"))
+    gpus.check_tiers(config)
+    (tmp_path / "tier").mkdir()
+    gpus.check_tiers(config)
+    (tmp_path / "tier").chmod(mode)
+    expected = f"--kv-offload-folder: .*tier has mode {mode:o}, so that others may write, expected "
+    with pytest.raises(LaunchError, match=expected):
+        gpus.check_tiers(config)
 
 
 @pytest.mark.parametrize(

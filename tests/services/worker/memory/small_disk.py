@@ -16,6 +16,7 @@ D = bytes([3]) * 32
 
 
 def mount(path: Path, *options: str) -> None:
+    options = "mode=700", *options
     subprocess.run(["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", path], check=True)
 
 

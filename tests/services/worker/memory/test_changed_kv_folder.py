@@ -1,7 +1,9 @@
 """A folder of KV blocks in which others remove and replace files, and whose limit changes."""
 
+import contextlib
 import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -44,7 +46,36 @@ def lose_parent(path: Path) -> None:
     path.parent.write_text("a file in place of the folder")
 
 
-@pytest.mark.parametrize("change", [become_fifo, become_folder, become_endless, lose_parent])
+def become_writable(path: Path) -> None:
+    path.chmod(0o620)
+
+
+def become_another_users(path: Path) -> None:
+    """Change the owner; nobody but root may, so others change the mode."""
+    if os.getuid():
+        path.chmod(0o602)
+    else:
+        os.chown(path, 12345, 12345)
+
+
+def become_a_link(path: Path) -> None:
+    """Put the file elsewhere, where its content can be changed by others."""
+    path.symlink_to(path.rename(path.parents[2] / "elsewhere"))
+
+
+def become_socket(path: Path) -> None:
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.chdir(path.parent):
+        listener.bind(path.name)
+
+
+CHANGES = (
+    *(become_fifo, become_folder, become_endless, become_socket, lose_parent),
+    *(become_writable, become_another_users, become_a_link),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_other_things_in_place_of_a_file_are_no_hit_and_change_nothing_else(
     tmp_path: Path, change: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -61,6 +92,27 @@ def test_other_things_in_place_of_a_file_are_no_hit_and_change_nothing_else(
     tier.wait_for("fetched", B)
     again = Tier(tmp_path)
     again.wait_for("added", B, C)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("change", [become_writable, become_another_users, become_a_link])
+def test_a_folder_that_others_may_change_is_not_used(
+    tmp_path: Path, depth: int, change: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the given folder nor that of this model is."""
+    path = tmp_path / "deep" / "tier"
+    stored(path, A)
+    folder = files(path)[A].parents[depth]
+    change(folder)
+    tier = Tier(path)
+    tier.store(B, 1)
+    error = tier.errors.get(timeout=60)
+    assert isinstance(error, PermissionError)
+    assert f"{folder} " in str(error)
+    assert "expected a folder of user" in caplog.text
+    assert not tier.reports.get("added")
+    folder.chmod(0o700)
+    assert B not in files(path)
 
 
 def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
