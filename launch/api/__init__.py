@@ -7,22 +7,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.launch.offline.beam_search import BeamSearchParams
     from penstock.launch.offline.llm import LLM
     from penstock.launch.offline.outputs import CompletionOutput, RequestOutput
     from penstock.launch.pipeline.errors import LaunchError
     from penstock.protocol.client.async_client import AsyncClient
-    from penstock.protocol.client.beam_search import BeamSearchParams
     from penstock.protocol.client.client import Client
     from penstock.protocol.client.errors import ClientError, NoAnswer, RequestError
     from penstock.protocol.messages.sampling import SamplingParams
     from penstock.protocol.messages.structured import StructuredOutputs
 
 _NAMES = {
+    "penstock.launch.offline.beam_search": ["BeamSearchParams"],
     "penstock.launch.offline.llm": ["LLM"],
     "penstock.launch.offline.outputs": ["CompletionOutput", "RequestOutput"],
     "penstock.launch.pipeline.errors": ["LaunchError"],
     "penstock.protocol.client.async_client": ["AsyncClient"],
-    "penstock.protocol.client.beam_search": ["BeamSearchParams"],
     "penstock.protocol.client.client": ["Client"],
     "penstock.protocol.client.errors": ["ClientError", "NoAnswer", "RequestError"],
     "penstock.protocol.messages.sampling": ["SamplingParams"],

@@ -1,12 +1,12 @@
-"""Beam search of `LLM`, shaped as in vLLM."""
+"""Beam search of `LLM`, shaped as in vLLM: a loop over the logprobs of requests for one token."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from penstock.launch.offline.bounded_concurrency import replies_to
 from penstock.launch.offline.outputs import ByToken, RequestOutput, by_token, prompts_of
-from penstock.protocol.client.beam_search import Beam, BeamSearch, BeamSearchParams
 from penstock.protocol.client.client import Client
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
@@ -14,8 +14,127 @@ from penstock.protocol.messages.client import (
     DetokenizeRequest,
     FinishReason,
     GenerateReply,
+    GenerateRequest,
 )
+from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
 from penstock.protocol.tokenizer_file import read_eos_token_ids
+
+MAX_WIDTH = 10
+"""beams; twice as many logprobs are requested, of which 20 are allowed"""
+MAX_PENALTY = 10
+"""exponent of a length; a much greater one is infinite"""
+
+
+class BeamSearchParams(Struct):
+    """Parameters of a beam search."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """changes nothing: beams follow from the model's own logprobs"""
+    length_penalty: float = 1.0
+    """exponent of the length, by which the sum of logprobs is divided"""
+    include_stop_str_in_output: bool = False
+    """keep the EOS at the end of a beam"""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.beam_width <= MAX_WIDTH:
+            raise ValueError(f"beam_width: got {self.beam_width}, expected 1 to {MAX_WIDTH}")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens: got {self.max_tokens}, expected 1 or more")
+        if not abs(self.length_penalty) <= MAX_PENALTY:
+            problem = f"got {self.length_penalty}, expected -{MAX_PENALTY} to {MAX_PENALTY}"
+            raise ValueError(f"length_penalty: {problem}")
+
+
+class Beam(Struct, kw_only=True):
+    """One continuation of the prompt."""
+
+    token_ids: list[int] = []
+    """of the output"""
+    logprobs: list[TokenLogprobs] = []
+    """one for each of `token_ids`"""
+    cum_logprob: float = 0.0
+    """the sum, that of an EOS included"""
+    finish_reason: FinishReason = "length"
+    stop_reason: int | None = None
+    """the EOS"""
+
+
+class BeamSearch:
+    """The beams of one prompt; `live` are those that the next step continues."""
+
+    def __init__(
+        self, prompt_token_ids: list[int], params: BeamSearchParams, eos_token_ids: Sequence[int]
+    ) -> None:
+        self.prompt_token_ids = prompt_token_ids
+        self.live = [Beam()]
+        self._ended: list[Beam] = []
+        self._params = params
+        self._eos_token_ids = () if params.ignore_eos else eos_token_ids
+        self._num_steps = 0
+
+    def requests(self) -> list[GenerateRequest]:
+        """Return a request for the next token of each live beam; none when the search has ended."""
+        if self._num_steps == self._params.max_tokens:
+            return []
+        return [
+            GenerateRequest(
+                prompt=[*self.prompt_token_ids, *beam.token_ids],
+                max_tokens=1,
+                temperature=0.0,
+                repetition_penalty=1.0,
+                logprobs=2 * self._params.beam_width,
+                speculative=False,
+                num_answers=0,
+            )
+            for beam in self.live
+        ]
+
+    def step(self, replies: Sequence[GenerateReply]) -> None:
+        """Replace the live beams by the best of their continuations. Raises ValueError.
+
+        replies: to `requests`, in their order.
+        """
+        self._num_steps += 1
+        continued: list[Beam] = []
+        for beam, reply in zip(self.live, replies, strict=True):
+            position = reply.logprobs[0] if reply.logprobs else None
+            if position is None:
+                raise ValueError(f"got no logprobs, the request ended: {reply.finish_reason}")
+            for token in position.top:
+                after = self._after(beam, token, position.top)
+                (self._ended if after.finish_reason == "stop" else continued).append(after)
+        self.live = self._best(continued)
+
+    def best(self) -> list[Beam]:
+        """Return the best beams, the best one first."""
+        return self._best([*self._ended, *self.live])
+
+    def _after(self, beam: Beam, token: Logprob, top: list[Logprob]) -> Beam:
+        after = Beam(
+            token_ids=beam.token_ids,
+            logprobs=beam.logprobs,
+            cum_logprob=beam.cum_logprob + token.logprob,
+        )
+        is_eos = token.token_id in self._eos_token_ids
+        if is_eos:
+            after.finish_reason, after.stop_reason = "stop", token.token_id
+        if not is_eos or self._params.include_stop_str_in_output:
+            after.token_ids = [*beam.token_ids, token.token_id]
+            chosen = {name: getattr(token, name) for name in Logprob.__struct_fields__}
+            after.logprobs = [*beam.logprobs, TokenLogprobs(**chosen, top=top)]
+        return after
+
+    def _best(self, beams: list[Beam]) -> list[Beam]:
+        return sorted(beams, key=self._score, reverse=True)[: self._params.beam_width]
+
+    def _score(self, beam: Beam) -> float:
+        """Return the sum of logprobs by the length with the prompt, without an EOS."""
+        has_eos = beam.finish_reason == "stop" and self._params.include_stop_str_in_output
+        length = len(self.prompt_token_ids) + len(beam.token_ids) - has_eos
+        return float(beam.cum_logprob / max(1, length) ** self._params.length_penalty)
 
 
 class BeamSearchSequence(Struct, kw_only=True):

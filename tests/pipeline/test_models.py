@@ -84,11 +84,11 @@ def test_every_route_reaches_the_named_model(client: openai.OpenAI) -> None:
     bodies: dict[str, dict[str, object]] = {
         "/chat/completions": chat,
         "/messages": chat,
-        "/completions": {"prompt": "17+25=", "use_beam_search": True, "n": 2},
+        "/completions": {"prompt": "17+25=", "n": 2},
         "/responses": {"input": "17+25="},
     }
     for path, body in bodies.items():
-        for is_stream in {False, "use_beam_search" not in body}:
+        for is_stream in (False, True):
             sent = {"model": "embedder", "stream": is_stream, **body}
             with pytest.raises(openai.BadRequestError, match="send inputs to /v1/embeddings"):
                 client.post(path, body=sent, cast_to=str)

@@ -6,7 +6,6 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
-from penstock.services.http.generation.beam_search import make_generation
 from penstock.services.http.generation.generation import Generation
 from penstock.services.http.generation.logprobs import chat_logprobs, prompt_logprobs
 from penstock.services.http.generation.reasoning_splitter import ReasoningSplitter
@@ -63,7 +62,7 @@ def submit_chat(
     """
     with fields_as_sent(field_as_sent):
         prompt = truncated(chat_fields(request, state.tool_format), state.max_model_len)
-        return make_generation(state, kind, request, [prompt], field_as_sent)
+        return Generation(state, kind, request, [prompt], field_as_sent)
 
 
 async def count_prompt_tokens(

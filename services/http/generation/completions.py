@@ -9,7 +9,7 @@ from starlette.responses import Response
 from penstock.protocol.client.answers import gather
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.protocol.messages.logprobs import TokenLogprobs
-from penstock.services.http.generation.beam_search import make_generation
+from penstock.services.http.generation.generation import Generation
 from penstock.services.http.generation.logprobs import (
     completion_logprobs,
     echoed_logprobs,
@@ -36,7 +36,7 @@ async def complete(state: AppState, request: CompletionRequest) -> Response:
     fields = truncated(completion_fields(request), state.max_model_len)
     prompts = [{"prompt": prompt, **fields} for prompt in prompts_of(request.prompt)]
     echoes = await _texts(state, prompts) if request.echo else [""] * len(prompts)
-    generation = make_generation(state, "cmpl", request, prompts)
+    generation = Generation(state, "cmpl", request, prompts)
     choices = [
         CompletionChoice(index, request, echo)
         for index, echo in enumerate(one for one in echoes for _ in range(request.n))

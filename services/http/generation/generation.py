@@ -94,16 +94,13 @@ class Generation:
         """the one generated token is left out of the reply"""
         given = f"-{request.request_id[:64]}" if request.request_id else ""
         # unique, even if two clients send the same id
-        self._streams = self._submit_all(f"{kind}-{name}{given}")
-
-    def _submit_all(self, inner_id: str) -> list[AsyncStream]:
-        request = self._request
+        inner_id = f"{kind}-{name}{given}"
         own = {"n": request.n, "stream": request.stream, "client": caller.get().client}
         several = (
-            self._client.submit_n(**prompt | own, request_id=f"{inner_id}-{index}")
-            for index, prompt in enumerate(self._prompts)
+            state.client.submit_n(**prompt | own, request_id=f"{inner_id}-{index}")
+            for index, prompt in enumerate(prompts)
         )
-        return [*chain.from_iterable(several)]
+        self._streams = [*chain.from_iterable(several)]
 
     async def replies(self) -> list[GenerateReply]:
         """Return all answers. Raises RequestError, ApiError."""

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from penstock.protocol.client.beam_search import MAX_PENALTY
 from penstock.protocol.messages.chat import Conversation
 from penstock.protocol.messages.client import CacheSalt, Priority, RequestId
 from penstock.protocol.messages.sampling import (
@@ -60,10 +59,6 @@ class ApiRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     """SGLang's name of `guided_json`"""
     best_of: int | None = None
     """values other than `n` are refused"""
-    use_beam_search: bool = False
-    """the answers are the `n` best beams"""
-    length_penalty: Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)] = 1.0
-    """of a beam search: exponent of the length, by which the sum of logprobs is divided"""
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     """keep N tokens of a longer prompt; -1: leave room for `max_tokens`"""

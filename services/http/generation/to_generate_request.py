@@ -62,8 +62,6 @@ def completion_fields(request: CompletionRequest) -> dict[str, Any]:
         raise invalid("suffix", "got a text, expected null: the model can't fill in the middle")
     fields = _fields(request)
     if request.max_tokens == 0:
-        if request.use_beam_search:
-            raise invalid("max_tokens", "got 0, expected 1 or more with use_beam_search")
         if not request.echo:
             raise invalid("max_tokens", "got 0, expected 1 or more, or echo: true")
         fields["max_tokens"] = 1  # it is left out of the reply

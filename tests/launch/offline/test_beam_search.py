@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.client.beam_search import BeamSearch, BeamSearchParams
+from penstock.launch.offline.beam_search import BeamSearch, BeamSearchParams
 from penstock.protocol.messages.client import GenerateReply, GenerateRequest, Usage
 from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
 
