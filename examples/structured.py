@@ -1,6 +1,7 @@
 """Answers that match a JSON schema, a regex and a list of choices.
 
-Run `launch all`, then `python examples/structured.py [ENDPOINT]`.
+Run `launch all`, then `python examples/structured.py [ENDPOINT]`. The demo model can only add,
+count, reverse and repeat, so it repeats the object; ask another model for one in your own words.
 """
 
 import json
@@ -10,8 +11,8 @@ from penstock import Client
 
 SCHEMA = {
     "type": "object",
-    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 999}},
-    "required": ["sum"],
+    "properties": {"city": {"type": "string"}, "population": {"type": "integer"}},
+    "required": ["city", "population"],
     "additionalProperties": False,
 }
 
@@ -21,18 +22,19 @@ def main() -> None:
     endpoint = sys.argv[1] if len(sys.argv) > 1 else "tcp://127.0.0.1:5555"
     with Client(endpoint) as client:
 
-        def answer(**constraint: object) -> str:
+        def answer(question: str, **constraint: object) -> str:
             text: str = client.generate(
-                messages=[{"role": "user", "content": "17+25="}],
+                messages=[{"role": "user", "content": question}],
                 structured_outputs=constraint,
                 max_tokens=64,
                 temperature=0,
             ).text
             return text
 
-        print(json.loads(answer(json=SCHEMA)))
-        print(answer(regex="[0-9]{2}"))
-        print(answer(choice=["41", "42", "43"]))
+        question = 'repeat: {"city": "Paris", "population": 2102650}'
+        print(json.loads(answer(question, json=SCHEMA)))
+        print(answer("count from 3 to 9", regex="[0-9]( [0-9])*"))
+        print(answer("17+25=", choice=["41", "42", "43"]))
 
 
 if __name__ == "__main__":

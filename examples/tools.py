@@ -1,7 +1,8 @@
 """A function call, its result, and the final answer, with the `openai` client.
 
-Run `launch all`, then `python examples/tools.py`. The demo model was not trained to call functions,
-so the call is required; a real model chooses with `auto`. Environment: as in openai_client.py.
+Run `launch all`, then `python examples/tools.py`. The demo model can only add, count, reverse and
+repeat, so it repeats the call; ask another model "What is 17 + 25?". Environment: as in
+openai_client.py.
 """
 
 import json
@@ -25,6 +26,10 @@ ADD = {
         },
     },
 }
+QUESTION = """\
+repeat: <tool_call>
+{"name": "add", "arguments": {"a": 17, "b": 25}}
+</tool_call>"""
 
 
 def main() -> None:
@@ -34,22 +39,22 @@ def main() -> None:
         api_key=os.environ.get("OPENAI_API_KEY", "none"),
     )
     model = client.models.list().data[0].id
-    messages = [{"role": "user", "content": "17+25="}]
+    messages = [{"role": "user", "content": QUESTION}]
     reply = client.chat.completions.create(
-        model=model, messages=messages, tools=[ADD], tool_choice="required", max_tokens=200
+        model=model, messages=messages, tools=[ADD], temperature=0, max_tokens=200
     )
     message = reply.choices[0].message
     call = message.tool_calls[0]
     arguments = json.loads(call.function.arguments)
     print(f"{call.function.name}({arguments['a']}, {arguments['b']})")
 
-    result = str(arguments["a"] + arguments["b"])
+    result = f"repeat: {arguments['a']} + {arguments['b']} = {arguments['a'] + arguments['b']}"
     messages += [
         message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": result},
     ]
     final = client.chat.completions.create(
-        model=model, messages=messages, tools=[ADD], max_tokens=16
+        model=model, messages=messages, tools=[ADD], temperature=0, max_tokens=64
     )
     print(final.choices[0].message.content)
 
