@@ -1,6 +1,7 @@
 """`/v1/messages`, `/v1/messages/count_tokens`, and the list of models in Anthropic's shape."""
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -19,7 +20,7 @@ async def answer_messages(state: AppState, request: MessagesRequest) -> Response
     """Answer a conversation in Anthropic's form."""
     chat = chat_request(request, state.max_model_len)
     chat.request_id = caller.get().request_id or None
-    generation = submit_chat(state, "msg", chat, name_in_messages)
+    generation = submit_chat(state, "msg", chat, partial(name_in_messages, request))
     message_id = f"msg_{caller.get().unique_id}"
     events = MessageEvents(message_id, generation.head["model"], chat, state.tool_format)
     if request.stream:
@@ -31,7 +32,7 @@ async def answer_messages(state: AppState, request: MessagesRequest) -> Response
 async def count_tokens(state: AppState, request: CountTokensRequest) -> Response:
     """Return the length of the prompt of such a conversation."""
     chat = chat_request(request, state.max_model_len)
-    number = await count_prompt_tokens(state, chat, name_in_messages)
+    number = await count_prompt_tokens(state, chat, partial(name_in_messages, request))
     return json_response(TokenCount(input_tokens=number))
 
 

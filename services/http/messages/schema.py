@@ -66,13 +66,16 @@ class SystemTurn(Struct, kw_only=True, tag_field="role", tag="system"):
     content: str | list[TextBlock]
 
 
-class CustomTool(Struct, kw_only=True):
-    """A tool that the client executes. `input_schema`: the JSON schema of its input."""
+class MessagesTool(Struct, kw_only=True):
+    """A tool that the client executes, or one of Anthropic's, which is left out.
 
-    name: ToolName
-    type: Literal["custom"] | None = None
+    `input_schema`: the JSON schema of its input.
+    """
+
+    name: ToolName | None = None
+    type: str | None = None
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     strict: bool | None = None
 
 
@@ -115,7 +118,7 @@ class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[UserTurn | AssistantTurn | SystemTurn], Meta(min_length=1)]
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
     system: str | list[TextBlock] = ""
-    tools: list[CustomTool] = field(default_factory=list)
+    tools: list[MessagesTool] = field(default_factory=list)
     tool_choice: ToolUseChoice | None = None
     thinking: ThinkingConfig | None = None
     """default: disabled"""

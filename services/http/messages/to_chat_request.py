@@ -19,14 +19,19 @@ from penstock.services.http.messages.schema import (
     AssistantBlock,
     AssistantTurn,
     CountTokensRequest,
-    CustomTool,
     JsonOutputFormat,
+    MessagesTool,
     SystemTurn,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
     UserTurn,
+)
+from penstock.services.http.shared.declined_tools import (
+    is_declined,
+    refuse_forced,
+    report_declined,
 )
 from penstock.services.http.shared.errors import ApiError, invalid
 
@@ -63,7 +68,7 @@ def chat_request(request: CountTokensRequest, max_model_len: int) -> ChatRequest
         top_k=request.top_k,
         top_p=request.top_p,
         stop=request.stop_sequences or None,
-        tools=[_tool(one) for one in request.tools],
+        tools=_tools(request),
         **_tool_choice(request),
         chat_template_kwargs={"enable_thinking": thinks},
         include_reasoning=thinks,
@@ -72,9 +77,10 @@ def chat_request(request: CountTokensRequest, max_model_len: int) -> ChatRequest
     )
 
 
-def name_in_messages(name: str) -> str:
+def name_in_messages(request: CountTokensRequest, name: str) -> str:
     """Return Anthropic's name for a field of ChatRequest."""
-    name = re.sub(r"^(tools\[\d+\])\.function", r"\1", name)
+    if found := re.match(r"tools\[(\d+)\](\.function)?", name):
+        name = f"tools[{_kept(request)[int(found[1])]}]{name[found.end() :]}"
     return _NAMES.get(name, re.sub(r"^(tools\[\d+\])\.parameters", r"\1.input_schema", name))
 
 
@@ -161,9 +167,34 @@ def _result(block: ToolResultBlock) -> Message:
     return Message(role="tool", content=text, tool_call_id=block.tool_use_id)
 
 
-def _tool(tool: CustomTool) -> Tool:
+def _tools(request: CountTokensRequest) -> list[Tool]:
+    """Return the tools that the client executes. Raises ApiError for unknown and forced ones."""
+    choice = request.tool_choice
+    kept = _kept(request)
+    declined = [tool for tool in request.tools if is_declined(tool.type)]
+    report_declined(tool.type or "" for tool in declined)
+    if choice and choice.type == "any" and not kept:
+        refuse_forced("tool_choice.type", "any", [tool.type or "" for tool in declined])
+    if choice and choice.type == "tool":
+        forced = [tool.type or "" for tool in declined if tool.name == choice.name]
+        refuse_forced("tool_choice.name", choice.name or "", forced)
+    return [_tool(request.tools[number], f"tools[{number}]") for number in kept]
+
+
+def _kept(request: CountTokensRequest) -> list[int]:
+    """Return the numbers of the tools that are not left out."""
+    return [number for number, tool in enumerate(request.tools) if not is_declined(tool.type)]
+
+
+def _tool(tool: MessagesTool, path: str) -> Tool:
+    if tool.type not in (None, "custom"):
+        problem = "expected 'custom', or a tool that may be left out, such as 'web_search'"
+        raise invalid(f"{path}.type", f"got {tool.type!r:.60}, {problem}; leave other tools out")
+    for field in ("name", "input_schema"):
+        if getattr(tool, field) is None:
+            raise invalid(f"{path}.{field}", "got nothing, expected a value; the field is required")
     function = Function(
-        name=tool.name,
+        name=tool.name or "",
         description=tool.description,
         parameters=tool.input_schema,
         strict=tool.strict,

@@ -2,8 +2,10 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from msgspec import UNSET
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.services.http.generation.chat import ChatChoice
@@ -40,12 +42,18 @@ class ResponseEvents(Events):
         self,
         response: ResponseReply,
         choice: ChatChoice,
+        names: Mapping[str, tuple[str | None, str]],
         end_of_thought: list[int],
         keep: Callable[[ResponseReply], None],
     ) -> None:
-        """end_of_thought: the token ids of `</think>`. keep: called with the final response."""
+        """Prepare the events of `response`.
+
+        names: namespace and name of each function, by the name that the model sees.
+        end_of_thought: the token ids of `</think>`. keep: called with the final response.
+        """
         self.response = response
         self._choice = choice
+        self._names = names
         self._end_of_thought = end_of_thought
         self._keep = keep
         self._num_events = 0
@@ -116,7 +124,10 @@ class ResponseEvents(Events):
     def _call(self, call: CalledTool) -> Iterator[Event]:
         name, arguments = call.function.name, call.function.arguments
         if call.id:
-            item = FunctionCallItem(id=_new_id("fc"), call_id=call.id, name=name or "")
+            namespace, name = self._names.get(name or "", (None, name or ""))
+            item = FunctionCallItem(
+                id=_new_id("fc"), call_id=call.id, name=name, namespace=namespace or UNSET
+            )
             yield from self._begin(item)
         if arguments:
             self._pieces.append(arguments)

@@ -2,13 +2,14 @@
 
 from typing import Any, Literal
 
-from msgspec import Struct, field
+from msgspec import UNSET, Struct, UnsetType, field
 
 from penstock.services.http.responses.schema import (
     AllowedFunctions,
+    FunctionTool,
     NamedFunction,
+    NamespaceTool,
     Reasoning,
-    ResponseTool,
     TextFormat,
     TextOptions,
 )
@@ -56,6 +57,7 @@ class FunctionCallItem(Struct, kw_only=True, tag_field="type", tag="function_cal
     status: ItemStatus = "in_progress"
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str = ""
 
 
@@ -109,7 +111,7 @@ class ResponseReply(Struct, kw_only=True):
     temperature: float
     text: TextUsed
     tool_choice: str | NamedFunction | AllowedFunctions
-    tools: list[ResponseTool]
+    tools: list[FunctionTool | NamespaceTool]
     top_logprobs: int
     top_p: float
     presence_penalty: float

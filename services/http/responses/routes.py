@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,12 +34,13 @@ from penstock.services.http.responses.to_chat_request import (
     input_items,
     name_in_responses,
 )
+from penstock.services.http.responses.tools import OfferedTools, offer
 from penstock.services.http.shared.access import caller
 from penstock.services.http.shared.app_state import AppState, Models
 from penstock.services.http.shared.errors import ApiError, invalid
 from penstock.services.http.shared.json_response import json_response
 
-_OWN = {"model", "reasoning", "service_tier", "text", "top_logprobs"}
+_OWN = {"model", "reasoning", "service_tier", "text", "tools", "top_logprobs"}
 """fields that a response has even where its request lacks them"""
 Query = TypeVar("Query", bound=Struct)
 
@@ -48,15 +50,17 @@ async def respond(state: AppState, request: ResponsesRequest) -> Response:
     state.generation_config.fill(request)
     request.request_id = request.request_id or caller.get().request_id or None
     store = state.singletons.get(ResponseStore)
-    items = conversation(store, request)
-    chat = chat_request(request, items)
-    generation = submit_chat(state, "resp", chat, name_in_responses)
+    items, tools = conversation(store, request), offer(request.tools)
+    chat = chat_request(request, items, tools)
+    generation = submit_chat(state, "resp", chat, partial(name_in_responses, tools))
     choice = ChatChoice(0, chat, state.tool_format)
 
     def keep(response: ResponseReply) -> None:
         response.store = response.store and store.put(response, items)
 
-    events = ResponseEvents(begun(request, state.model), choice, state.end_of_thought, keep)
+    events = ResponseEvents(
+        begun(request, tools, state.model), choice, tools.names, state.end_of_thought, keep
+    )
     if request.stream:
         return generation.stream_events(events)
     (reply,) = await generation.replies()
@@ -111,12 +115,13 @@ async def count_input_tokens(state: AppState, request: InputTokensRequest) -> Re
     items = conversation(state.singletons.get(ResponseStore), request)
     if not items and request.instructions is None:
         raise invalid("input", "got nothing, expected a text or items")
-    chat = chat_request(request, items)
-    number = await count_prompt_tokens(state, chat, name_in_responses)
+    tools = offer(request.tools)
+    chat = chat_request(request, items, tools)
+    number = await count_prompt_tokens(state, chat, partial(name_in_responses, tools))
     return json_response(InputTokens(input_tokens=number))
 
 
-def begun(request: ResponsesRequest, model: str) -> ResponseReply:
+def begun(request: ResponsesRequest, tools: OfferedTools, model: str) -> ResponseReply:
     """Return a response without output."""
     same = (set(ResponseReply.__struct_fields__) & set(request.__struct_fields__)) - _OWN
     text = request.text
@@ -125,6 +130,7 @@ def begun(request: ResponsesRequest, model: str) -> ResponseReply:
         id=f"resp_{uuid.uuid4().hex}",
         created_at=int(time.time()),
         model=model,
+        tools=tools.kept,
         reasoning=request.reasoning or Reasoning(),
         text=TextUsed(
             format=text.format or TextFormat(type="text"), verbosity=text.verbosity or "medium"

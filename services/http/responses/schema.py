@@ -12,6 +12,7 @@ from penstock.protocol.messages.sampling import NumLogprobs, Positive, SamplingP
 from penstock.services.http.generation.schema import FunctionName, ToolName
 
 MAX_ITEMS = 10_000
+MAX_TOOLS = 128
 ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
 Include = Literal[
     "reasoning.encrypted_content",
@@ -46,29 +47,62 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     """of reasoning"""
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: str | Parts | None = None
 
 
-class ResponseTool(Struct, kw_only=True):
+class FunctionTool(Struct, kw_only=True, tag_field="type", tag="function"):
     """A function that the model may call; `parameters`: the JSON schema of its arguments."""
 
-    type: Literal["function"]
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
+Functions = Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)]
+
+
+class NamespaceTool(Struct, kw_only=True, tag_field="type", tag="namespace"):
+    """Functions of a namespace, such as those of one MCP server."""
+
+    name: ToolName
+    description: str | None = None
+    tools: Functions
+
+
+class ResponseTool(Struct, kw_only=True):
+    """A function, a namespace of functions, or a tool that this server does not run."""
+
+    type: str
+    name: ToolName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    tools: Functions = field(default_factory=list)
+    """of a namespace"""
+
+
 class NamedFunction(FunctionName, kw_only=True, tag_field="type", tag="function"):
     """The function that must be called."""
+
+    namespace: str | None = None
+
+
+class AllowedTool(Struct, kw_only=True, omit_defaults=True):
+    """A function that may be called; other tools are left out here, too."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
 
 
 class AllowedFunctions(Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
     """Functions that the model may call (`auto`), or of which it must call one (`required`)."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Meta(min_length=1, max_length=128)]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class TextFormat(Struct, kw_only=True, omit_defaults=True):
@@ -134,7 +168,7 @@ class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True)
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Positive | None = None
-    tools: Annotated[list[ResponseTool], Meta(max_length=128)] = field(default_factory=list)
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] = field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = field(default_factory=TextOptions)

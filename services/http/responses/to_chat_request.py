@@ -1,9 +1,9 @@
 """Requests of `/v1/responses` as chats."""
 
+import re
 from collections.abc import Sequence
 from typing import Literal, NoReturn
 
-from msgspec import convert
 from msgspec.structs import fields as struct_fields
 
 from penstock.protocol.messages.chat import FunctionCall, Message, ToolCall
@@ -12,11 +12,10 @@ from penstock.services.http.generation.schema import (
     AllowedTools,
     AllowedToolSet,
     ChatRequest,
-    Function,
+    FunctionName,
     JsonSchema,
     NamedTool,
     ResponseFormat,
-    Tool,
 )
 from penstock.services.http.responses.schema import (
     AllowedFunctions,
@@ -25,6 +24,8 @@ from penstock.services.http.responses.schema import (
     Parts,
     ResponsesRequest,
 )
+from penstock.services.http.responses.tools import OfferedTools, model_name
+from penstock.services.http.shared.declined_tools import is_declined, refuse_forced
 from penstock.services.http.shared.errors import invalid
 
 _UNSERVED = {
@@ -46,7 +47,9 @@ _RENAMED = {
 _ITEM_TYPES = "'message', 'function_call', 'function_call_output' or 'reasoning'"
 
 
-def chat_request(request: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
+def chat_request(
+    request: ResponsesRequest, items: Sequence[Item], tools: OfferedTools
+) -> ChatRequest:
     """Return the chat. items: those of the previous response, then the input. Raises ApiError."""
     for name, advice in _UNSERVED.items():
         if (value := getattr(request, name)) is not None:
@@ -61,11 +64,8 @@ def chat_request(request: ResponsesRequest, items: Sequence[Item]) -> ChatReques
         messages=messages,
         stream=request.stream,
         max_tokens=request.max_output_tokens,
-        tools=[
-            Tool(type=one.type, function=convert(one, Function, from_attributes=True))
-            for one in request.tools
-        ],
-        tool_choice=_tool_choice(request.tool_choice),
+        tools=tools.functions,
+        tool_choice=_tool_choice(request.tool_choice, tools),
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=_response_format(request),
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
@@ -84,8 +84,10 @@ def input_items(request: ResponsesRequest) -> list[Item]:
     return request.input
 
 
-def name_in_responses(name: str) -> str:
+def name_in_responses(tools: OfferedTools, name: str) -> str:
     """Return the name that a field of ChatRequest has here."""
+    if found := re.match(r"tools\[(\d+)\]", name):
+        name = tools.paths[int(found[1])] + name[found.end() :]
     if name.startswith("tool"):
         return name.replace(".allowed_tools.", ".").replace(".function.", ".")
     return _RENAMED.get(name, name)
@@ -140,7 +142,8 @@ class _Conversation:
         if last is None:
             last = Message(role="assistant", content="")
             self._messages.append(last)
-        function = FunctionCall(name=item.name or "", arguments=item.arguments or "")
+        name = model_name(item.namespace, item.name or "")
+        function = FunctionCall(name=name, arguments=item.arguments or "")
         call = ToolCall(id=item.call_id or "", function=function)
         last.tool_calls = [*(last.tool_calls or ()), call]
         self._call_ids.add(call.id)
@@ -183,13 +186,37 @@ def _refuse_null(path: str, expected: str) -> NoReturn:
 
 def _tool_choice(
     choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions,
+    tools: OfferedTools,
 ) -> Literal["none", "auto", "required"] | NamedTool | AllowedTools:
     if isinstance(choice, NamedFunction):
-        return NamedTool(function=choice)
+        return NamedTool(function=FunctionName(name=model_name(choice.namespace, choice.name)))
     if isinstance(choice, AllowedFunctions):
-        tools = [NamedTool(function=one) for one in choice.tools]
-        return AllowedTools(allowed_tools=AllowedToolSet(mode=choice.mode, tools=tools))
+        return _allowed(choice, tools)
+    if choice == "required" and not tools.functions:
+        refuse_forced("tool_choice", choice, tools.declined)
     return choice
+
+
+def _allowed(choice: AllowedFunctions, tools: OfferedTools) -> AllowedTools | Literal["none"]:
+    """Return the functions that may be called. Raises ApiError."""
+    allowed = []
+    for number, tool in enumerate(choice.tools):
+        path = f"tool_choice.tools[{number}]"
+        if is_declined(tool.type):
+            continue
+        if tool.type != "function":
+            raise invalid(f"{path}.type", f"got {tool.type!r:.60}, expected 'function'")
+        if tool.name is None:
+            _refuse_null(f"{path}.name", "the name of a function")
+        name = model_name(tool.namespace, tool.name)
+        if name not in tools.names:
+            raise invalid(f"{path}.name", f"got {name!r:.200}, expected a function of tools")
+        allowed.append(NamedTool(function=FunctionName(name=name)))
+    if allowed:
+        return AllowedTools(allowed_tools=AllowedToolSet(mode=choice.mode, tools=allowed))
+    if choice.mode == "required":
+        refuse_forced("tool_choice.mode", choice.mode, [tool.type for tool in choice.tools])
+    return "none"
 
 
 def _response_format(request: ResponsesRequest) -> ResponseFormat | None:

@@ -38,6 +38,8 @@ class Caller(NamedTuple):
     """the API key that was sent, right or wrong; empty where the server has none"""
     is_for_anthropic: bool = False
     """expects Anthropic's shapes"""
+    headers: dict[bytes, bytes] | None = None
+    """of the response, in addition to its own"""
 
 
 caller: ContextVar[Caller] = ContextVar("caller")
@@ -62,16 +64,15 @@ class Gate:
         request_id, encoding = _request_id(headers)
         key = _key_of(headers) if self._has_key else ""
         form = is_for_anthropic(scope["path"], headers)
-        sender = Caller(_client_name(scope), request_id, uuid.uuid4().hex, key, form)
+        sender = Caller(_client_name(scope), request_id, uuid.uuid4().hex, key, form, {})
         caller.set(sender)
         name = (request_id or sender.unique_id).encode(encoding)
-        ids = [(b"x-request-id", name)]
-        if form:
-            ids.append((b"request-id", name))
+        own = {b"x-request-id": name} | ({b"request-id": name} if form else {})
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *ids]
+                added = own | (sender.headers or {})
+                message["headers"] = [*message.get("headers", ()), *added.items()]
             await send(message)
 
         refusal = self._pages.refusal(headers)

@@ -1,5 +1,6 @@
 """Anthropic's requests: their schema, what becomes of them, and what is refused."""
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.protocol.messages.chat import chat_messages
 from penstock.services.http.generation.schema import ChatRequest
 from penstock.services.http.generation.to_generate_request import chat_fields
-from penstock.services.http.messages.schema import CountTokensRequest, MessagesRequest
+from penstock.services.http.messages.schema import CountTokensRequest, MessagesRequest, MessagesTool
 from penstock.services.http.messages.to_chat_request import chat_request, name_in_messages
 from penstock.services.http.shared.body import decode_body
 from penstock.services.http.shared.errors import ApiError, fields_as_sent
@@ -18,13 +19,18 @@ from tests.search import scaled
 
 HELLO = [{"role": "user", "content": "hello"}]
 ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
+SEARCH = {"name": "web_search", "type": "web_search_20250305", "max_uses": 3}
 CALL = {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 1}}
+
+
+def decoded(messages: Any = HELLO, **fields: Any) -> MessagesRequest:
+    body = msgspec.json.encode({"max_tokens": 9, "messages": messages} | fields)
+    return decode_body(body, MessagesRequest)
 
 
 def chat(messages: Any = HELLO, **fields: Any) -> ChatRequest:
     """Return the OpenAI request for a body."""
-    body = msgspec.json.encode({"max_tokens": 9, "messages": messages} | fields)
-    return chat_request(decode_body(body, MessagesRequest), 4096)
+    return chat_request(decoded(messages, **fields), 4096)
 
 
 def templated(messages: Any = HELLO, **fields: Any) -> Any:
@@ -34,8 +40,11 @@ def templated(messages: Any = HELLO, **fields: Any) -> Any:
 
 def refusal(messages: Any = HELLO, **fields: Any) -> str:
     """Return the sentence that refuses a body."""
-    with pytest.raises(ApiError) as raised, fields_as_sent(name_in_messages):
-        chat_fields(chat(messages, **fields))
+    with pytest.raises(ApiError) as raised:
+        request = decoded(messages, **fields)
+        asked = chat_request(request, 4096)
+        with fields_as_sent(partial(name_in_messages, request)):
+            chat_fields(asked)
     assert raised.value.status == 400
     return str(raised.value)
 
@@ -107,6 +116,13 @@ def test_fields() -> None:
     (tool,) = chat_fields(asked)["tools"]
     given = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
     assert tool == {"type": "function", "function": given}
+
+
+def test_tools_that_a_server_would_run_are_left_out() -> None:
+    types = ["bash_20250124", "text_editor_20250728", "code_execution_20250825", "mcp_toolset"]
+    asked = chat(tools=[SEARCH, ADD, *({"type": kind} for kind in types)])
+    assert [tool.function.name for tool in asked.tools] == ["add"]
+    assert chat(tools=[SEARCH], tool_choice={"type": "auto"}).tools == []
 
 
 @pytest.mark.parametrize(
@@ -196,11 +212,20 @@ def test_output_format(name: str) -> None:
             "messages: got tool_use at the end, expected its tool_result after it",
         ),
         (
-            {"tools": [{"name": "web_search", "type": "web_search_20250305"}]},
-            "tools[0].type: got 'web_search_20250305', expected 'custom'; "
-            "only functions that the client runs are supported: leave other tools out",
+            {"tools": [SEARCH, {"name": "x", "type": "surprise_20250305"}]},
+            "tools[1].type: got 'surprise_20250305', expected 'custom', or a tool that may be left",
         ),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema: got nothing"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name: got nothing"),
+        (
+            {"tools": [SEARCH], "tool_choice": {"type": "any"}},
+            "tool_choice.type: got 'any', expected 'auto' or 'none': Penstock does not run tools "
+            "of type web_search_20250305",
+        ),
+        (
+            {"tools": [ADD, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
+            "tool_choice.name: got 'web_search', expected 'auto' or 'none': Penstock does not run",
+        ),
         ({"tool_choice": {"type": "any"}}, "tool_choice: got 'required' without tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: got nothing"),
         (
@@ -213,6 +238,13 @@ def test_output_format(name: str) -> None:
                 "tool_choice": {"type": "any"},
             },
             "tools[0].input_schema.type: got 'array', expected 'object'",
+        ),
+        (
+            {
+                "tools": [SEARCH, ADD | {"input_schema": {"type": "array"}}],
+                "tool_choice": {"type": "any"},
+            },
+            "tools[1].input_schema.type: got 'array', expected 'object'",
         ),
     ],
 )
@@ -232,7 +264,8 @@ def test_refusals(fields: dict[str, Any], sentence: str) -> None:
     ],
 )
 def test_names_of_fields(name: str, sent: str) -> None:
-    assert name_in_messages(name) == sent
+    request = MessagesRequest(max_tokens=1, messages=[], tools=[MessagesTool(name="f")] * 4)
+    assert name_in_messages(request, name) == sent
 
 
 WORDS = ["text", "tool_use", "tool_result", "thinking", "image", "user", "assistant", "system"]

@@ -15,6 +15,7 @@ from penstock.services.http.responses.replies import ResponseReply
 from penstock.services.http.responses.routes import begun
 from penstock.services.http.responses.schema import Reasoning, ResponsesRequest, ResponseTool
 from penstock.services.http.responses.to_chat_request import chat_request, input_items
+from penstock.services.http.responses.tools import offer
 from penstock.services.http.shared.errors import ApiError
 from penstock.services.http.shared.json_response import ENCODER
 from penstock.services.http.shared.tool_format import ToolFormat
@@ -34,9 +35,11 @@ def request(**fields: Any) -> ResponsesRequest:
 
 
 def events_of(asked: ResponsesRequest, form: Any = "hermes") -> ResponseEvents:
-    chat = chat_request(asked, input_items(asked))
+    tools = offer(asked.tools)
+    chat = chat_request(asked, input_items(asked), tools)
     choice = ChatChoice(0, chat, ToolFormat(form))
-    return ResponseEvents(begun(asked, "m"), choice, END_OF_THOUGHT, lambda _: None)
+    response = begun(asked, tools, "m")
+    return ResponseEvents(response, choice, tools.names, END_OF_THOUGHT, lambda _: None)
 
 
 def reply_of(text: str, finish_reason: FinishReason = "stop") -> GenerateReply:

@@ -8,6 +8,7 @@ from penstock.services.http.responses.replies import OutputMessage, OutputText, 
 from penstock.services.http.responses.routes import begun
 from penstock.services.http.responses.schema import Item, ResponsesRequest
 from penstock.services.http.responses.store import _DECODER, ResponseStore
+from penstock.services.http.responses.tools import offer
 from penstock.services.http.shared.access import Caller, caller
 from penstock.services.http.shared.errors import ApiError
 
@@ -21,7 +22,7 @@ def as_client() -> Iterator[None]:
 
 def put(store: ResponseStore, text: str = "so", num_items: int = 1) -> ResponseReply:
     """Keep a response to `hi`."""
-    response = begun(ResponsesRequest(input="hi", temperature=0.0, top_p=1.0), "m")
+    response = begun(ResponsesRequest(input="hi", temperature=0.0, top_p=1.0), offer([]), "m")
     for number in range(num_items):
         part = OutputText(text=text)
         message = OutputMessage(id=f"msg_{response.id}_{number}", content=[part])
@@ -77,7 +78,7 @@ def test_a_response_beyond_the_limit_evicts_nothing() -> None:
     store = ResponseStore(max_bytes=10_000)
     first = put(store)
     before = store.num_bytes
-    large = begun(ResponsesRequest(input="hi", temperature=0.0, top_p=1.0), "m")
+    large = begun(ResponsesRequest(input="hi", temperature=0.0, top_p=1.0), offer([]), "m")
     assert not store.put(large, [Item(role="user", content="a" * 10_000)])
     assert store.body(first.id)
     assert status(store.body, large.id) == 404

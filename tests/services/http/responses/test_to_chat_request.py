@@ -1,6 +1,7 @@
 """Requests of the Responses API as chats, or a sentence that names the field."""
 
 import json
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from penstock.services.http.responses.to_chat_request import (
     input_items,
     name_in_responses,
 )
+from penstock.services.http.responses.tools import offer
 from penstock.services.http.shared.body import FIELDS, decode_body
 from penstock.services.http.shared.errors import ApiError, fields_as_sent
 
@@ -30,10 +32,13 @@ THOUGHT = {
 }
 
 
+def decoded(**given: Any) -> ResponsesRequest:
+    return decode_body(msgspec.json.encode({"input": "hi"} | given), ResponsesRequest)
+
+
 def chat(**given: Any) -> ChatRequest:
-    body = msgspec.json.encode({"input": "hi"} | given)
-    request = decode_body(body, ResponsesRequest)
-    return chat_request(request, input_items(request))
+    request = decoded(**given)
+    return chat_request(request, input_items(request), offer(request.tools))
 
 
 def messages(*items: Any, **fields: Any) -> list[Any]:
@@ -113,6 +118,7 @@ def test_other_options() -> None:
     off = chat_fields(chat(reasoning={"effort": "none", "summary": "auto"}))
     assert off["chat_template_kwargs"] == {"enable_thinking": False}
     assert not chat_fields(chat(reasoning={"effort": "high"}))["chat_template_kwargs"]
+    assert chat_fields(chat(client_metadata={"turn_id": "x"}))
     assert chat_fields(chat(truncation="auto"))["truncate_prompt_tokens"] == -1
     assert chat_fields(chat(top_logprobs=0))["logprobs"] is None
 
@@ -122,6 +128,10 @@ def test_every_field_of_the_api_is_known() -> None:
     assert set(ResponseCreateParamsBase.__annotations__) - known == {"prompt"}  # a stored template
 
 
+SPACE = {"type": "namespace", "name": "s", "description": "x", "tools": [TOOL]}
+TOOL_TYPE = "tools[0].tools[0].type"
+MANY = [TOOL | {"name": f"f{number}"} for number in range(128)]
+ARRAY = TOOL | {"parameters": {"type": "array"}}
 IMAGE = {"type": "input_image", "image_url": "x"}
 DEEP: Any = "x"
 for _ in range(300):
@@ -151,7 +161,35 @@ for _ in range(300):
         ({"input": [CALL, {**OUTPUT, "output": [IMAGE]}]}, "input[1].output[0].type"),
         ({"input": [{**CALL, "arguments": None}]}, "input[0].arguments"),
         ({"input": [{**CALL, "arguments": {"a": 1}}]}, "input[0].arguments"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}, {"type": "surprise"}]}, "tools[1].type"),
+        ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
+        ({"tools": [SPACE | {"tools": [{"type": "custom", "name": "f"}]}]}, TOOL_TYPE),
+        ({"tools": [SPACE | {"tools": [SPACE]}]}, TOOL_TYPE),
+        ({"tools": [SPACE | {"tools": [TOOL] * 129}]}, "tools[0].tools"),
+        ({"tools": [SPACE | {"name": None}]}, "tools[0].name"),
+        ({"tools": [TOOL | {"name": "s.f"}, SPACE]}, "tools[1].tools[0].name"),
+        ({"tools": [SPACE | {"name": f"s{n}", "tools": MANY} for n in range(9)]}, "tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search_preview"}}, "tool_choice.type"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "mcp", "server_label": "x"}],
+                },
+            },
+            "tool_choice.mode",
+        ),
+        (
+            {
+                "tools": [{"type": "web_search"}, SPACE | {"tools": [ARRAY]}],
+                "tool_choice": "required",
+            },
+            "tools[1].tools[0].parameters.type",
+        ),
+        ({"tools": [SPACE], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"name": "f"}]}, "tools[0].type"),
         ({"tools": [{**TOOL, "name": "f" * 129}]}, "tools[0].name"),
@@ -202,8 +240,10 @@ for _ in range(300):
 )
 def test_errors_name_the_field(given: dict[str, Any], path: str) -> None:
     with pytest.raises(ApiError) as caught:
-        asked = chat(**given)
-        with fields_as_sent(name_in_responses):
+        request = decoded(**given)
+        tools = offer(request.tools)
+        asked = chat_request(request, input_items(request), tools)
+        with fields_as_sent(partial(name_in_responses, tools)):
             chat_fields(asked)
     assert caught.value.status == 400
     detail = caught.value.body.error
