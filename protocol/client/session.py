@@ -170,6 +170,7 @@ def _join(first: TextDelta, then: TextDelta) -> None:
         first.logprobs = first.logprobs or []
         first.logprobs += then.logprobs
     first.finish_reason, first.stop_reason = then.finish_reason, then.stop_reason
+    first.reasoning_begin, first.reasoning_end = then.reasoning_begin, then.reasoning_end
 
 
 def _as_delta(reply: GenerateReply) -> TextDelta:
@@ -185,6 +186,8 @@ def _as_delta(reply: GenerateReply) -> TextDelta:
         prompt_tokens=reply.usage.prompt_tokens,
         cached_tokens=reply.usage.cached_tokens,
         starts_reasoning=reply.starts_reasoning,
+        reasoning_begin=reply.reasoning_begin,
+        reasoning_end=reply.reasoning_end,
     )
 
 

@@ -176,6 +176,11 @@ class GenerateReply(Struct, kw_only=True, tag="generated"):
     usage: Usage
     starts_reasoning: bool = False
     """the prompt ends within `<think>`: the text begins with reasoning, up to `</think>`"""
+    reasoning_begin: int | None = None
+    """of a chat: index of the reasoning's first character in `text`; None: there is none"""
+    reasoning_end: int | None = None
+    """index after the reasoning's last character, where the token `</think>` stands; None: the
+    reasoning has not ended"""
     times: RequestTimes | None = None
     """None where no token has come"""
     logprobs: list[TokenLogprobs | None] | None = None
@@ -213,6 +218,9 @@ class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
     """in the request's first delta only; the reply has them, too"""
     starts_reasoning: bool = False
     """as in `GenerateReply`"""
+    reasoning_begin: int | None = None
+    """as in `GenerateReply`, like `reasoning_end`: index in the request's text, once it is known"""
+    reasoning_end: int | None = None
     prompt_tokens: int = 0
     """as in `Usage`, like `cached_tokens`; clients get both in a stream's first delta only"""
     cached_tokens: int = 0

@@ -27,7 +27,9 @@ class StreamOpened(Struct, PackedLists, tag=True, omit_defaults=True):
     output_token_ids: bytes  # int32 [num_output_tokens]
     stop: list[str] = []
     stop_token_ids: list[int] = []
-    """tokens that end the output; their text is left out as that of stop strings is"""
+    """tokens that end the answer; their text is left out as that of stop strings is"""
+    eos_token_ids: list[int] = []
+    """those of `stop_token_ids` that end reasoning, too"""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
@@ -37,6 +39,8 @@ class StreamOpened(Struct, PackedLists, tag=True, omit_defaults=True):
     """one for each prompt token but the first"""
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    is_chat: bool = False
+    """as in `TokenizedRequest`"""
     starts_reasoning: bool = False
     phase_seconds: tuple[float, float] = (0.0, 0.0)
     """in the scheduler's queue, and from then to the first token"""

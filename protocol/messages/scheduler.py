@@ -36,6 +36,8 @@ class TokenizedRequest(Struct, PackedLists, tag=True):
     bad_words: list[list[TokenId]] = []  # those of `sampling`, as token sequences
     pooling: Pooling | None = None
     """the request ends with its prompt: no token is sampled"""
+    is_chat: bool = False
+    """its output is reasoning, where it begins so, and an answer: only the answer is stopped"""
 
 
 class ReleaseRequest(Struct, tag=True):

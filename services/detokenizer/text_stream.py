@@ -7,13 +7,17 @@ from penstock.protocol.messages.client import FinishReason, TextDelta
 from penstock.protocol.messages.detokenizer import StreamOpened
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.packed import unpack
+from penstock.protocol.reasoning import ReasoningTracker
 from penstock.services.detokenizer.token_bytes import TokenBytes
 
 Utf8Decoder = getincrementaldecoder("utf-8")
 
 
 class TextStream:
-    """The text of one request, held back while it may be half a character or a stop string."""
+    """The text of one request, held back while it may be half a character or a stop string.
+
+    Stop strings and stop tokens apply to the answer, not to a chat's reasoning before it.
+    """
 
     def __init__(self, opened: StreamOpened, table: TokenBytes) -> None:
         self.request_id = opened.request_id
@@ -36,7 +40,17 @@ class TextStream:
         self._decoder = Utf8Decoder("replace")
         for token_id in unpack(opened.prompt_tail):  # may end within a character
             self._decoder.decode(self._text.get(token_id, b""))
-        self._silent = () if self._keeps_stop else frozenset(opened.stop_token_ids)
+        self._prompt_bytes = self._decoder.getstate()[0]
+        """of a character, which the output has yet to continue"""
+        ends = opened.eos_token_ids, opened.stop_token_ids
+        self._silent = [frozenset() if self._keeps_stop else frozenset(ids) for ids in ends]
+        """tokens without text: of reasoning, of the answer"""
+        self._reasoning: ReasoningTracker | None = None
+        self._reasoning_begin: int | None = None
+        self._reasoning_end: int | None = None
+        if opened.is_chat:
+            self._reasoning = ReasoningTracker(table.reasoning, opened.starts_reasoning)
+            self._reasoning_begin = 0 if self._reasoning.is_open else None
         self._num_tokens = 0
         self._num_chars = 0
         self._held = ""
@@ -57,7 +71,10 @@ class TextStream:
             self._num_tokens += 1
             if self._has_logprobs:
                 text_offsets.append(self._num_chars + len(text) + len(self._held))
-            text += self._release(self._decoder.decode(self._bytes(token_id)))
+            if self._reasoning is None or self._reasoning.is_over:
+                text += self._release(self._decode(self._bytes(token_id)))
+            else:
+                text += self._tagged(token_id, self._reasoning, self._num_chars + len(text))
             if self.stopped:
                 break
         num_fed = self._num_tokens - offset
@@ -72,13 +89,42 @@ class TextStream:
         return delta
 
     def end(self, reason: FinishReason) -> TextDelta:
-        text = self._held + self._decoder.decode(b"", final=True)
+        text = self._held + ("" if self._prompt_bytes else self._decoder.decode(b"", final=True))
         return self._delta(self._num_tokens, [], text, reason)
 
-    def _bytes(self, token_id: int) -> bytes:
-        if token_id in self._silent:
+    def _tagged(self, token_id: int, reasoning: ReasoningTracker, num_chars: int) -> str:
+        """Return the text that a token of reasoning adds, or one before it.
+
+        num_chars: released before it.
+        """
+        was_open = reasoning.is_open
+        reasoning.feed(token_id)
+        if not (was_open or reasoning.is_open):
+            return self._release(self._decode(self._bytes(token_id)))
+        data = self._bytes(token_id, is_answer=False)
+        text, self._held = self._held + self._decode(data), ""
+        end = num_chars + len(text)
+        is_first = not was_open or self._num_tokens == 1  # a model may repeat the prompt's tag
+        if token_id == self._table.reasoning.begin and is_first:
+            self._reasoning_begin = end
+        elif not reasoning.is_open:
+            self._reasoning_end = end - len(data)
+        return text
+
+    def _bytes(self, token_id: int, is_answer: bool = True) -> bytes:
+        if token_id in self._silent[is_answer]:
             return b""
         return self._text.get(token_id) or self._special.get(token_id, b"")
+
+    def _decode(self, data: bytes) -> str:
+        """Decode bytes; those of a character that the prompt alone has begun are dropped."""
+        if data and self._prompt_bytes:
+            try:
+                Utf8Decoder("strict").decode(self._prompt_bytes + data[:1])
+            except UnicodeDecodeError:
+                self._decoder.reset()
+            self._prompt_bytes = b""
+        return self._decoder.decode(data)
 
     def _delta(
         self, offset: int, token_ids: list[int], text: str, reason: FinishReason | None = None
@@ -95,6 +141,8 @@ class TextStream:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             starts_reasoning=self._starts_reasoning,
+            reasoning_begin=self._reasoning_begin,
+            reasoning_end=self._reasoning_end,
             phase_seconds=self._phase_seconds,
         )
         self._phase_seconds = (0.0, 0.0)

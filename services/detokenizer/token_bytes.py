@@ -6,6 +6,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from penstock.protocol.messages.logprobs import Logprob, PackedLogprobs, TokenLogprobs
+from penstock.protocol.reasoning import ReasoningTokens, read_reasoning_tokens
 from penstock.protocol.tokenizer_file import byte_characters, read_tokenizer_file
 
 
@@ -16,6 +17,7 @@ class TokenBytes(Struct, frozen=True):
     """special tokens have none"""
     special: dict[int, bytes]
     """the special tokens' names"""
+    reasoning: ReasoningTokens
 
     def logprobs(
         self, packed: PackedLogprobs | None, text_offset: int | None = None
@@ -51,4 +53,4 @@ def token_bytes(folder: Path) -> TokenBytes:
         text[token.id] = b"" if token.special else token.content.encode()
         if token.special:
             special[token.id] = token.content.encode()
-    return TokenBytes(text, special)
+    return TokenBytes(text, special, read_reasoning_tokens(folder))

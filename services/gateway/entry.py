@@ -96,6 +96,8 @@ class Entry:
         self.token_ids: list[int] = list(request.output_token_ids)
         self.answer: GenerateReply | ErrorReply | None = None
         self._starts_reasoning = False
+        self._reasoning_begin: int | None = None
+        self._reasoning_end: int | None = None
         self._stop_reason: StopReason = None
         self._token_bytes = TOKEN_BYTES + logprob_bytes(request.logprobs)
         self._logprobs: list[TokenLogprobs | None] | None = None
@@ -127,6 +129,7 @@ class Entry:
             client=self.share.name,
             priority=self.priority,
             pooling=self.request.pooling,
+            is_chat=self.request.messages is not None,
         )
         prompt = {name: getattr(self.request, name) for name in PromptFields.__struct_fields__}
         return TokenizeRequest(request=request, replica=self.replica, **prompt)
@@ -163,6 +166,8 @@ class Entry:
         self.num_prompt_tokens = delta.prompt_tokens
         self.num_cached_tokens = delta.cached_tokens
         self._starts_reasoning = delta.starts_reasoning
+        self._reasoning_begin = delta.reasoning_begin
+        self._reasoning_end = delta.reasoning_end
         self._stop_reason = delta.stop_reason
         if delta.pooled is not None:
             self._pooled, self._result_bytes = delta.pooled, len(delta.pooled)
@@ -195,6 +200,8 @@ class Entry:
             text=text,
             finish_reason=getattr(self.answer, "finish_reason", None),
             starts_reasoning=self._starts_reasoning,
+            reasoning_begin=self._reasoning_begin,
+            reasoning_end=self._reasoning_end,
             logprobs=self._logprobs and self._logprobs[self._delivered_tokens :],
             prompt_logprobs=self._prompt_logprobs if is_first else None,
         )
@@ -227,6 +234,8 @@ class Entry:
             token_ids=self.token_ids,
             finish_reason=reason,
             starts_reasoning=self._starts_reasoning,
+            reasoning_begin=self._reasoning_begin,
+            reasoning_end=self._reasoning_end,
             stop_reason=stop_reason if reason == "stop" else None,
             times=self._times(),
             usage=Usage(

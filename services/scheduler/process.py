@@ -20,6 +20,7 @@ from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.messages.tokenizer import RequestFailed
 from penstock.protocol.messages.worker import FolderReport, FromWorker, WorkerExit, WorkerState
 from penstock.protocol.poison import REFUSED
+from penstock.protocol.reasoning import read_reasoning_tokens
 from penstock.protocol.tokenizer_file import read_eos_token_ids
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.death_reports import DeathReports
@@ -46,6 +47,7 @@ class SchedulerProcess:
         self.epoch = first_number(process.incarnation)
         self.model = read_model_config(self.config.model_folder)
         self.eos_token_ids = frozenset(read_eos_token_ids(self.config.model_folder))
+        self.reasoning_tokens = read_reasoning_tokens(self.config.model_folder)
         self.scheduler: RecoverableScheduler | None = None
         self.plan_depth = PlanDepth(self.config.num_plans_in_flight)
         self.replica = process.replica
@@ -109,7 +111,7 @@ class SchedulerProcess:
                 self.streams.reopen(known)
             return
         self.release(request.request_id, request.attempt)
-        sequence = Sequence(request, self.eos_token_ids)
+        sequence = Sequence(request, self.eos_token_ids, self.reasoning_tokens)
         self.has_deaths |= sequence.num_deaths > 0
         if self.has_deaths and not self.poison.admits(sequence):
             self.fail(sequence, ErrorReply(code="failed", message=REFUSED), is_poison=True)

@@ -97,6 +97,25 @@ def test_a_character_cut_by_the_end_of_the_prompt(cut: int) -> None:
     assert stream.feed(token_ids[-cut:]).text == "🙂"
 
 
+@pytest.mark.parametrize("cut", [1, 2, 3])
+@pytest.mark.parametrize("output", ["", "a", "é", "\ufffd"])
+def test_a_character_that_the_prompt_leaves_unfinished(cut: int, output: str) -> None:
+    """What the output does not continue is the prompt's alone."""
+    message = opened()
+    message.prompt_tail = pack(ids("né🙂")[:-cut][-4:])
+    for batches in ([ids(output)], [[token_id] for token_id in ids(output)]):
+        stream = TextStream(message, TABLE)
+        text = "".join(stream.feed(batch).text for batch in batches)
+        assert text + stream.end("stop").text == output
+
+
+def test_a_character_that_the_output_continues_and_breaks() -> None:
+    message = opened()
+    message.prompt_tail = pack([0xF0, 0x9F])
+    stream = TextStream(message, TABLE)
+    assert stream.feed([0x99, *b"a"]).text == "\ufffda"
+
+
 def test_special_tokens_have_no_text() -> None:
     assert text_of([*ids("a"), TOKENIZER.convert_tokens_to_ids("<|im_end|>"), *ids("b")]) == "ab"
 

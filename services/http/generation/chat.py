@@ -8,7 +8,10 @@ from starlette.responses import Response
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.services.http.generation.generation import Generation
 from penstock.services.http.generation.logprobs import chat_logprobs, prompt_logprobs
-from penstock.services.http.generation.reasoning_splitter import ReasoningSplitter
+from penstock.services.http.generation.reasoning_splitter import (
+    ReasoningCalls,
+    ReasoningSplitter,
+)
 from penstock.services.http.generation.replies import (
     CalledTool,
     ChatChoiceReply,
@@ -84,11 +87,16 @@ class ChatChoice:
     def __init__(self, index: int, request: ChatRequest, form: ToolFormat = HERMES) -> None:
         self._index = index
         self._request = request
-        self._splitter: ReasoningSplitter | None = None
+        self._splitter = ReasoningSplitter()
+        self._is_begun = False
         has_tools = bool(request.tools) and request.tool_choice != "none"
         schemas = {one.function.name: one.function.parameters or {} for one in request.tools}
         forced = is_forced(request)
         self._parser = make_parser(form.name, schemas, forced) if has_tools else None
+        self._reasoning_calls: ReasoningCalls | None = None
+        """until the answer begins; a forced call comes after reasoning"""
+        if has_tools and not forced and form.name != "json":
+            self._reasoning_calls = ReasoningCalls(make_parser(form.name, schemas))
         self._has_calls = False
         self.prompt_token_ids: list[int] | None = None
 
@@ -98,7 +106,8 @@ class ChatChoice:
         So clients see when each token came. Logprobs and token ids are in the first chunk, the
         finish reason is in the last one.
         """
-        if self._splitter is None:
+        if not self._is_begun:
+            self._is_begun = True
             yield ChatChunk(index=self._index, delta=Delta(role="assistant", content=""))
         deltas = list(self.deltas(delta, reply))
         if not deltas and delta and delta.token_ids:
@@ -143,21 +152,34 @@ class ChatChoice:
         A piece is reasoning, content or one piece of a tool call. A whole answer is `new` and
         `reply` at once.
         """
-        self._splitter = self._splitter or ReasoningSplitter(bool(new and new.starts_reasoning))
         if new:
-            yield from self._parsed(*self._splitter.feed(new.text))
+            split = self._splitter.feed(new.text, new.reasoning_begin, new.reasoning_end)
+            yield from self._parsed(*split)
         if reply:
             yield from self._parsed(*self._splitter.finish())
+            is_cut = reply.finish_reason != "stop"
+            if self._reasoning_calls:
+                reasoning, pieces = self._reasoning_calls.finish(is_cut)
+                yield from self._reasoned(reasoning)
+                yield from self._wanted(pieces)
             if self._parser:
-                yield from self._wanted(self._parser.finish(reply.finish_reason != "stop"))
+                yield from self._wanted(self._parser.finish(is_cut))
 
     def _parsed(self, reasoning: str, content: str) -> Iterator[Delta]:
-        if reasoning and self._request.include_reasoning:
-            yield Delta(reasoning=reasoning, reasoning_content=reasoning)
+        if self._reasoning_calls:
+            reasoning = self._reasoning_calls.feed(reasoning)
+            if self._splitter.is_answer:
+                reasoning += self._reasoning_calls.give_back()
+                self._reasoning_calls = None
+        yield from self._reasoned(reasoning)
         if self._parser:
             yield from self._wanted(self._parser.feed(content))
         elif content:
             yield Delta(content=content)
+
+    def _reasoned(self, reasoning: str) -> Iterator[Delta]:
+        if reasoning and self._request.include_reasoning:
+            yield Delta(reasoning=reasoning, reasoning_content=reasoning)
 
     def _wanted(self, pieces: list[Piece]) -> Iterator[Delta]:
         """Yield all except calls after the first where calls must not be parallel."""

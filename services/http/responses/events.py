@@ -201,7 +201,7 @@ class ResponseEvents(Events):
         )
 
     def _num_reasoning_tokens(self, reply: GenerateReply) -> int:
-        """Return the number of tokens up to `</think>`; 0 where it has unusual tokens."""
+        """Return the number of tokens up to `</think>`; without it, all are in reasoning."""
         output, ids, end = self.response.output, reply.token_ids, self._end_of_thought
         if not isinstance(output[0], ReasoningItem):
             return 0
@@ -209,7 +209,7 @@ class ResponseEvents(Events):
             return len(ids)
         length = len(end)
         starts = range(len(ids) - length + 1)
-        return next((n + length for n in starts if ids[n : n + length] == end), 0)
+        return next((n + length for n in starts if ids[n : n + length] == end), len(ids))
 
 
 def _new_id(prefix: str) -> str:

@@ -255,7 +255,8 @@ class Scheduler(SchedulerBase):
                 or len(sequence.token_ids) >= sequence.max_length
             ):
                 self._end_if_due(sequence)
-                output.finished.append(sequence)
+                if sequence.finish_reason:
+                    output.finished.append(sequence)
         self.block_manager.confirm_plan(plan.published, number)
         return output
 
@@ -267,7 +268,7 @@ class Scheduler(SchedulerBase):
         output.failed.append((sequence, reason))
 
     def _end_if_due(self, sequence: Sequence) -> None:
-        if sequence.token_ids[-1] in sequence.stop_token_ids:
+        if sequence.is_stopped():
             self.finish(sequence, "stop")
         elif len(sequence.token_ids) >= sequence.max_length:
             self.finish(sequence, "length")

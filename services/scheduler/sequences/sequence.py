@@ -13,6 +13,7 @@ from penstock.protocol.messages.packed import pack, unpack
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import Reasoning
+from penstock.protocol.reasoning import NO_TAGS, ReasoningTokens, ReasoningTracker
 from penstock.services.scheduler.sequences.ngram_lookup import NgramLookup
 
 MAX_WORKER_DEATHS = 3
@@ -72,6 +73,7 @@ class Sequence:
 
     request: InitVar[TokenizedRequest]
     eos_token_ids: InitVar[frozenset[int]]
+    reasoning_tokens: InitVar[ReasoningTokens] = NO_TAGS
     request_id: str = field(init=False)
     attempt: int = field(init=False)
     client: str = field(init=False)
@@ -82,7 +84,14 @@ class Sequence:
     bad_words: list[list[int]] = field(init=False)
     pooling: Pooling | None = field(init=False)
     """the sequence ends with its prompt, without a token"""
+    is_chat: bool = field(init=False)
+    end_token_ids: frozenset[int] = field(init=False)
+    """EOS, unless it is ignored"""
     stop_token_ids: frozenset[int] = field(init=False)
+    """`end_token_ids`, and tokens that end the answer, but not reasoning"""
+    tracker: ReasoningTracker | None = field(init=False)
+    """of a chat whose reasoning has stop tokens to outlive; it knows `num_tracked_tokens`"""
+    num_tracked_tokens: int = field(init=False)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_deaths: int = field(init=False)
@@ -138,7 +147,12 @@ class Sequence:
     record_place: int = 0
     """place of its next token in `BlockRecords.tokens`; 0: its last block is not recorded"""
 
-    def __post_init__(self, request: TokenizedRequest, eos_token_ids: frozenset[int]) -> None:
+    def __post_init__(
+        self,
+        request: TokenizedRequest,
+        eos_token_ids: frozenset[int],
+        reasoning_tokens: ReasoningTokens,
+    ) -> None:
         self.request_id, self.attempt = request.request_id, request.attempt
         self.client, self.priority = request.client, request.priority
         self.cache_salt = request.cache_salt
@@ -150,11 +164,14 @@ class Sequence:
         self.num_deaths = request.num_deaths
         # After the end of a grammar, only these tokens can be sampled.
         ignores_eos = sampling.ignore_eos and sampling.structured_outputs is None
-        eos = frozenset() if ignores_eos else eos_token_ids
-        self.stop_token_ids = eos | frozenset(sampling.stop_token_ids)
+        self.end_token_ids = frozenset() if ignores_eos else eos_token_ids
+        self.stop_token_ids = self.end_token_ids | frozenset(sampling.stop_token_ids)
+        self.is_chat, self.tracker = request.is_chat, None
+        if request.is_chat and sampling.stop_token_ids:
+            self.tracker = ReasoningTracker(reasoning_tokens, self.reasoning == "open")
         prompt, output = unpack(request.prompt_token_ids), unpack(request.output_token_ids)
         self.token_ids = [*prompt, *output]
-        self.num_prompt_tokens = len(prompt)
+        self.num_prompt_tokens = self.num_tracked_tokens = len(prompt)
         self.num_lost_tokens = len(self.token_ids) - 1 if output else 0
         if sampling.logprobs is not None:
             self.logprobs = [None] * len(output)
@@ -169,6 +186,18 @@ class Sequence:
         """Return all token ids, packed; full blocks have been packed before."""
         known = b"".join(token_ids for _, token_ids in self.full_blocks)
         return known + pack(self.token_ids[len(known) // TOKEN_BYTES :])
+
+    def is_stopped(self) -> bool:
+        """Return whether the last token ends the output: reasoning is ended by EOS only."""
+        token_id = self.token_ids[-1]
+        if token_id not in self.stop_token_ids or token_id in self.end_token_ids:
+            return token_id in self.stop_token_ids
+        if self.tracker is None:
+            return True
+        for following in self.token_ids[self.num_tracked_tokens :]:
+            self.tracker.feed(following)
+        self.num_tracked_tokens = len(self.token_ids)
+        return not self.tracker.is_open
 
     @property
     def rank(self) -> tuple[bool, int, int]:

@@ -29,6 +29,26 @@ def test_thinking(api: Api) -> None:
     assert content_of(chunks) == "yes"
 
 
+ANSWER = "\n\nAnswer: three and four."
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [("four", "Answer: three and "), ("wants", "Answer: three and four."), ("\n", "")],
+)
+def test_a_stop_string_ends_the_answer(api: Api, stop: str, expected: str) -> None:
+    thought = "The user wants four."
+    grammar = f"start: <think> {json.dumps(thought)} </think> {json.dumps(ANSWER)}"
+    extra = {"structured_outputs": {"grammar": grammar}}
+    fields: dict[str, Any] = {"stop": stop, "max_tokens": 99, "extra_body": extra}
+    choice = api.chat(**fields).choices[0]
+    assert choice.message.reasoning_content == thought
+    assert (choice.message.content, choice.finish_reason) == (expected, "stop")
+    chunks = list(api.chat(stream=True, **fields))
+    assert content_of(chunks, "reasoning_content") == thought
+    assert content_of(chunks) == expected
+
+
 def test_enable_thinking(api: Api) -> None:
     """The template puts an empty thought into the prompt."""
     with_thought = {"chat_template_kwargs": {"enable_thinking": False}}

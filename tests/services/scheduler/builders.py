@@ -6,8 +6,9 @@ from itertools import count
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
+from penstock.protocol.messages.structured import Reasoning
 from penstock.services.scheduler.sequences.sequence import Sequence
-from tests.services.scheduler.reference import EOS, expected_output
+from tests.services.scheduler.reference import EOS, TAGS, expected_output
 
 _numbers = count()
 
@@ -19,6 +20,8 @@ def make_sequence(
     client: str = "",
     priority: int = 0,
     pooling: Pooling | None = None,
+    is_chat: bool = False,
+    reasoning: Reasoning = "none",
     **sampling: object,
 ) -> Sequence:
     """Return a new sequence; `output` is what an earlier attempt generated."""
@@ -26,7 +29,8 @@ def make_sequence(
     request = TokenizedRequest(f"r{next(_numbers)}", 0, params, pack(prompt), pack(output))
     request.cache_salt, request.pooling = cache_salt, pooling
     request.client, request.priority = client, priority
-    return Sequence(request, frozenset({EOS}))
+    request.is_chat, request.reasoning = is_chat, reasoning
+    return Sequence(request, frozenset({EOS}), TAGS)
 
 
 def long_prompt(num_tokens: int, first: int = 1) -> list[int]:

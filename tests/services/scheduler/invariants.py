@@ -88,7 +88,9 @@ def check_logprobs(sequence: Sequence, num_old: int) -> None:
 def check_output(sim: "Simulation", sequence: Sequence) -> None:
     """Its tokens are the model's, and no more rows ran for it than could not be helped."""
     prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-    tokens, reason = expected_output(prompt, sequence.sampling, sim.limit)
+    tokens, reason = expected_output(
+        prompt, sequence.sampling, sim.limit, sequence.is_chat, sequence.reasoning
+    )
     if sequence.pooling is not None:
         tokens, reason = [], "stop"
         assert sequence in sim.cut or sequence.pooled == pooled_of(prompt)

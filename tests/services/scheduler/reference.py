@@ -11,10 +11,12 @@ from penstock.protocol.messages.packed import pack, unpack
 from penstock.protocol.messages.plan import BatchPlan, RowAdded, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.worker import CopyBlocks
+from penstock.protocol.reasoning import ReasoningTokens
 from tests.services.scheduler.packed_plans import blocks, pairs, split
 from tests.services.scheduler.reference_host import GARBAGE, Cells, ReferenceHost
 
 EOS = 0
+TAGS = ReasoningTokens(1, 2)
 NUM_TOKEN_IDS = 4
 POISON = 1_000_000
 """the token id that a worker dies of"""
@@ -45,7 +47,11 @@ def next_token(seed: int, token_ids: SequenceOf[int]) -> int:
 
 
 def expected_output(
-    prompt: SequenceOf[int], sampling: SamplingParams, limit: int
+    prompt: SequenceOf[int],
+    sampling: SamplingParams,
+    limit: int,
+    is_chat: bool = False,
+    reasoning: str = "none",
 ) -> tuple[list[int], FinishReason]:
     """Return the expected output of a prompt where at most `limit` tokens fit."""
     goes_on = sampling.ignore_eos and not sampling.structured_outputs
@@ -54,8 +60,11 @@ def expected_output(
     token_ids = list(prompt)
     while True:
         token_ids.append(next_token(sampling.seed or 0, token_ids))
-        if token_ids[-1] in stops:
-            return token_ids[len(prompt) :], "stop"
+        output = token_ids[len(prompt) :]
+        thinks = is_chat and (reasoning == "open" or output[0] == TAGS.begin)
+        in_reasoning = thinks and TAGS.end not in output
+        if output[-1] in stops and not (in_reasoning and (output[-1] != EOS or goes_on)):
+            return output, "stop"
         if len(token_ids) == end:
             return token_ids[len(prompt) :], "length"
 

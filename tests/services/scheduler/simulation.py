@@ -262,6 +262,8 @@ class Simulation:
                 client=old.client,
                 priority=old.priority,
                 pooling=old.pooling,
+                is_chat=old.is_chat,
+                reasoning=old.reasoning,
                 **msgspec.structs.asdict(old.sampling),
             )
             self._take(new, received[:num_given])

@@ -71,7 +71,9 @@ samplings = st.fixed_dictionaries(
         "seed": st.integers(0, 2),
         "max_tokens": st.none() | st.integers(1, 12),
         "ignore_eos": st.booleans(),
-        "stop_token_ids": st.sampled_from([[], [], [], [3]]),
+        "stop_token_ids": st.sampled_from([[], [], [3], [3], [2, 3]]),
+        "is_chat": st.booleans(),
+        "reasoning": st.sampled_from(["none", "open"]),
         "speculative": st.sampled_from([True, True, True, False]),
         "logprobs": st.sampled_from([None, None, 0, 2]),
         "prompt_logprobs": st.sampled_from([None, None, None, 0, 2]),
@@ -111,7 +113,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             with pytest.raises(CannotFitError):
                 self.sim.add(prompt, **sampling)
             return
-        output, _ = expected_output(prompt, make_sequence(prompt, **sampling).sampling, limit)
+        new = make_sequence(prompt, **sampling)
+        output, _ = expected_output(prompt, new.sampling, limit, new.is_chat, new.reasoning)
         self.sim.add(prompt, output[:num_given], **sampling)
 
     @rule(

@@ -15,6 +15,7 @@ from penstock.services.http.generation.logprobs import prompt_logprobs
 from penstock.services.http.generation.replies import ChatChoiceReply
 from penstock.services.http.generation.schema import ChatRequest, CompletionRequest, Function, Tool
 from penstock.services.http.shared.json_response import ENCODER
+from tests.services.http.generation.reasoning_spans import span
 
 COMPLETION = CompletionRequest(prompt="a")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -26,13 +27,15 @@ def request(has_tools: bool = False, **fields: Any) -> ChatRequest:
 
 
 def reply(text: str, finish_reason: FinishReason = "stop", **fields: Any) -> GenerateReply:
-    usage = Usage(prompt_tokens=1, cached_tokens=0, output_tokens=1)
+    usage, fields = Usage(prompt_tokens=1, cached_tokens=0, output_tokens=1), span(text) | fields
     return GenerateReply(
         request_id="r", text=text, token_ids=[], finish_reason=finish_reason, usage=usage, **fields
     )
 
 
-def delta(text: str, **fields: Any) -> TextDelta:
+def delta(text: str, of: str = "", **fields: Any) -> TextDelta:
+    """Return a piece; of: the text that it is a piece of."""
+    fields = span(of or text) | fields
     return TextDelta(
         request_id="r", token_offset=0, char_offset=0, token_ids=[1], text=text, **fields
     )
@@ -52,7 +55,7 @@ def logprob(token: str, value: float = -1.0, *top: Logprob, rank: int = 1) -> To
 def streamed(text: str, asked: ChatRequest, size: int = 1) -> list[dict[str, Any]]:
     choice = ChatChoice(0, asked)
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    chunks = [chunk for piece in pieces for chunk in choice.chunks(delta(piece), None)]
+    chunks = [chunk for piece in pieces for chunk in choice.chunks(delta(piece, text), None)]
     chunks += choice.chunks(None, reply(text))
     return [msgspec.json.decode(ENCODER.encode(chunk)) for chunk in chunks]
 
@@ -197,9 +200,9 @@ def test_the_reason_comes_with_the_last_token() -> None:
         role, chat = ChatChoice(0, request()).chunks(delta(text), reply(text))
         assert (role.finish_reason, chat.delta.content, chat.finish_reason) == (None, text, "stop")
     held = ChatChoice(0, request())
-    list(held.chunks(delta("<thi"), None))
-    (chat,) = held.chunks(delta(""), reply("<thi"))
-    assert (chat.delta.content, chat.finish_reason) == ("<thi", "stop")
+    list(held.chunks(delta("\n"), None))
+    (chat,) = held.chunks(delta(""), reply("\n"))
+    assert (chat.delta.content, chat.finish_reason) == ("\n", "stop")
 
 
 def test_an_echo_comes_with_the_first_piece() -> None:
@@ -234,8 +237,7 @@ def test_the_reply_says_whether_the_text_begins_with_reasoning() -> None:
     """The prompt of one request may end within a thought, and that of the next may not."""
     text = 'Well\n</think>\n\n{"a": 1}'
     for starts, expected in ((True, ("Well", '{"a": 1}')), (False, ("", text))):
-        whole = reply(text)
-        whole.starts_reasoning = starts
+        whole = reply(text, **span(text, starts))
         message = ChatChoice(0, request()).whole(whole).message
         assert (message.reasoning_content or "", message.content) == expected
         choice, found = ChatChoice(0, request()), ["", ""]
@@ -246,7 +248,7 @@ def test_the_reply_says_whether_the_text_begins_with_reasoning() -> None:
                 char_offset=number,
                 token_ids=[number],
                 text=character,
-                starts_reasoning=starts,
+                **span(text, starts),
             )
             for chunk in choice.chunks(delta, None):
                 found[0] += chunk.delta.reasoning_content or ""

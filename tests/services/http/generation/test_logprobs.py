@@ -32,7 +32,7 @@ def test_logprobs_of_a_chat() -> None:
 
 def test_logprobs_are_told_where_the_text_is_held_back() -> None:
     choice = ChatChoice(0, request())
-    _, chunk = choice.chunks(delta("<", logprobs=[logprob("<")]), None)
+    _, chunk = choice.chunks(delta("\n", logprobs=[logprob("\n")]), None)
     assert chunk.logprobs
     assert chunk.delta.content == ""
 

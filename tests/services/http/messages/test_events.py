@@ -13,6 +13,7 @@ from penstock.services.http.messages.events import MessageEvents
 from penstock.services.http.shared.errors import ApiError
 from penstock.services.http.shared.tool_format import ToolFormat
 from tests.search import scaled
+from tests.services.http.generation.reasoning_spans import span
 from tests.services.http.generation.tool_call_texts import FORMATS, SCHEMA, Texts
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -32,6 +33,7 @@ def reply(text: str, finish_reason: FinishReason = "stop", **fields: Any) -> Gen
         token_ids=[1, 2, 3],
         finish_reason=finish_reason,
         usage=Usage(prompt_tokens=20, cached_tokens=16, output_tokens=3),
+        **span(text),
         **fields,
     )
 
@@ -48,6 +50,7 @@ def streamed(events: MessageEvents, pieces: list[str], end: GenerateReply) -> li
             text=piece,
             prompt_tokens=20,
             cached_tokens=16,
+            **span(end.text),
         )
         data += events.encode(events.events(new, None))
     data += events.encode(events.events(None, end))

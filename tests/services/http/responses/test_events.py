@@ -20,6 +20,7 @@ from penstock.services.http.shared.errors import ApiError
 from penstock.services.http.shared.json_response import ENCODER
 from penstock.services.http.shared.tool_format import ToolFormat
 from tests.search import scaled
+from tests.services.http.generation.reasoning_spans import span
 from tests.services.http.generation.tool_call_texts import FORMATS, SCHEMA, Texts
 from tests.services.http.responses.assembled import assembled, without_ids
 
@@ -49,6 +50,7 @@ def reply_of(text: str, finish_reason: FinishReason = "stop") -> GenerateReply:
         token_ids=[ord(one) for one in text],
         finish_reason=finish_reason,
         usage=Usage(prompt_tokens=7, cached_tokens=2, output_tokens=len(text)),
+        **span(text),
     )
 
 
@@ -62,6 +64,7 @@ def streamed(events: ResponseEvents, pieces: list[str], reply: GenerateReply) ->
             char_offset=start,
             token_ids=[ord(one) for one in piece],
             text=piece,
+            **span(reply.text),
         )
         found += [ENCODER.encode(one) for one in events.events(delta, None)]
         start += len(piece)

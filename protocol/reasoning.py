@@ -1,0 +1,62 @@
+"""Where a chat's reasoning begins and ends: at the tokens `<think>` and `</think>`.
+
+Text that only spells a tag is no tag.
+"""
+
+from pathlib import Path
+
+from msgspec import Struct
+
+from penstock.protocol.tokenizer_file import byte_characters, read_tokenizer_file
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+class ReasoningTokens(Struct, frozen=True):
+    """Ids of the tags around reasoning, -1 if the vocabulary lacks them, and of white space."""
+
+    begin: int = -1
+    end: int = -1
+    blank: frozenset[int] = frozenset()
+
+
+NO_TAGS = ReasoningTokens()
+
+
+class ReasoningTracker:
+    """Follows the output of a chat; a function of its tokens alone."""
+
+    def __init__(self, tokens: ReasoningTokens, is_open: bool) -> None:
+        """is_open: the prompt ends within reasoning."""
+        self._tokens = tokens
+        self._may_begin = True
+        self.is_open = is_open and tokens.end >= 0
+        """the last token belongs to reasoning"""
+
+    @property
+    def is_over(self) -> bool:
+        """True if all further tokens are the answer's."""
+        return not (self.is_open or self._may_begin)
+
+    def feed(self, token_id: int) -> None:
+        """Take the next token. Only white space may come before `<think>`."""
+        tokens = self._tokens
+        if self._may_begin and token_id not in tokens.blank:
+            self._may_begin = False
+            self.is_open = self.is_open or token_id == tokens.begin
+        if token_id == tokens.end:
+            self.is_open = False
+
+
+def read_reasoning_tokens(folder: Path) -> ReasoningTokens:
+    """Read a checkpoint's. Raises ModelError if its tokenizer is not a byte-level one."""
+    if not (folder / "tokenizer.json").exists():
+        return NO_TAGS
+    file = read_tokenizer_file(folder)
+    ids = file.model.vocab | {token.content: token.id for token in file.added_tokens}
+    if THINK not in ids or END_THINK not in ids:
+        return NO_TAGS
+    characters = byte_characters()
+    spaces = {characters[byte] for byte in b" \t\n\r\v\f"}
+    blank = frozenset(id_ for token, id_ in file.model.vocab.items() if spaces.issuperset(token))
+    return ReasoningTokens(ids[THINK], ids[END_THINK], blank)
