@@ -1,6 +1,6 @@
-"""Where a chat's reasoning begins and ends: at the tokens `<think>` and `</think>`.
+"""A chat's reasoning, which begins at the token `<think>` and ends at `</think>`.
 
-Text that only spells a tag is no tag.
+A tag that is spelled in other tokens is text.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ NO_TAGS = ReasoningTokens()
 
 
 class ReasoningTracker:
-    """Follows the output of a chat; a function of its tokens alone."""
+    """State of a chat's output, which follows from its tokens alone."""
 
     def __init__(self, tokens: ReasoningTokens, is_open: bool) -> None:
         """is_open: the prompt ends within reasoning."""
@@ -49,7 +49,7 @@ class ReasoningTracker:
 
 
 def read_reasoning_tokens(folder: Path) -> ReasoningTokens:
-    """Read a checkpoint's. Raises ModelError if its tokenizer is not a byte-level one."""
+    """Read them from a checkpoint. Raises ModelError if its tokenizer is not a byte-level one."""
     if not (folder / "tokenizer.json").exists():
         return NO_TAGS
     file = read_tokenizer_file(folder)

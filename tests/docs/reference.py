@@ -115,7 +115,8 @@ def sampling_parameters() -> str:
         "Elsewhere 1: [a ZeroMQ request has one "
         "answer](../guides/zeromq-api.md#several-answers-to-a-prompt).",
         "- **`stop`**: the text ends before the string, or after it with "
-        "`include_stop_str_in_output`.",
+        "`include_stop_str_in_output`. In chats it applies to the answer, not to the "
+        "[reasoning](../guides/http-api.md#reasoning), as `stop_token_ids` does.",
     )
 
 

@@ -100,7 +100,7 @@ def test_a_character_cut_by_the_end_of_the_prompt(cut: int) -> None:
 @pytest.mark.parametrize("cut", [1, 2, 3])
 @pytest.mark.parametrize("output", ["", "a", "é", "\ufffd"])
 def test_a_character_that_the_prompt_leaves_unfinished(cut: int, output: str) -> None:
-    """What the output does not continue is the prompt's alone."""
+    """The output has no trace of a character that it does not continue."""
     message = opened()
     message.prompt_tail = pack(ids("né🙂")[:-cut][-4:])
     for batches in ([ids(output)], [[token_id] for token_id in ids(output)]):

@@ -7,7 +7,7 @@ from penstock.services.http.generation.tool_call_parser import Piece, ToolCallPa
 class ReasoningSplitter:
     """Splits one answer of Qwen3: `<think>\\n…\\n</think>\\n\\nanswer`.
 
-    The detokenizer tells where the tokens of the tags stand. Newlines next to the tags belong to
+    The detokenizer has found the tokens of the tags. Newlines next to the tags belong to
     neither part. Newlines at the end of reasoning are held back, and white space before all text.
     """
 
@@ -81,7 +81,7 @@ class ReasoningCalls:
         """of the held text, from its first call on"""
 
     def feed(self, reasoning: str) -> str:
-        """Return the reasoning that is no call."""
+        """Return new and held reasoning up to what may be a call."""
         self._held += reasoning
         return self._release(self._parser.feed(reasoning))
 

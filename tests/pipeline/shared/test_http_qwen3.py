@@ -75,6 +75,21 @@ def test_tool_calls(api: Api) -> None:
     assert api.text(REPEATED_CALL).startswith("<tool_call>")
 
 
+@pytest.mark.parametrize("end", ["", "</think>"])
+def test_a_call_before_the_end_of_the_thought(api: Api, end: str) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    grammar = f"start: <think> {json.dumps(f'Well.{call}')} {end}"
+    fields: dict[str, Any] = {"tools": [TOOL], "max_tokens": 99}
+    fields["extra_body"] = {"structured_outputs": {"grammar": grammar}}
+    choice = api.chat(**fields).choices[0]
+    expected = ("Well." + call, "stop") if end else ("Well.", "tool_calls")
+    assert (choice.message.reasoning_content, choice.finish_reason) == expected
+    assert len(choice.message.tool_calls or []) == (not end)
+    chunks = list(api.chat(stream=True, **fields))
+    assert content_of(chunks, "reasoning_content") == expected[0]
+    assert chunks[-1].choices[0].finish_reason == expected[1]
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_forced_tools(api: Api, choice: Any) -> None:
     fields = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False}

@@ -1,4 +1,4 @@
-"""Where the detokenizer finds reasoning in a text whose tags are tokens."""
+"""Texts with reasoning, as tokens and as the deltas of a detokenizer."""
 
 import re
 from typing import Any
