@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.services.http.generation.argument_values import encoded, permitted_types
 from penstock.services.http.generation.schema import (
     AllowedTools,
     ChatRequest,
@@ -14,7 +15,6 @@ from penstock.services.http.generation.schema import (
     NamedTool,
     Tool,
 )
-from penstock.services.http.generation.xml_tool_call import encoded, permitted_types
 from penstock.services.http.shared.errors import invalid
 from penstock.services.http.shared.tool_format import ToolFormat
 

@@ -1,11 +1,10 @@
 """Tool calls in the form of Qwen3-Coder: `<function=name>` with `<parameter=key>` elements."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
+from penstock.services.http.generation.argument_values import ArgumentSchema, encoded
 from penstock.services.http.generation.tool_call_reader import Arguments, Event, Name, tag_start
 from penstock.services.http.shared.tool_format import CLOSING, FUNCTION
 
@@ -16,32 +15,23 @@ _VALUE_ENDS = (END_PARAMETER, f"\n{PARAMETER}", f"\n{END_FUNCTION}")
 _MAX_NAME = 256
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,256})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>\n?")
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "null": (type(None),),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-    "object": (dict,),
-    "array": (list,),
-}
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 class XmlReader:
     """Reads one call. Values of strings are sent as they come, others when they are whole.
 
-    The arguments become JSON by the function's schema: a value of another type than string is
-    sent as it is where it is JSON of that type, otherwise as a string.
+    The arguments become JSON by the function's schema.
     """
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self.is_done = self.is_refused = False
         self._schemas = schemas
-        self._types: Callable[[str], set[str]] = lambda _: {"string"}
+        self._arguments = ArgumentSchema({})
         self._read = self._read_function
         self._separator = "{"
         """before the next argument"""
-        self._key_types: set[str] = set()
+        self._schema: Any = True
+        """of the argument that is being read"""
 
     def feed(self, text: str) -> tuple[list[Event], str]:
         events: list[Event] = []
@@ -68,17 +58,20 @@ class XmlReader:
     def _end(self) -> Arguments:
         return Arguments("{}" if self._separator == "{" else "}")
 
+    def _value(self, text: str) -> str:
+        return self._arguments.value(self._schema, text)
+
     def _finish_value(self, text: str, is_cut: bool) -> list[Event]:
         is_text = self._read == self._read_text
         value = text[: min(tag_start(text, end) for end in _VALUE_ENDS)]
         if is_cut:
             return [Arguments(_escaped(value) if is_text else value)] if value else []
-        last = f'{_escaped(value)}"' if is_text else _as_json(value, self._key_types)
+        last = f'{_escaped(value)}"' if is_text else self._value(value)
         return [Arguments(last + "}")]
 
     def _read_function(self, text: str) -> tuple[list[Event], str]:
         if begun := _FUNCTION.match(text):
-            self._types = _types_of(self._schemas.get(begun[1].strip(), {}))
+            self._arguments = ArgumentSchema(self._schemas.get(begun[1].strip(), {}))
             self._read = self._read_element
             return [Name(begun[1].strip())], text[begun.end() :]
         start = text.lstrip()
@@ -91,8 +84,9 @@ class XmlReader:
         """Begin a parameter, or end the call. Anything else is text."""
         begun = _PARAMETER.match(text)
         if begun and (begun.end() < len(text) or text.endswith("\n")):
-            key, self._key_types = begun[1].strip(), self._types(begun[1].strip())
-            is_text = self._key_types <= {"string"}
+            key = begun[1].strip()
+            self._schema = self._arguments.of(key)
+            is_text = self._arguments.is_text(self._schema)
             self._read = self._read_text if is_text else self._read_value
             begin = f"{self._separator}{encoded(key)}: " + ('"' if is_text else "")
             self._separator = ", "
@@ -120,7 +114,7 @@ class XmlReader:
         if (length := _value_length(text)) is None:
             return [], text
         self._read = self._read_value_end
-        return [Arguments(_as_json(text[:length], self._key_types))], text[length:]
+        return [Arguments(self._value(text[:length]))], text[length:]
 
     def _read_value_end(self, text: str) -> tuple[list[Event], str]:
         """Drop the end of a value, up to the next element."""
@@ -152,43 +146,6 @@ def _value_length(text: str) -> int | None:
         return None
     end, tag = min(ends)
     return len(text[:end].removesuffix("\n")) if tag == END_PARAMETER else end
-
-
-def _types_of(schema: Mapping[str, Any]) -> Callable[[str], set[str]]:
-    properties = schema.get("properties", {})
-    return lambda key: permitted_types(properties.get(key, {"type": "string"}))
-
-
-def permitted_types(schema: Any) -> set[str]:
-    """Return the types of values that a schema permits; "any" if it does not name them."""
-    if not isinstance(schema, Mapping):
-        return {"any"}
-    named = schema.get("type")
-    if isinstance(named, str):
-        return {named}
-    if isinstance(named, list):
-        return {str(one) for one in named}
-    parts = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
-    return set().union(*map(permitted_types, parts)) if parts else {"any"}
-
-
-def _as_json(value: str, types: set[str]) -> str:
-    """Return the JSON text of a value: its own if that is JSON of one of the types."""
-    text = _PYTHON.get(value.strip(), value.strip())
-    try:
-        decoded = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return encoded(value)
-    if "string" in types:
-        return "null" if decoded is None and "null" in types else encoded(value)
-    expected = [one for name in types for one in _JSON_TYPES.get(name, ())]
-    is_right = "any" in types or type(decoded) in expected
-    return text if is_right else encoded(value)
-
-
-def encoded(value: object) -> str:
-    """Return a value as JSON."""
-    return msgspec.json.encode(value).decode()
 
 
 def _escaped(text: str) -> str:

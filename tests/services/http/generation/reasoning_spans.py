@@ -14,7 +14,7 @@ THINK, END_THINK = TABLE.reasoning.begin, TABLE.reasoning.end
 
 def span(text: str, starts_thinking: bool = False) -> dict[str, Any]:
     """Return the fields of messages with this text, or with a piece of it."""
-    opened = re.match(r"\s*<think>", text)
+    opened = re.match("<think>" if starts_thinking else r"\s*<think>", text)
     if not (opened or starts_thinking):
         return {}
     begin = opened.end() if opened else 0

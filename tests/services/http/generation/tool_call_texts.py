@@ -97,6 +97,8 @@ class Texts:
         return "".join(self.random.choices(MARKERS, k=self.random.randrange(12)))
 
     def _value(self, key: str) -> Any:
+        if key == "any" and self.form == "qwen3_coder":  # where a number may be a string
+            return self.random.choice([[-5], {"a": 10**20}, None])
         if key in ("number", "any"):
             return self.random.choice([0, -5, 10**20])
         if key == "list":

@@ -1,0 +1,291 @@
+"""The value of a tool's argument that a model wrote as text, by the argument's JSON schema."""
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.protocol.transport.channel import DECODE_ERRORS
+
+MAX_CHECKS = 4096
+"""subschemas that one value is checked by; then the checks end, and the value is taken"""
+MAX_PYTHON = 1 << 16
+"""characters that are read as Python, whose parser takes much memory"""
+_TYPES: dict[str, tuple[type, ...]] = {
+    "null": (type(None),),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "object": (dict,),
+    "array": (list,),
+}
+_ALIASES = {
+    "none": "null",
+    "nonetype": "null",
+    "bool": "boolean",
+    "int": "integer",
+    "long": "integer",
+    "float": "number",
+    "double": "number",
+    "decimal": "number",
+    "str": "string",
+    "text": "string",
+    "dict": "object",
+    "map": "object",
+    "list": "array",
+    "tuple": "array",
+}
+"""names of types that clients use in schemas, and those that they stand for"""
+_NAMES = {"true": True, "false": False, "null": None, "none": None}
+_INTEGER = re.compile(r"[+-]?[0-9]{1,4000}(?:\.0*)?")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_COMBINED = ("enum", "const", "$ref", "allOf", "anyOf", "oneOf", "not")
+_ONLY_STRING = {"type": "string"}
+_LIMITS = {
+    "minimum": lambda value, limit: value >= limit,
+    "maximum": lambda value, limit: value <= limit,
+    "exclusiveMinimum": lambda value, limit: value > limit,
+    "exclusiveMaximum": lambda value, limit: value < limit,
+}
+_SIZES = {
+    str: ("minLength", "maxLength"),
+    list: ("minItems", "maxItems"),
+    dict: ("minProperties", "maxProperties"),
+}
+Level = Literal["strict", "exact", "types"]
+"""how a value is checked: `3.0` is no integer; as JSON Schema says; by its type alone"""
+
+
+class ArgumentSchema:
+    """Schemas of a function's arguments. Keywords that are malformed or not known have no effect.
+
+    Not examined, because checking them can take any time: `pattern`, `format`, `uniqueItems`,
+    `multipleOf`, `contains`, `if`, and references into other documents.
+    """
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._root = schema
+
+    def of(self, key: str) -> Any:
+        """Return the schema of an argument: a string where it is not described."""
+        return next(self._described(self._root, key, 8), _ONLY_STRING)
+
+    def is_text(self, schema: Any) -> bool:
+        """Return whether every text is a value of this schema, as it is written."""
+        for _ in range(8):
+            if not isinstance(schema, Mapping):
+                return False
+            if "$ref" not in schema:
+                break
+            schema = self.target(schema["$ref"])
+        is_string = _type_names(schema) == {"string"}
+        return is_string and not any(key in schema for key in _COMBINED)
+
+    def value(self, schema: Any, text: str) -> str:
+        """Return the JSON text of the reading that the schema permits, and of several the first.
+
+        If it permits none, return one of a permitted type, and if there is none, the text.
+        """
+        readings = list(_readings(text, is_json="string" not in permitted_types(schema)))
+        for level in ("strict", "exact", "types"):
+            for value, encoded_value in readings:
+                if _Check(self, level).permits(schema, value):
+                    return encoded_value
+        return encoded(text)
+
+    def _described(self, schema: Any, key: str, depth: int) -> Iterator[Any]:
+        if not isinstance(schema, Mapping) or not depth:
+            return
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping) and key in properties:
+            yield properties[key]
+        for part in (self.target(schema.get("$ref")), *_parts(schema)):
+            yield from self._described(part, key, depth - 1)
+
+    def target(self, reference: Any) -> Any:
+        """Return the schema that a reference points to; one that permits all if there is none."""
+        path = str(reference).removeprefix("#").split("/")[1:]
+        target: Any = self._root if str(reference).startswith("#") else True
+        for name in path:
+            name = name.replace("~1", "/").replace("~0", "~")
+            target = target.get(name, True) if isinstance(target, Mapping) else True
+        return target
+
+
+class _Check:
+    """Check of one value."""
+
+    def __init__(self, schemas: ArgumentSchema, level: Level) -> None:
+        self._schemas, self._level = schemas, level
+        self._num_left = MAX_CHECKS
+
+    def permits(self, schema: Any, value: Any) -> bool:
+        try:
+            return self._permits(schema, value)
+        except (RecursionError, TypeError, ValueError, AttributeError):  # not a schema, or endless
+            return True
+
+    def _permits(self, schema: Any, value: Any) -> bool:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise RecursionError
+        if not isinstance(schema, Mapping):
+            return schema is not False
+        if "$ref" in schema and not self._permits(self._schemas.target(schema["$ref"]), value):
+            return False
+        names = _type_names(schema)
+        if names and not any(self._is_of(value, name) for name in names):
+            return False
+        return self._combined(schema, value) and (
+            self._level == "types" or (self._is_listed(schema, value) and self._fits(schema, value))
+        )
+
+    def _is_of(self, value: Any, name: str) -> bool:
+        if name == "integer" and type(value) is float and self._level != "strict":
+            return value.is_integer()
+        return type(value) in _TYPES.get(name, (type(value),))
+
+    def _combined(self, schema: Mapping[str, Any], value: Any) -> bool:
+        if not all(self._permits(part, value) for part in schema.get("allOf", ())):
+            return False
+        if "anyOf" in schema and not any(self._permits(part, value) for part in schema["anyOf"]):
+            return False
+        if self._level == "types":
+            parts = schema.get("oneOf", [True])
+            return any(self._permits(part, value) for part in parts)
+        number = sum(self._permits(part, value) for part in schema.get("oneOf", [True]))
+        return number == 1 and not ("not" in schema and self._permits(schema["not"], value))
+
+    def _is_listed(self, schema: Mapping[str, Any], value: Any) -> bool:
+        if "const" in schema and not _is_equal(value, schema["const"]):
+            return False
+        return "enum" not in schema or any(_is_equal(value, other) for other in schema["enum"])
+
+    def _fits(self, schema: Mapping[str, Any], value: Any) -> bool:
+        """Check the limits of a value, and what is in it."""
+        if type(value) in (int, float):
+            given = [(holds, schema[key]) for key, holds in _LIMITS.items() if key in schema]
+            return all(holds(value, limit) for holds, limit in given)
+        if type(value) not in _SIZES:
+            return True
+        least, most = _SIZES[type(value)]
+        if not schema.get(least, 0) <= len(value) <= schema.get(most, len(value)):
+            return False
+        if isinstance(value, dict):
+            return self._has_members(schema, value)
+        return not isinstance(value, list) or self._has_items(schema, value)
+
+    def _has_items(self, schema: Mapping[str, Any], value: list[Any]) -> bool:
+        first = schema.get("prefixItems", [])
+        others = schema.get("items", True)
+        schemas = [*first[: len(value)], *[others] * (len(value) - len(first))]
+        return all(map(self._permits, schemas, value))
+
+    def _has_members(self, schema: Mapping[str, Any], value: dict[str, Any]) -> bool:
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        if not value.keys() >= set(schema.get("required", ())):
+            return False
+        others = True if "patternProperties" in schema else others
+        return all(self._permits(known.get(key, others), one) for key, one in value.items())
+
+
+def permitted_types(schema: Any) -> set[str]:
+    """Return the types of values that a schema names itself; "any" if it names none."""
+    if not isinstance(schema, Mapping):
+        return {"any"}
+    parts = [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
+    return _type_names(schema) or set().union(*map(permitted_types, parts)) or {"any"}
+
+
+def encoded(value: object) -> str:
+    """Return a value as JSON."""
+    return msgspec.json.encode(value).decode()
+
+
+def _readings(text: str, is_json: bool) -> Iterator[tuple[Any, str]]:
+    """Yield what a text may stand for, the likeliest first, and the JSON text of each.
+
+    Arrays, objects and null come before strings: they would be odd texts. Numbers and booleans
+    come after them: as texts they keep all their characters. is_json: strings may be quoted.
+    """
+    word = text.strip()
+    whole = _json(word) or _python(word)
+    if whole and isinstance(whole[0], (dict, list, type(None))):
+        yield whole
+        whole = None
+    if whole and isinstance(whole[0], str) and is_json:
+        yield whole
+    yield text, encoded(text)
+    if whole:
+        yield whole
+    if word.lower() in _NAMES:
+        value = _NAMES[word.lower()]
+        yield value, encoded(value)
+    if _INTEGER.fullmatch(word):
+        number = int(word.partition(".")[0])
+        yield number, str(number)
+    elif _NUMBER.fullmatch(word) and abs(float(word)) < float("inf"):
+        yield float(word), encoded(float(word))
+
+
+def _json(word: str) -> tuple[Any, str] | None:
+    """Read JSON, as it is written; with line breaks in strings, as it should be."""
+    try:
+        return msgspec.json.decode(word), word
+    except DECODE_ERRORS:
+        pass
+    try:
+        value = json.loads(word, strict=False) if word[:1] in ("[", "{") else None
+        return (value, _dumped(value)) if value is not None else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _python(word: str) -> tuple[Any, str] | None:
+    """Read a Python list, tuple or map, or None."""
+    if word == "None":
+        return None, "null"
+    if word[:1] not in ("[", "{", "(") or len(word) > MAX_PYTHON:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd escapes
+            dumped = _dumped(ast.literal_eval(word))
+        return msgspec.json.decode(dumped), dumped
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def _dumped(value: Any) -> str:
+    """Return a value as JSON. Raises ValueError for infinite numbers and half characters."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text
+
+
+def _type_names(schema: Mapping[str, Any]) -> set[str]:
+    given = schema.get("type")
+    names = [given] if isinstance(given, str) else _list(given)
+    return {_ALIASES.get(str(name).lower(), str(name).lower()) for name in names}
+
+
+def _parts(schema: Mapping[str, Any]) -> list[Any]:
+    return [part for key in ("allOf", "anyOf", "oneOf") for part in _list(schema.get(key))]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Compare as JSON does: 1.0 is 1, and true is not."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_is_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
