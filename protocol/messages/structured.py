@@ -6,9 +6,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from penstock.protocol.json_schema import within_limit
+
 Reasoning = Literal["none", "optional", "open"]
 """how an answer begins: at once; with `<think>` if the model likes; within it, as the prompt has
 opened it. A grammar is for what follows `</think>`"""
+GRAMMAR_FAILED = "structured_outputs: the grammar failed"
+"""beginning of the reason why a row ends whose matcher has ended with an error"""
 MAX_GRAMMAR_BYTES = 1 << 16
 """of a schema, a regex, the choices or a grammar, as JSON; longer ones are refused"""
 GRAMMAR_LIMITS: dict[str, Any] = {
@@ -72,10 +76,14 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
     def to_llguidance(self) -> str:
         """Return the grammar in llguidance's own format."""
         if self.json is not None or self.json_object:
-            parts: dict[str, Any] = {"json_schema": self.schema() | {"x-guidance": JSON_STYLE}}
+            schema = self.schema() | {"x-guidance": JSON_STYLE}
+            lark = f"start: %json {msgspec.json.encode(schema).decode()}"
         else:
-            parts = {"lark_grammar": self._lark()}
-        return msgspec.json.encode({"grammars": [parts]}).decode()
+            lark = self._lark()
+        lark = within_limit(lark)
+        if _TAG.search(lark):
+            lark = f"{NO_FORCING}\n{lark}"
+        return msgspec.json.encode({"grammars": [{"lark_grammar": lark}]}).decode()
 
     def _lark(self) -> str:
         if self.grammar is not None:
@@ -86,6 +94,11 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
         return f"start: CHOICE\nCHOICE: {' | '.join(texts)}"
 
 
+_TAG = re.compile(r"<[^<>\s]+>")
+"""what may be the name of a special token"""
+NO_FORCING = '%llguidance {"no_forcing": true}'
+"""Text that must follow is allowed in any tokens. Otherwise it is forced in the tokenizer's own:
+then a special token's name is the token, which is no text"""
 _UNSAFE = re.compile(r"\\?\n|\\.|/")
 """what would end a regex in Lark; escaped characters are found first, and left as they are"""
 

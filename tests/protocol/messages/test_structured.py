@@ -58,10 +58,45 @@ def grammar(**fields: Any) -> dict[str, Any]:
 def test_a_schema_keeps_its_order_and_gets_the_style() -> None:
     schema = {"properties": {"b": {}, "a": {}}, "x-guidance": {"lenient": True}}
     for given in (schema, json.dumps(schema)):
-        made = grammar(json=given)["json_schema"]
+        made = schema_of(json=given)
         assert list(made["properties"]) == ["b", "a"]
         assert made["x-guidance"] == JSON_STYLE
-    assert grammar(json_object=True)["json_schema"]["type"] == "object"
+    assert schema_of(json_object=True)["type"] == "object"
+
+
+def schema_of(**fields: Any) -> dict[str, Any]:
+    lark = grammar(**fields)["lark_grammar"]
+    return dict(json.loads(lark.removeprefix("start: %json ")))
+
+
+INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
+LIMIT = 2**63 - 1024
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"type": "integer"} | INT64, {"type": "integer", "minimum": -LIMIT, "maximum": LIMIT}),
+        (
+            {"exclusiveMinimum": -(2**63) - 1, "exclusiveMaximum": 2**64, "maximum": 7},
+            {"minimum": -LIMIT, "maximum": 7},
+        ),
+        (
+            {"properties": {"default": INT64}},
+            {"properties": {"default": {"minimum": -LIMIT, "maximum": LIMIT}}},
+        ),
+        ({"const": INT64, "maximum": LIMIT - 1}, {"const": INT64, "maximum": LIMIT - 1}),
+    ],
+)
+def test_bounds_beyond_int64_are_brought_near(
+    schema: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    made = schema_of(json=schema)
+    del made["x-guidance"]
+    assert made == expected
+    given = grammar(grammar=f'start: "%json" %json {json.dumps(schema)} "x"')["lark_grammar"]
+    in_lark = given.removeprefix('start: "%json" %json ').removesuffix(' "x"')
+    assert json.loads(in_lark) == expected
 
 
 @pytest.mark.parametrize(

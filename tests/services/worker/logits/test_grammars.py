@@ -111,6 +111,27 @@ def test_the_output_so_far_is_replayed(grammars: Grammars) -> None:
         ({"json": '{"type": "integer"}'}, ["7", "-12"], ["1.5", "01", '"7"']),
         ({"json": {"enum": ["a", 1, [2]]}}, ['"a"', "1", "[2]"], ["a", "2"]),
         ({"grammar": 'start: "x" %json {"type": "boolean"} | "{}"'}, ["xtrue", "{}"], ["true"]),
+        ({"choice": ["a</think>b", "c"]}, ["a</think>b", "c"], ["a", "ab"]),
+        ({"json": {"enum": ["<think>x"]}}, ['"<think>x"'], ['"x"']),
+        ({"json": {"properties": {"<think>": {}}, "required": ["<think>"]}}, ['{"<think>":1}'], []),
+        ({"regex": "(a<think>b|c)d"}, ["a<think>bd", "cd"], ["abd"]),
+        ({"grammar": 'start: "a" "<|im_start|>" "b"'}, ["a<|im_start|>b"], ["ab"]),
+        (
+            {"json": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}},
+            ["0", "-1", "9223372036854774784", "-9223372036854774784"],
+            ["9223372036854775808", "-9223372036854775809", "99999999999999999999"],
+        ),
+        (
+            {"json": {"type": "integer", "minimum": 0, "maximum": 2**64 - 1}},
+            ["0", "9223372036854774784"],
+            ["-1", "18446744073709551616"],
+        ),
+        (
+            {"grammar": 'start: %json {"type": "number", "maximum": 9223372036854775807}'},
+            ["1.5", "9223372036854774784"],
+            ["9223372036854775808", "9223372036854775807.5"],
+        ),
+        ({"json": {"const": 2**60}}, [str(2**60)], [str(2**60 + 1)]),
     ],
 )
 def test_kinds(grammars: Grammars, fields: dict[str, Any], good: list[str], bad: list[str]) -> None:
