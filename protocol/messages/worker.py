@@ -7,6 +7,7 @@ from msgspec import Struct
 from penstock.protocol.messages.packed import PackedLists
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.registration import PROTOCOL_VERSION
+from penstock.protocol.messages.structured import StructuredOutputs
 
 
 class WorkerState(Struct, array_like=True, tag=True):
@@ -115,11 +116,35 @@ class FolderReport(Struct, array_like=True, tag=True):
     """requested, but missing or wrong"""
 
 
+class CompileGrammars(Struct, array_like=True, tag=True):
+    """Scheduler → rank 0: grammars to compile beside the steps, and compiled ones to forget.
+
+    A grammar's number is its scheduler's, in one epoch. Rows with a grammar name its number, and
+    come after its `GrammarCompiled`. A row that runs keeps a grammar that is forgotten.
+    """
+
+    epoch: int
+    added: list[tuple[int, StructuredOutputs]] = []
+    """(number, grammar), to be compiled in this order"""
+    removed: list[int] = []
+
+
+class GrammarCompiled(Struct, array_like=True, tag=True):
+    """Rank 0 → scheduler: the result of compiling a grammar."""
+
+    epoch: int
+    number: int
+    num_bytes: int = 0
+    """by which the worker's memory grew, about"""
+    error: str = ""
+    """why it can't be used; empty: rows may use it"""
+
+
 class WorkerExit(Struct, array_like=True, tag=True):
     """Scheduler → worker: its group has lost a member; the worker exits and is restarted."""
 
     reason: str
 
 
-ToWorker = WorkerAssignment | WorkerExit | CopyBlocks | FolderRequest | BatchPlan
-FromWorker = WorkerState | SampledTokens | FolderReport
+ToWorker = WorkerAssignment | WorkerExit | CopyBlocks | FolderRequest | CompileGrammars | BatchPlan
+FromWorker = WorkerState | SampledTokens | FolderReport | GrammarCompiled

@@ -18,7 +18,13 @@ from penstock.protocol.messages.scheduler import (
 )
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.messages.tokenizer import RequestFailed
-from penstock.protocol.messages.worker import FolderReport, FromWorker, WorkerExit, WorkerState
+from penstock.protocol.messages.worker import (
+    FolderReport,
+    FromWorker,
+    GrammarCompiled,
+    WorkerExit,
+    WorkerState,
+)
 from penstock.protocol.poison import REFUSED
 from penstock.protocol.reasoning import read_reasoning_tokens
 from penstock.protocol.tokenizer_file import read_eos_token_ids
@@ -37,6 +43,8 @@ from penstock.services.scheduler.peers.worker_recovery import RecoverableSchedul
 from penstock.services.scheduler.peers.workers import NO_GROUP, WorkerGroup, WorkerMessage
 from penstock.services.scheduler.planning.in_flight_plan import PlanDepth
 from penstock.services.scheduler.sequences.sequence import CannotFitError, Sequence
+
+NOT_COMPILED = "structured_outputs: got one that the worker can't compile"
 
 
 class SchedulerProcess:
@@ -156,9 +164,18 @@ class SchedulerProcess:
                 if self.scheduler and self.scheduler.offload:
                     self.scheduler.offload.on_report(message)
             elif identity in self.group.members[:1]:  # rank 0
-                self.on_tokens(message)
+                if isinstance(message, GrammarCompiled):
+                    self.on_grammar(message)
+                else:
+                    self.on_tokens(message)
         self.send_step_tokens()  # before the next plan: the workers usually have others meanwhile
         self.advance()
+
+    def on_grammar(self, message: GrammarCompiled) -> None:
+        """Queue requests whose grammar is compiled; end those whose grammar can't be."""
+        if self.scheduler and message.epoch == self.scheduler.epoch == self.group.epoch:
+            for sequence in self.scheduler.on_compiled(message):
+                self.give_up(sequence, f"{NOT_COMPILED} ({message.error})")
 
     def on_tokens(self, message: SampledTokens) -> None:
         """Add the tokens of a step; those of an older group are dropped and computed again."""
@@ -213,7 +230,7 @@ class SchedulerProcess:
         if self.scheduler and self.scheduler.epoch not in (NO_GROUP, self.group.epoch):
             self.has_deaths = True
             dead = [(one.name, one.pid) for one in self.group.members_before]
-            self.poison.report_workers(dead, self.scheduler.in_flight)
+            self.poison.report_workers(dead, self.scheduler.at_risk)
             for sequence in self.scheduler.lose_plans():
                 self.give_up(sequence, poison.WORKERS_DIED, is_poison=True)
 
@@ -235,6 +252,9 @@ class SchedulerProcess:
         if scheduler := self.scheduler:
             scheduler.max_plans = self.plan_depth.num_plans
         while scheduler and self.group.ready and scheduler.epoch == self.group.epoch:
+            if grammars := scheduler.next_grammars():
+                self.send_to_workers([(self.group.members[0], grammars)])
+                continue  # the group may have ended
             frames = [self.workers.encode(one) for one in scheduler.next_messages()]
             if not frames:
                 break

@@ -27,9 +27,9 @@ def fill_status(
         return
     status.gpu_idle_us = group.idle_us
     if not group.ready:
-        open_ones = [*scheduler.waiting, *scheduler.running]
+        open_ones = [*scheduler.waiting, *scheduler.grammars.waiting, *scheduler.running]
         status.num_deaths = {one.request_id: one.num_deaths for one in open_ones if one.num_deaths}
-    status.num_waiting = len(scheduler.waiting)
+    status.num_waiting = scheduler.num_waiting
     status.num_running = len(scheduler.running)
     status.num_blocks = scheduler.block_manager.pool.num_blocks
     status.num_free_blocks = scheduler.block_manager.pool.num_free_blocks

@@ -6,76 +6,134 @@ child process; meanwhile this process continues. A grammar that compiles there c
 worker, which has the same limits and a larger stack.
 """
 
+import os
 import re
 import signal
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from penstock.protocol.fair_queue import FairQueue
+from penstock.protocol.json_schema import inexact, maps_in, schemas_in
 from penstock.protocol.messages.structured import GRAMMAR_LIMITS
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.services.tokenizer.child import end_child, start_child
 
-MAX_COMPILE_SECONDS = 0.5
-"""of CPU time: so long may a worker's other rows have to wait for one that is compiled"""
+MAX_COMPILE_SECONDS = 2.0
+"""of CPU time, which depends on what else a machine does by a factor of up to two. So what is known
+to take long has exact limits, below which it takes up to 0.5 s"""
+MAX_PATTERN_PAIRS = 20_000
+"""of `patternProperties` of one object: each pair is compared"""
+MAX_MULTIPLES = 100_000
+"""sum of the values of `multipleOf`, without decimal points: each is as many states"""
 MATCHED_TOKENS = 3
 """Some limits apply only while text is matched; each step may cost as much as compiling."""
 TOO_LARGE = "its repetitions expand to too many states; use smaller repetition counts"
 MAX_STACK_BYTES = 1 << 20
 MAX_CHILDREN = 2
-MAX_KNOWN = 256
-"""grammars that compiled, to be requested again"""
+MAX_KNOWN = 1024
+"""grammars whose verdict is remembered"""
 MAX_REASON_BYTES = 2048
+NICENESS = 5
+"""of the children: requests without a new grammar go first"""
 
 OnChecked = Callable[[str], None]
 """gets the reason why the grammar can't be served, or an empty string"""
 
 
 class GrammarChecker:
-    """Compiles grammars to see whether it can be done."""
+    """Compiles grammars to see whether it can be done. Clients take turns.
+
+    Equal grammars are checked once, and their verdict is remembered. Of one client, one grammar is
+    checked at a time, so that those of others need not wait for slow ones.
+    """
 
     def __init__(self, folder: Path, loop: EventLoop) -> None:
         self._tokenizer = LLTokenizer(str(folder / "tokenizer.json"))
         """loaded here: the children have it without loading it"""
         self._loop = loop
-        self._known: dict[str, None] = {}
-        self._waiting: deque[tuple[str, OnChecked]] = deque()
-        self._num_children = 0
+        self._reasons: OrderedDict[str, str] = OrderedDict()
+        """verdicts, the one that was used last at the end"""
+        self._asking: dict[str, list[OnChecked]] = {}
+        self._waiting: FairQueue[str] = FairQueue()
+        self._clients: dict[str, str] = {}
+        """grammar → the client who asked first"""
+        self._checking: set[str] = set()
+        """clients whose grammar is being checked"""
 
-    def check(self, grammar: str, on_checked: OnChecked) -> None:
+    def check(self, grammar: str, client: str, on_checked: OnChecked) -> None:
         """Call `on_checked` once, now or later; `grammar` is in llguidance's format."""
-        if grammar in self._known:
-            on_checked("")
+        reason = self._reasons.get(grammar)
+        if reason is not None:
+            self._reasons.move_to_end(grammar)
+            on_checked(reason)
+        elif grammar in self._asking:
+            self._asking[grammar].append(on_checked)
+        elif reason := excess(grammar):
+            on_checked(reason)
         else:
-            self._waiting.append((grammar, on_checked))
+            self._asking[grammar] = [on_checked]
+            self._clients[grammar] = client
+            self._waiting.add(grammar, client)
             self._fork()
 
     def _fork(self) -> None:
-        if not self._waiting or self._num_children == MAX_CHILDREN:
+        grammar = self._waiting.first(skipped=self._checking)
+        if grammar is None or len(self._checking) == MAX_CHILDREN:
             return
-        grammar, on_checked = self._waiting.popleft()
+        client = self._clients[grammar]
+        self._waiting.end_turn(client)
+        self._waiting.remove(grammar)
+        self._checking.add(client)
         compile_it = partial(_compile, self._tokenizer, grammar)
         pid, reader = start_child(compile_it, MAX_COMPILE_SECONDS, MAX_STACK_BYTES)
-        self._num_children += 1
 
         def on_end() -> None:
-            reason = _reason(pid, reader)
-            self._num_children -= 1
-            if not reason:
-                self._remember(grammar)
-            on_checked(reason)
+            self._checking.remove(client)
+            self._answer(grammar, _reason(pid, reader))
             self._fork()
 
         self._loop.add_file(reader, on_end)
 
-    def _remember(self, grammar: str) -> None:
-        self._known[grammar] = None
-        if len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+    def _answer(self, grammar: str, reason: str) -> None:
+        self._reasons[grammar] = reason
+        if len(self._reasons) > MAX_KNOWN:
+            self._reasons.popitem(last=False)
+        del self._clients[grammar]
+        for on_checked in self._asking.pop(grammar):
+            on_checked(reason)
+
+
+def excess(grammar: str) -> str:
+    """Return why a grammar would take too long to compile, or be inexact; else nothing."""
+    (parts,) = msgspec.json.decode(grammar)["grammars"]
+    schemas = [schema for _, _, schema in schemas_in(parts["lark_grammar"])]
+    num_multiples = 0
+    for schema in maps_in(schemas):
+        if isinstance(patterns := schema.get("patternProperties"), dict):
+            num_pairs = len(patterns) * (len(patterns) - 1) // 2
+            if num_pairs > MAX_PATTERN_PAIRS:
+                return (
+                    f"patternProperties: got {len(patterns)} of one object, "
+                    f"{num_pairs} pairs, expected up to {MAX_PATTERN_PAIRS}"
+                )
+        multiple = schema.get("multipleOf")
+        if isinstance(multiple, int | float) and not isinstance(multiple, bool):
+            digits = Decimal(str(multiple)).normalize().as_tuple()
+            exponent = digits.exponent if isinstance(digits.exponent, int) else 0
+            num_multiples += int("".join(map(str, digits.digits))) * 10 ** max(0, min(9, exponent))
+    if num_multiples > MAX_MULTIPLES:
+        return (
+            f"multipleOf: got {num_multiples} in total, without decimal points, "
+            f"expected up to {MAX_MULTIPLES}"
+        )
+    return inexact(schemas)
 
 
 def _reason(pid: int, reader: int) -> str:
@@ -89,6 +147,7 @@ def _reason(pid: int, reader: int) -> str:
 
 
 def _compile(tokenizer: LLTokenizer, grammar: str) -> bytes:
+    os.nice(NICENESS)
     return _failure(tokenizer, grammar).encode()[:MAX_REASON_BYTES]
 
 

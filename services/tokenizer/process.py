@@ -92,7 +92,7 @@ class TokenizerProcess:
             else:
                 self._pass_on(request, scheduler, begin)
 
-        self.grammars.check(wanted.to_llguidance(), on_checked)
+        self.grammars.check(wanted.to_llguidance(), request.client, on_checked)
 
     def answer(self, message: TokenizerQuery) -> TokenizerReply:
         try:

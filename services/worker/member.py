@@ -150,6 +150,17 @@ class Member:
         folder = runner.offload and runner.offload.folder
         if not folder:
             return
+
+        def send() -> None:
+            while report := folder.take_report():
+                report.epoch, report.rank = self._epoch, self._rank
+                self.channel.send(report)
+
+        folder.notify = self.make_notifier(send)
+        folder.start()
+
+    def make_notifier(self, handler: Callable[[], None]) -> Callable[[], None]:
+        """Return a function with which a thread has the loop call `handler` soon."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
 
@@ -157,16 +168,13 @@ class Member:
             with contextlib.suppress(BlockingIOError):
                 os.write(writer, b"\0")
 
-        def send() -> None:
+        def on_notice() -> None:
             os.read(reader, 4096)
-            self.loop.add_file(reader, send)
-            while report := folder.take_report():
-                report.epoch, report.rank = self._epoch, self._rank
-                self.channel.send(report)
+            self.loop.add_file(reader, on_notice)
+            handler()
 
-        folder.notify = notify
-        self.loop.add_file(reader, send)
-        folder.start()
+        self.loop.add_file(reader, on_notice)
+        return notify
 
 
 def wait_for_ends(pids: list[int]) -> None:

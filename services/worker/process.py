@@ -1,13 +1,16 @@
 """The worker process: runs the plans that it receives, and sends their tokens."""
 
 from collections import deque
+from functools import partial
 from typing import NamedTuple
 
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.worker import (
+    CompileGrammars,
     CopyBlocks,
     FolderRequest,
+    GrammarCompiled,
     ToWorker,
     WorkerAssignment,
     WorkerExit,
@@ -31,6 +34,9 @@ class Worker(Member):
         self._next_step = 0
         self._steps: deque[_Step] = deque()
         """launched, their tokens not yet sent"""
+        self._compiled: deque[GrammarCompiled] = deque()
+        """reports that a thread has made"""
+        self._notify_compiled = self.make_notifier(self._send_compiled)
         self._max_running = min(1, process.config.num_plans_in_flight - 1)
         """steps that may run while the worker waits for a plan; one keeps the GPU busy"""
 
@@ -49,6 +55,8 @@ class Worker(Member):
                 self._run(message)
             case CopyBlocks() | FolderRequest():
                 self._copy(message)
+            case CompileGrammars():
+                self._compile(message)
             case WorkerAssignment():
                 self._take_place(message)
                 if message.epoch > self._epoch:
@@ -86,6 +94,26 @@ class Worker(Member):
             self._runner.offload.work(message)
         else:
             self._runner.offload.copy(message)
+
+    def _compile(self, message: CompileGrammars) -> None:
+        """Let grammars be compiled beside the steps."""
+        if message.epoch < self._epoch:
+            return
+        grammars = self._runner and self._runner.logits_processor.grammars
+        if not grammars:
+            raise WorkerError("CompileGrammars: got grammars, expected them at rank 0 only")
+        grammars.forget(message.removed)
+        for number, spec in message.added:
+            grammars.compile(number, spec, partial(self._on_compiled, message.epoch, number))
+
+    def _on_compiled(self, epoch: int, number: int, num_bytes: int, error: str) -> None:
+        """Leave the report to the loop; called by the thread that compiles."""
+        self._compiled.append(GrammarCompiled(epoch, number, num_bytes, error))
+        self._notify_compiled()
+
+    def _send_compiled(self) -> None:
+        while self._compiled:
+            self.channel.send(self._compiled.popleft())
 
     def _send_done(self) -> None:
         while self._steps and self._steps[0].launched.done():

@@ -52,9 +52,11 @@ from penstock.protocol.messages.tokenizer import (
     TokenizerReply,
 )
 from penstock.protocol.messages.worker import (
+    CompileGrammars,
     CopyBlocks,
     FolderReport,
     FolderRequest,
+    GrammarCompiled,
     WorkerAssignment,
     WorkerExit,
     WorkerState,
@@ -212,6 +214,7 @@ MESSAGES: dict[str, list[Struct]] = {
         BatchPlan(1, 2, pack([3]), [ROW], pack([4]), pack([0, 6])),
         CopyBlocks(1, pack([3, 0]), pack([4, -1])),
         FolderRequest(1, [b"hash"], pack([0]), [b"other"], True),
+        CompileGrammars(1, [(1, StructuredOutputs(regex="[0-9]+"))], [2]),
     ],
     "FromWorker": [
         WorkerState("fuzz", "g", 0, 100, 16, (1.0, 2.0)),
@@ -219,6 +222,7 @@ MESSAGES: dict[str, list[Struct]] = {
         SampledTokens(1, 2, pack([52, 50]), [(1, PACKED)], [(0, [PACKED])], [(0, "no")]),
         SampledTokens(1, 2, pack([52, 50]), pooled=[(0, bytes(8))]),
         FolderReport(1, 0, [b"hash"], [b"other"], [b"hash"], [b"hash"]),
+        GrammarCompiled(1, 1, 4096, "no"),
     ],
     "ToGateway": [TextDeltas([DELTA, DELTA]), FAILED, STATUS, SupervisorReport([PROCESS])],
     "ToSupervisor": [

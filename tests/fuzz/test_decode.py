@@ -24,6 +24,7 @@ from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.supervisor import SupervisorHeartbeat
 from penstock.protocol.messages.tokenizer import TokenizeRequest, ToTokenizer
+from penstock.protocol.messages.worker import GrammarCompiled
 from penstock.protocol.transport.channel import DECODE_ERRORS, Channel
 from penstock.services.detokenizer.process import Detokenizer
 from penstock.services.detokenizer.token_bytes import token_bytes
@@ -91,6 +92,9 @@ def use_request(message: TokenizedRequest) -> None:
         scheduler.add(sequence)
     except CannotFitError:
         return
+    if grammars := scheduler.next_grammars():
+        ((number, _),) = grammars.added
+        assert not scheduler.on_compiled(GrammarCompiled(grammars.epoch, number))
     plan = scheduler.schedule()
     assert (plan is None) == (sequence.finish_reason is not None)
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from penstock.protocol.messages.tokenizer import (
     TokenizerQuery,
 )
 from penstock.protocol.transport.context import Context, Endpoints
-from penstock.services.tokenizer import grammar_check
+from penstock.services.tokenizer import child, grammar_check
 from penstock.services.tokenizer.errors import PromptError
 from penstock.services.tokenizer.process import TokenizerProcess
 from penstock.services.tokenizer.prompts import Tokenizer
@@ -190,7 +191,7 @@ def test_a_grammar_that_compiles(pipeline: Pipeline) -> None:
     assert pipeline.wait_for(1) == [TokenizeDone("r", 0, 3)]
     reasons: list[str] = []
     pipeline.process.grammars.check(
-        StructuredOutputs(json_object=True).to_llguidance(), reasons.append
+        StructuredOutputs(json_object=True).to_llguidance(), "", reasons.append
     )
     assert reasons == [""]
 
@@ -216,7 +217,7 @@ DEEP: dict[str, Any] = {
         ({"regex": "(a{1000}){1000}"}, "its repetitions expand to too many states"),
         ({"regex": "b{20}(a{1000}){1000}"}, "its repetitions expand to too many states"),
         ({"grammar": "start: <|nothing|>"}, "unknown special token"),
-        (SLOW, "compiling it takes more than 0.5 s, which is the limit"),
+        (SLOW, "compiling it takes more than 2.0 s, which is the limit"),
         (DEEP, "it is nested too deep to be compiled"),
     ],
 )
@@ -236,12 +237,70 @@ def test_a_grammar_that_does_not_compile(
 
 @pytest.mark.slow
 def test_slow_grammars_delay_no_other_request(pipeline: Pipeline) -> None:
+    """Equal ones are compiled once."""
     for number in range(3):
         pipeline.ask(f"slow{number}", **SLOW)
     pipeline.process.handle(request(prompt="x"))
     answers = pipeline.wait_for(4)
     assert answers[0] == TokenizeDone("r", 0, 1)
     assert {answer.request_id for answer in answers[1:]} == {f"slow{number}" for number in range(3)}
+
+
+def test_clients_take_turns_with_their_grammars(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar of one client does not wait for those of another, which are refused."""
+    started: list[str] = []
+
+    def start_child(work: Any, *limits: Any) -> tuple[int, int]:
+        started.append(work.args[1])
+        return child.start_child(work, *limits)
+
+    monkeypatch.setattr(grammar_check, "start_child", start_child)
+    checker, ends = pipeline.process.grammars, []
+    grammars = {
+        name: StructuredOutputs(json={"type": "string", "pattern": f"{name}(?=a)"}).to_llguidance()
+        for name in ("many0", "many1", "many2", "single")
+    }
+
+    def on_checked(name: str, reason: str) -> None:
+        assert reason
+        ends.append(name)
+        if len(ends) == len(grammars):
+            pipeline.process.loop.stop()
+
+    for name, grammar in grammars.items():
+        checker.check(grammar, name.rstrip("012"), partial(on_checked, name))
+    assert started == [grammars["many0"], grammars["single"]]
+    pipeline.process.loop.run()
+    assert sorted(started) == sorted(grammars.values())
+    again: list[str] = []
+    checker.check(grammars["many0"], "other", again.append)
+    assert "look-ahead" in again[0], "the verdict is remembered with its reason"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"json": {"patternProperties": {f"a{n}": {} for n in range(200)}}}, ""),
+        ({"json": {"patternProperties": {f"a{n}": {} for n in range(202)}}}, "20301 pairs"),
+        ({"json": {"items": {"multipleOf": 0.25}}}, ""),
+        ({"json": {"items": [{"multipleOf": 1e5}, {"multipleOf": 0.01}]}}, "got 100001 in total"),
+        ({"grammar": 'start: "x" %json {"multipleOf": 1e300}'}, "multipleOf"),
+        ({"grammar": "start: %json {"}, ""),
+        ({"json": {"enum": [1234567890123456789]}}, "enum: got 1234567890123456789, expected"),
+        (
+            {"grammar": 'start: %json {"minimum": 9007199254740993}'},
+            "minimum: got 9007199254740993",
+        ),
+        ({"json": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}}, ""),
+    ],
+)
+def test_a_grammar_that_is_not_compiled(fields: dict[str, Any], reason: str) -> None:
+    """It would take long, by limits that no load changes, or round integers."""
+    found = grammar_check.excess(StructuredOutputs(**fields).to_llguidance())
+    assert reason in found
+    assert bool(reason) == bool(found)
 
 
 def test_queries(pipeline: Pipeline) -> None:

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from penstock.protocol.poison import PoisonList, digest_of
 from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.process import Identity
-from penstock.services.scheduler.planning.in_flight_plan import InFlightPlan
 from penstock.services.scheduler.sequences.sequence import MAX_WORKER_DEATHS, TOKEN_BYTES, Sequence
 
 WORKERS_DIED = (
@@ -143,11 +142,8 @@ class SequencePoison:
         if cleared := [one for one in self._suspects if not one.num_deaths]:
             self._reports.clear(map(self._suspects.pop, cleared))
 
-    def report_workers(
-        self, workers: list[tuple[str, int]], in_flight: Iterable[InFlightPlan]
-    ) -> None:
-        """Report workers, by name and pid, that died with these plans in flight."""
-        suspects = {sequence for plan in in_flight for sequence in plan.sequences}
+    def report_workers(self, workers: list[tuple[str, int]], suspects: set[Sequence]) -> None:
+        """Report workers, by name and pid, of whose death these sequences may be the cause."""
         digests = {sequence: _digest(sequence) for sequence in suspects}
         self._suspects |= digests
         self._reports.died(workers, list(digests.values()))

@@ -13,6 +13,12 @@ from penstock.services.scheduler.sequences.sequence import Sequence, Status
 class RecoverableScheduler(Scheduler):
     """A scheduler that outlives its workers."""
 
+    @property
+    def at_risk(self) -> set[Sequence]:
+        """Sequences of which the workers may die: in flight, or their grammar is compiled."""
+        in_flight = {sequence for plan in self.in_flight for sequence in plan.sequences}
+        return in_flight | self.grammars.compiling
+
     def lose_plans(self) -> list[Sequence]:
         """Forget the plans in flight: the workers died, and other ones may have their memory.
 
@@ -21,9 +27,10 @@ class RecoverableScheduler(Scheduler):
         as poison requests.
         """
         plans = list(self.in_flight)
-        self.in_flight.clear()
-        in_flight = {sequence for plan in plans for sequence in plan.sequences}
+        in_flight = self.at_risk
         given_up = count_death(in_flight)
+        self.in_flight.clear()
+        self.grammars.lose()
         for plan in plans:
             self.block_manager.pool.hide(block for block, _ in plan.published)
         draining = [sequence for sequence in in_flight if sequence.status is Status.DRAINING]
@@ -41,9 +48,7 @@ class RecoverableScheduler(Scheduler):
             self._note_lost(sequence)
             self._roll_back(sequence)
             sequence.last_step = -1
-        for sequence in self.waiting:
-            sequence.last_step = -1
-        self.waiting.find_suspects()
+        self._queue_again()
         if self.block_manager.pool.offload:
             self.block_manager.pool.offload.lose()
         self._removed.clear()
@@ -52,6 +57,20 @@ class RecoverableScheduler(Scheduler):
         for sequence in given_up:
             self.finish(sequence, "abort")
         return given_up
+
+    def _queue_again(self) -> None:
+        """Move what has become a suspect to the suspects, and what has lost its grammar to wait."""
+        no_grammar = list(self.grammars.waiting)
+        for sequence in list(self.waiting):
+            sequence.last_step = -1
+            if sequence.is_suspect or not sequence.may_run:
+                self.waiting.remove(sequence)
+                if self._has_grammar(sequence):
+                    self.waiting.add(sequence)
+        for sequence in no_grammar:
+            sequence.last_step = -1
+            if sequence.is_suspect and self._has_grammar(sequence):
+                self.waiting.add(sequence)
 
     def _roll_back(self, sequence: Sequence) -> None:
         """Continue after the confirmed positions; the table stays, and all else is prefilled."""

@@ -4,10 +4,15 @@ from itertools import count
 
 from xxhash import xxh3_64_intdigest
 
-from penstock.protocol.messages.worker import WorkerAssignment, WorkerExit, WorkerState
+from penstock.protocol.messages.worker import (
+    CompileGrammars,
+    WorkerAssignment,
+    WorkerExit,
+    WorkerState,
+)
 from penstock.protocol.transport.peers import Peers
 
-WorkerMessage = tuple[bytes, WorkerAssignment | WorkerExit]
+WorkerMessage = tuple[bytes, WorkerAssignment | WorkerExit | CompileGrammars]
 """identity of the worker, and the message"""
 
 NO_GROUP = -1

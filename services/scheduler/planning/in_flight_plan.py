@@ -140,7 +140,7 @@ def _extras(sequence: Sequence) -> RowExtras | None:
         return None
     extras.end_token_ids = sorted(sequence.stop_token_ids)
     if sampling.structured_outputs:
-        extras.reasoning = sequence.reasoning
+        extras.reasoning, extras.grammar = sequence.reasoning, sequence.grammar
     return extras
 
 

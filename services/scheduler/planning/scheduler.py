@@ -16,7 +16,13 @@ from penstock.protocol.messages.histogram import Histogram
 from penstock.protocol.messages.metrics import ITERATION_TOKENS
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
-from penstock.protocol.messages.worker import CopyBlocks, FolderRequest
+from penstock.protocol.messages.structured import GRAMMAR_FAILED
+from penstock.protocol.messages.worker import (
+    CompileGrammars,
+    CopyBlocks,
+    FolderRequest,
+    GrammarCompiled,
+)
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.offload_index import OffloadIndex
 from penstock.services.scheduler.planning.draft_scheduler import DraftScheduler
@@ -55,7 +61,8 @@ class Scheduler(SchedulerBase):
         A sequence that an earlier attempt had completed is finished at once.
         """
         sequence.limit_length(self._max_length)
-        self.waiting.add(sequence)
+        if self._has_grammar(sequence):
+            self.waiting.add(sequence)
         if len(sequence.token_ids) > sequence.num_prompt_tokens:
             self._end_if_due(sequence)
 
@@ -64,6 +71,26 @@ class Scheduler(SchedulerBase):
         self.offload = offload or self.offload
         self.block_manager.pool.offload = offload
         self.copies = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + sum(1 for _ in self.grammars.waiting)
+
+    # ---- grammars ----------------------------------------------------------------------------
+
+    def next_grammars(self) -> CompileGrammars | None:
+        """Return what rank 0 must compile. While a suspect is tried, only its grammar is."""
+        suspect = self.waiting.suspect
+        if self._is_trial or (suspect and self._must_wait(suspect)):
+            return None
+        return self.grammars.take_message(self.epoch, alone=suspect)
+
+    def on_compiled(self, message: GrammarCompiled) -> list[Sequence]:
+        """Queue sequences whose grammar is compiled. Return those whose grammar can't be."""
+        ready, failed = self.grammars.on_compiled(message)
+        for sequence in ready:
+            self.waiting.add(sequence)
+        return failed
 
     # ---- the next step -----------------------------------------------------------------------
 
@@ -85,7 +112,7 @@ class Scheduler(SchedulerBase):
             return None
         builder = PlanBuilder(self.num_steps)
         plan = builder.plan
-        if self.waiting.has_suspects and not self._is_trial:
+        if self.waiting.suspect and not self._is_trial:
             for sequence in reversed(self.running):
                 self.preempt(sequence)
         if self._returning:
@@ -93,9 +120,7 @@ class Scheduler(SchedulerBase):
         prefilling = self._schedule_decode(builder)
         num_decoding = len(plan.sampled)
         budget = self._max_tokens_per_step - num_decoding
-        for sequence in prefilling:
-            if sequence.status is Status.RUNNING and self._loads(sequence, builder) and budget:
-                budget -= self._add_chunk(sequence, builder, budget)
+        budget = self._continue_prefill(prefilling, builder, budget)
         budget = self._admit(builder, budget)
         num_rows = self._max_rows - num_decoding - len(plan.chunks)
         if self._speculates:
@@ -109,13 +134,18 @@ class Scheduler(SchedulerBase):
         return self._launch(builder)
 
     def _return_rows(self, builder: PlanBuilder) -> None:
-        """Add the rows of sequences that continue after a death; each has room for its tokens."""
-        for sequence in [one for one in self.running if one in self._returning]:
+        """Add the rows of sequences that continue after a death; each has room for its tokens.
+
+        Those whose grammar is not compiled again yet come later.
+        """
+        returning = [one for one in self.running if one in self._returning and one.may_run]
+        for sequence in returning:
             while sequence.status is Status.RUNNING and not self.block_manager.has_place(sequence):
                 self._take_block(sequence)
-        for sequence in [one for one in self.running if one in self._returning]:
-            self._add_row(sequence, builder)
-        self._returning.clear()
+        for sequence in returning:
+            if sequence.status is Status.RUNNING:
+                self._returning.remove(sequence)
+                self._add_row(sequence, builder)
 
     def _add_row(self, sequence: Sequence, builder: PlanBuilder) -> None:
         builder.added.append(row_of(sequence))
@@ -142,6 +172,15 @@ class Scheduler(SchedulerBase):
                 sequence.last_step = number
                 sampled.append(sequence)
         return prefilling
+
+    def _continue_prefill(
+        self, prefilling: list[Sequence], builder: PlanBuilder, budget: int
+    ) -> int:
+        for sequence in prefilling:
+            has_row = sequence.status is Status.RUNNING and sequence not in self._returning
+            if has_row and self._loads(sequence, builder) and budget:
+                budget -= self._add_chunk(sequence, builder, budget)
+        return budget
 
     def _append_block(self, sequence: Sequence, builder: PlanBuilder) -> bool:
         """Give a row a block. Return False if it was preempted instead."""
@@ -180,7 +219,7 @@ class Scheduler(SchedulerBase):
     def _admit(self, builder: PlanBuilder, budget: int) -> int:
         may_admit = budget and self._free_slots and self.block_manager.has_room(bool(self.running))
         for sequence in self.waiting.candidates() if may_admit else ():
-            if self._must_wait(sequence):
+            if self._must_wait(sequence) or not sequence.may_run:
                 break
             if not self.block_manager.allocate(sequence, keep_watermark=bool(self.running)):
                 self.waiting.hold(sequence)  # a sequence alone may have the whole pool
@@ -261,11 +300,26 @@ class Scheduler(SchedulerBase):
         return output
 
     def _fail(self, output: PlanOutput, sequence: Sequence, token_id: int, reason: str) -> None:
-        """End a failed row; keys and values that may be NaN are hidden from others."""
+        """End a failed row; keys and values that may be NaN are hidden from others.
+
+        A row whose matcher failed is tried again, once, without the others that share its lexer.
+        """
+        if reason.startswith(GRAMMAR_FAILED):
+            if sequence.status is Status.WAITING:
+                return  # a later plan in flight
+            if self.grammars.isolate(sequence):
+                self._restart(sequence)
+                return
         if token_id < 0:
             self.block_manager.unpublish(sequence)
         self.finish(sequence, "abort")
         output.failed.append((sequence, reason))
+
+    def _restart(self, sequence: Sequence) -> None:
+        if sequence.status is Status.DRAINING:
+            self._requeue(sequence)
+        else:
+            self.preempt(sequence)
 
     def _end_if_due(self, sequence: Sequence) -> None:
         if sequence.is_stopped():

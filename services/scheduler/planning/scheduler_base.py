@@ -6,6 +6,7 @@ from heapq import heappush
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import FinishReason
 from penstock.services.scheduler.blocks.block_manager import BlockManager
+from penstock.services.scheduler.planning.grammar_index import GrammarIndex
 from penstock.services.scheduler.planning.in_flight_plan import InFlightPlan
 from penstock.services.scheduler.planning.waiting_queue import WaitingQueue
 from penstock.services.scheduler.sequences.sequence import Sequence, Status
@@ -22,6 +23,7 @@ class SchedulerBase:
         """epoch of the plans; each group of workers has its own"""
         self.block_manager = block_manager
         self.waiting = WaitingQueue()
+        self.grammars = GrammarIndex(config.max_num_seqs)
         self.running: list[Sequence] = []
         """running sequences by `Sequence.rank`: the last one is the first to be preempted"""
         self.in_flight: deque[InFlightPlan] = deque()
@@ -39,7 +41,8 @@ class SchedulerBase:
         """End a sequence in any state. Its tokens in flight are discarded."""
         if sequence.status is Status.FINISHED:
             return
-        if sequence.status is Status.WAITING:
+        awaits_grammar = self.grammars.release(sequence)
+        if sequence.status is Status.WAITING and not awaits_grammar:
             self.waiting.remove(sequence)
         elif sequence.status is Status.RUNNING:
             self.running.remove(sequence)
@@ -60,7 +63,16 @@ class SchedulerBase:
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.put_back(sequence)
+        if self._has_grammar(sequence):
+            self.waiting.put_back(sequence)
+
+    def _has_grammar(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may be queued; otherwise it waits for its grammar first.
+
+        A suspect is queued: its grammar is compiled when nothing else runs.
+        """
+        waits = not sequence.is_suspect
+        return self.grammars.request(sequence, waits=waits) or not waits
 
     def _note_lost(self, sequence: Sequence) -> None:
         num_planned = min(sequence.num_planned_tokens, len(sequence.token_ids))
@@ -94,5 +106,6 @@ class SchedulerBase:
         if self.in_flight and sequence.last_step >= self.in_flight[0].number:
             return True
         if sequence.is_suspect and not self._is_trial:
-            return bool(self.running) or any(plan.computes for plan in self.in_flight)
+            is_alone = self.grammars.compiling <= {sequence} and not self.running
+            return not is_alone or any(plan.computes for plan in self.in_flight)
         return self._is_trial

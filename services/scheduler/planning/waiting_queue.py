@@ -50,8 +50,10 @@ class WaitingQueue:
         """Append a new sequence, which may be a suspect of another replica."""
         if sequence.is_suspect:
             self._suspects[sequence] = None
-            return
-        self._new.add(sequence, sequence.client, sequence.priority)
+        elif sequence.admission >= 0:
+            self._preempted[sequence] = None
+        else:
+            self._new.add(sequence, sequence.client, sequence.priority)
 
     def put_back(self, sequence: Sequence) -> None:
         """Put a preempted sequence before all others, or a suspect before all suspects."""
@@ -60,14 +62,9 @@ class WaitingQueue:
         queue.move_to_end(sequence, last=False)
 
     @property
-    def has_suspects(self) -> bool:
-        return bool(self._suspects)
-
-    def find_suspects(self) -> None:
-        """Move preempted sequences that became suspects at a worker's death."""
-        for sequence in [one for one in self._preempted if one.is_suspect]:
-            del self._preempted[sequence]
-            self._suspects[sequence] = None
+    def suspect(self) -> Sequence | None:
+        """The suspect that is tried next, if any."""
+        return next(iter(self._suspects), None)
 
     def remove(self, sequence: Sequence) -> None:
         if self._held.pop(sequence, None) is not None:

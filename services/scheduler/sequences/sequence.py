@@ -64,6 +64,7 @@ class Sequence:
     - `OffloadIndex`: has_fetched, loads
     - `DraftScheduler`: ngram_lookup, num_planned_tokens, last_step
     - `WaitingQueue`: admission
+    - `GrammarIndex`: grammar
     - `Streams`: detokenizer, stream_id
     - `RecoverableStreams`: detokenizer
     - `SchedulerProcess`: attempt
@@ -126,6 +127,8 @@ class Sequence:
     num_lost_tokens: int = 0
     """positions that were planned before a preemption or a death, also of a scheduler: where their
     KV is not found, it is computed again"""
+    grammar: int = 0
+    """number of its compiled grammar; 0: it has none, or is not planned yet"""
     ngram_lookup: NgramLookup | None = None
     """made at its admission, if it speculates"""
     num_cached_tokens: int = 0
@@ -212,6 +215,11 @@ class Sequence:
     def is_suspect(self) -> bool:
         """True if it must run alone: it would be given up at the next death."""
         return self.num_deaths >= MAX_WORKER_DEATHS - 1
+
+    @property
+    def may_run(self) -> bool:
+        """True unless the workers do not have its grammar yet."""
+        return self.grammar > 0 or self.sampling.structured_outputs is None
 
     @property
     def is_paused(self) -> bool:

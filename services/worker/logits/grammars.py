@@ -1,21 +1,34 @@
 """Bitmasks of the tokens that grammars allow (structured output)."""
 
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
+import psutil
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import consume_token_par
 
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.messages.structured import GRAMMAR_LIMITS, Reasoning, StructuredOutputs
+from penstock.protocol.messages.structured import (
+    GRAMMAR_FAILED,
+    GRAMMAR_LIMITS,
+    Reasoning,
+    StructuredOutputs,
+)
 from penstock.services.worker.logits.mask_time import MAX_MASK_SECONDS, MaskFiller, TimedMatcher
 from penstock.services.worker.logits.processed_row import Bitmask, TokenBits
 
+OnCompiled = Callable[[int, str], None]
+"""gets about how many bytes a grammar takes, and why it can't be used, or an empty string"""
 TAGS = ("<think>", "</think>")
 """tags around reasoning"""
+NICENESS = 5
+"""of the thread that compiles: steps go first"""
 DEAD_END = (
     "structured_outputs: the grammar allows no next token; if the text is complete, do not forbid "
     "EOS (ignore_eos, min_tokens, allowed_token_ids)"
@@ -37,6 +50,12 @@ class _State:
         """"open": the grammar begins after `</think>`; "optional": the next token may be `<think>`,
         see `opening_tags`"""
         self._tags = tags
+
+    def replay(self, token_ids: list[int]) -> None:
+        """Consume the output of a row that continues."""
+        consumed = [token_id for token_id in token_ids if self.is_for_grammar(token_id)]
+        if consumed:
+            self.matcher.consume_tokens(consumed)
 
     def is_for_grammar(self, token_id: int) -> bool:
         """Return True if the matcher must consume the row's new token, not the reasoning."""
@@ -63,19 +82,14 @@ class _Ends:
 
 
 class _Row:
-    def __init__(self, compiled: "Future[_State]", ends: _Ends):
-        self.compiled = compiled
+    def __init__(self, state: _State, ends: _Ends):
+        self.state = state
         self.ends = ends
         self.matcher: TimedMatcher | None = None
         """set while it determines the masks: not in reasoning, nor at the end"""
         self.is_done = False
         """True if the text has ended or the row has failed"""
         self.failure = ""
-
-    @cached_property
-    def state(self) -> _State:
-        """The compiled grammar; blocks until it is compiled."""
-        return self.compiled.result()
 
     def find_matcher(self) -> TimedMatcher | None:
         """Return the matcher if it determines the next mask."""
@@ -104,7 +118,7 @@ class _Row:
             return matcher.is_accepting()
         reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
         reason = reason.replace("NoExtensionBias", "no text matches it; does it refer to itself?")
-        self.end(f"structured_outputs: the grammar failed: {reason}" if matcher.is_error() else "")
+        self.end(f"{GRAMMAR_FAILED}: {reason}" if matcher.is_error() else "")
         return True
 
 
@@ -121,16 +135,22 @@ class Grammars:
 
     If an answer begins with reasoning, the grammar applies after `</think>`. Reasoning may contain
     all tokens except the row's end tokens, so that every ended text matches its grammar.
+
+    A thread compiles each grammar once, beside the steps. Its rows get copies, which share what
+    the lexer has found out about the text so far.
     """
 
     def __init__(self, folder: Path) -> None:
         """Start to load the tokenizer in the compiler's thread; see `wait`."""
         self._path = folder / "tokenizer.json"
         self._rows: dict[int, _Row] = {}
+        self._compiled: dict[int, LLMatcher] = {}
+        """by the scheduler's number; not in use themselves"""
         self._compiler = ThreadPoolExecutor(1, "grammars")
         self._executor = LLExecutor()
         self._filler = MaskFiller(self._executor)
         self._tokenizer = self._compiler.submit(LLTokenizer, str(self._path))
+        self._compiler.submit(_be_nice)
         self._accepted: dict[int, tuple[LLMatcher, int]] = {}
         """by slot: tokens that matchers have yet to consume"""
         self._ends = lru_cache(64)(lambda ids: _Ends(ids, self._tokenizer.result()))
@@ -151,6 +171,15 @@ class Grammars:
         """Width of masks; waits for the tokenizer."""
         return -(-self._tokenizer.result().vocab_size // 32)
 
+    def compile(self, number: int, spec: StructuredOutputs, on_compiled: OnCompiled) -> None:
+        """Compile a grammar for rows in the thread, which then calls `on_compiled`."""
+        self._compiler.submit(self._compile_shared, self._compiled, number, spec, on_compiled)
+
+    def forget(self, numbers: list[int]) -> None:
+        """Free compiled grammars; rows that run keep their copies."""
+        for number in numbers:
+            self._compiled.pop(number, None)
+
     def add(
         self,
         slot: int,
@@ -158,19 +187,24 @@ class Grammars:
         output_token_ids: list[int],
         end_token_ids: list[int],
         reasoning: Reasoning = "none",
+        number: int = 0,
     ) -> None:
-        """Start to compile the grammar of a row with these output tokens so far."""
-        compiled = self._compiler.submit(self._compile, spec, output_token_ids, reasoning)
-        self._rows[slot] = _Row(compiled, self._ends(frozenset(end_token_ids)))
+        """Begin a row with these output tokens so far; number: of its grammar, if compiled."""
+        compiled = self._compiled.get(number)
+        matcher = compiled.deep_copy() if compiled else self._compile(spec)
+        state = _State(matcher, reasoning, self._tags)
+        state.replay(output_token_ids)
+        self._rows[slot] = _Row(state, self._ends(frozenset(end_token_ids)))
 
     def remove(self, slot: int) -> None:
         self._accepted.pop(slot, None)
-        if row := self._rows.pop(slot, None):
-            row.compiled.cancel()
+        self._rows.pop(slot, None)
 
     def clear(self) -> None:
-        for slot in list(self._rows):
-            self.remove(slot)
+        """Remove all rows, and the grammars of an earlier scheduler."""
+        self._rows.clear()
+        self._accepted.clear()
+        self._compiled = {}
 
     def accept(self, tokens: dict[int, int]) -> None:
         """Advance rows by their new tokens, slot → token id; -1: the row failed.
@@ -199,7 +233,7 @@ class Grammars:
     def fill(self, masks: Bitmask, slots: list[int]) -> dict[int, str]:
         """Write the allowed tokens of `slots`; return the reasons of failed rows, by slot.
 
-        Waits for grammars that are being compiled. The mask of a failed row allows all tokens.
+        The mask of a failed row allows all tokens.
         masks: of all slots, `num_words` wide; further tokens of the model have no text.
         """
         matchers, with_ends = [], []
@@ -247,13 +281,33 @@ class Grammars:
         begin, end = (ids[0] if len(ids) == 1 else -1 for ids in tags)
         return begin, end
 
-    def _compile(
-        self, spec: StructuredOutputs, output_token_ids: list[int], reasoning: Reasoning
-    ) -> _State:
+    def _compile(self, spec: StructuredOutputs) -> LLMatcher:
         limits, tokenizer = LLParserLimits(**GRAMMAR_LIMITS), self._tokenizer.result()
-        matcher = LLMatcher(tokenizer, spec.to_llguidance(), log_level=0, limits=limits)
-        state = _State(matcher, reasoning, self._tags)
-        for token_id in output_token_ids:
-            if state.is_for_grammar(token_id):
-                matcher.consume_token(token_id)
-        return state
+        return LLMatcher(tokenizer, spec.to_llguidance(), log_level=0, limits=limits)
+
+    def _compile_shared(
+        self,
+        compiled: dict[int, LLMatcher],
+        number: int,
+        spec: StructuredOutputs,
+        on_compiled: OnCompiled,
+    ) -> None:
+        """Compile in the thread, into the dictionary of the epoch in which it was requested."""
+        if compiled is not self._compiled:
+            return
+        before = psutil.Process().memory_info().rss
+        try:
+            matcher = self._compile(spec)
+            matcher.compute_bitmask()  # the first mask takes longest
+        except Exception as error:  # noqa: BLE001  it ends requests, not the worker
+            on_compiled(0, repr(error))
+            return
+        compiled[number] = matcher
+        grown = max(0, psutil.Process().memory_info().rss - before)
+        on_compiled(grown, matcher.get_error() if matcher.is_error() else "")
+
+
+def _be_nice() -> None:
+    """Let other threads go before this one, on Linux, where a thread has a priority of its own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -101,7 +101,8 @@ class LogitsProcessor:
         grammar = extras.structured_outputs
         if grammar and self.grammars:
             output = row.token_ids[extras.num_prompt_tokens :].tolist()
-            self.grammars.add(slot, grammar, output, extras.end_token_ids, extras.reasoning)
+            begins = extras.end_token_ids, extras.reasoning, extras.grammar
+            self.grammars.add(slot, grammar, output, *begins)
         if is_deferred and self._masks:
             self._masks.add(slot, grammar is not None)
         return row

@@ -10,6 +10,7 @@ import msgspec
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
+from penstock.protocol.messages.worker import GrammarCompiled
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import hash_block
@@ -71,6 +72,9 @@ class Simulation:
         """the memory of workers that die of poison is kept"""
         self.scheduler = self._new_scheduler(epoch=1)
         self.worker = self._new_worker(epoch=1)
+        self.holds_grammars = False
+        self.compiling: list[int] = []
+        """grammars that the worker has not compiled yet"""
         self.plans: list[BatchPlan] = []
         self.results: deque[bytes] = deque()
         self.sequences: list[Sequence] = []
@@ -131,6 +135,7 @@ class Simulation:
 
     def send(self) -> BatchPlan | None:
         """Return the next plan, if there is one; the worker runs it at once, or dies of it."""
+        self.compile()
         ranks = {sequence: sequence.rank for sequence in self.scheduler.running}
         try:
             plan = self.scheduler.schedule()
@@ -149,6 +154,16 @@ class Simulation:
             self.check()
         self.worker.host.take_request(self.scheduler)
         return plan
+
+    def compile(self) -> None:
+        """Compile all grammars that the worker is asked for, unless this is held up."""
+        while message := self.scheduler.next_grammars():
+            self.compiling += [number for number, _ in message.added]
+        while self.compiling and not self.holds_grammars:
+            compiled = GrammarCompiled(self.scheduler.epoch, self.compiling.pop(0))
+            assert not self.scheduler.on_compiled(compiled)
+            self.check()
+            self.compile()
 
     def answer(self, fails: bool = False) -> bool:
         return self.worker.host.answer(self.scheduler, fails)
@@ -191,6 +206,7 @@ class Simulation:
     def run(self) -> "Simulation":
         """To the end of all sequences; the scheduler lives."""
         self.life.num_stores = math.inf
+        self.holds_grammars = False
         for _ in range(100 * (self.limit + 1) * (len(self.sequences) + 1)):
             if self.step() is None:
                 break
@@ -221,6 +237,7 @@ class Simulation:
         epoch = self.scheduler.epoch + 1
         dead, self.worker = self.worker, self._new_worker(epoch)
         self.results.clear()
+        self.compiling.clear()
         if keeps_memory:
             self.worker.inherit(dead, self.num_confirmed)
         self.num_confirmed = 0
@@ -248,6 +265,7 @@ class Simulation:
         self.worker.inherit(dead, self.num_confirmed, is_whole=not loses_worker)
         self.num_confirmed = 0
         self.results.clear()
+        self.compiling.clear()
         self.scheduler = self._new_scheduler(epoch)
         sequences, self.sequences = self.sequences, []
         for old in sequences:
@@ -272,7 +290,8 @@ class Simulation:
     @property
     def in_flight(self) -> set[Sequence]:
         """All that the worker may be at."""
-        return set().union(*(step.sequences for step in self.scheduler.in_flight))
+        steps = set().union(*(step.sequences for step in self.scheduler.in_flight))
+        return steps | self.scheduler.grammars.compiling
 
     # ---- what must hold ----------------------------------------------------------------------
 
@@ -294,7 +313,7 @@ class Simulation:
 
     def check_end(self) -> None:
         """When nothing is left to do."""
-        assert not self.scheduler.waiting
+        assert not self.scheduler.num_waiting
         assert not self.scheduler.running
         assert not any(s.sampled or s.chunks for s in self.scheduler.in_flight), "no flush came"
         assert self.scheduler.block_manager.pool.num_free_blocks == self.num_blocks

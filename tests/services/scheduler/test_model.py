@@ -66,6 +66,7 @@ def simulations(
     )
 
 
+GRAMMARS = [StructuredOutputs(json_object=True), StructuredOutputs(regex="a")]
 samplings = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 2),
@@ -78,7 +79,7 @@ samplings = st.fixed_dictionaries(
         "logprobs": st.sampled_from([None, None, 0, 2]),
         "prompt_logprobs": st.sampled_from([None, None, None, 0, 2]),
         "pooling": st.sampled_from([None] * 5 + [Pooling(), Pooling(label_ids=[1, 2])]),
-        "structured_outputs": st.sampled_from([None] * 7 + [StructuredOutputs(json_object=True)]),
+        "structured_outputs": st.sampled_from([None] * 10 + GRAMMARS),
     }
 )
 OF_POOLED = {"seed", "max_tokens", "speculative", "pooling", "client", "priority"}
@@ -183,6 +184,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def preempt(self, index: int) -> None:
         running = self.sim.scheduler.running
         self.sim.preempt(running[index % len(running)])
+
+    @rule(holds=st.booleans())
+    def hold_grammars(self, holds: bool) -> None:
+        """Let the worker compile no grammar, or all that it was sent."""
+        self.sim.holds_grammars = holds
+        self.sim.compile()
 
     @rule(num_plans=st.integers(2, 4))
     def change_depth(self, num_plans: int) -> None:
