@@ -85,6 +85,50 @@ def test_several_first_grammars_at_once(attacked: Pipeline) -> None:
         assert {answer.result().finish_reason for answer in answers} <= {"stop", "length"}
 
 
+def test_grammars_that_take_long_while_the_worker_dies(attacked: Pipeline) -> None:
+    """Others, and a new request, do not wait for them; all are answered, also equal ones."""
+    schemas = [
+        {"properties": {f"a{number}": {"multipleOf": 39989}}, "required": [f"a{number}"]}
+        for number in range(6)
+    ]
+    schemas += [{"patternProperties": {f"^k{n}_[a-z]+$": {} for n in range(165)}}] * 30
+    with attacked.client() as client, attacked.client() as other:
+        answers = [
+            client.submit("?", structured_outputs=StructuredOutputs(json=schema), max_tokens=9)
+            for schema in schemas
+        ]
+        assert client.status().num_requests > NUM_STREAMS
+        assert other.generate("17+25=").text == "42"
+        assert client.status().num_requests > NUM_STREAMS, "grammars are still being compiled"
+        attacked.kill("worker.1")
+        assert other.generate("17+25=").text == "42"
+        assert {answer.result().finish_reason for answer in answers} <= {"stop", "length"}
+
+
+@pytest.mark.parametrize("victim", ["worker.1", "scheduler.1", "tokenizer.1"])
+def test_grammars_outlive_processes(attacked: Pipeline, victim: str) -> None:
+    """A text in its grammar is the undisturbed one; many tiny grammars wait at the same time."""
+    fields: dict[str, Any] = {
+        "structured_outputs": StructuredOutputs(regex="[0-9 ]{300}"),
+        "max_tokens": 400,
+    }
+    with attacked.client() as client:
+        undisturbed = client.generate("count from 1 to 99", **fields).text
+        stream = client.stream("count from 1 to 99", **fields)
+        deltas = iter(stream)
+        text = next(deltas).text
+        tiny = [
+            client.submit("?", structured_outputs=StructuredOutputs(choice=[f"{victim} {number}"]))
+            for number in range(40)
+        ]
+        for answer in tiny[:10]:
+            answer.abort()
+        attacked.kill(victim)
+        assert text + "".join(delta.text for delta in deltas) == undisturbed
+        texts = [answer.result().text for answer in tiny[10:]]
+        assert texts == [f"{victim} {number}" for number in range(10, 40)]
+
+
 def test_json_as_deep_as_decoders_allow_while_the_scheduler_dies(attacked: Pipeline) -> None:
     with dealer(attacked) as hostile:
         for depth in (60, 200, 500, 900, 990):

@@ -1,9 +1,9 @@
 """The longest silence of a plain stream while other requests bring grammars.
 
-`python -m tests.tools.grammar_silence ENDPOINT [LOAD[:NUMBER] ...]`: for each load, first as many
-plain requests, then the requests with grammars, each beside one plain stream. Prints the longest
-time between two pieces of this stream's text, and how the requests ended. Asked: at most three
-times the silence of the plain requests.
+`python -m tests.tools.grammar_silence ENDPOINT [LOAD[:NUMBER] ...]`: for each load, the requests
+with grammars, then as many plain ones, again and again for the same time, all beside one plain
+stream. Prints the longest time between two pieces of this stream's text, and how the requests
+ended. Asked: at most three times the silence of the plain requests.
 """
 
 import asyncio
@@ -86,18 +86,20 @@ async def main(endpoint: str, names: list[str]) -> None:
             name, _, number_of = asked_for.partition(":")
             size, schema = LOADS[name]
             size = int(number_of or size)
-            plain = [client.generate("17+25=", max_tokens=MAX_TOKENS) for _ in range(size)]
-            begin = time.monotonic()
-            before, _ = await longest_gap(own, plain)
-            middle = time.monotonic()
             grammars = [StructuredOutputs(json=schema()) for _ in range(size)]
             asked = [
                 client.generate("17+25=", max_tokens=MAX_TOKENS, structured_outputs=grammar)
                 for grammar in grammars
             ]
+            begin = time.monotonic()
             gap, ends = await longest_gap(own, asked)
-            print(f"{name}: {size} requests; longest silence {gap:.3f} s, plain {before:.3f} s")
-            print(f"  took {time.monotonic() - middle:.1f} s, plain {middle - begin:.1f} s")
+            middle = time.monotonic()
+            plain, waves = 0.0, 0
+            while time.monotonic() < 2 * middle - begin:
+                wave = [client.generate("17+25=", max_tokens=MAX_TOKENS) for _ in range(size)]
+                plain, waves = max(plain, (await longest_gap(own, wave))[0]), waves + 1
+            print(f"{name}: {size} requests, {middle - begin:.1f} s, longest silence {gap:.3f} s")
+            print(f"  plain: {waves} x {size} requests, longest silence {plain:.3f} s")
             for end, times in ends.most_common(4):
                 print(f"  {times} x {end}", flush=True)
 

@@ -1,12 +1,24 @@
 """The worker's talk with the scheduler, with a runner that computes nothing."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from llguidance import LLMatcher
 
-from penstock.protocol.messages.worker import WorkerExit, WorkerState
+from penstock.protocol.config import Config
+from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.protocol.messages.worker import (
+    CompileGrammars,
+    GrammarCompiled,
+    WorkerExit,
+    WorkerState,
+)
 from penstock.protocol.transport.context import Context
+from penstock.services.worker.logits.grammars import Grammars
 from penstock.services.worker.member import WorkerError
 from tests.services.worker.plans import plan
 from tests.services.worker.talk import Talk, assignment, hello, tokens_of
@@ -167,3 +179,72 @@ def test_a_frame_that_is_no_message_is_dropped(seated: Talk) -> None:
     seated.tell(plan(0))
     assert seated.answer() == tokens_of(1, 0)
     assert seated.worker.channel.num_bad_frames == 1
+
+
+class HeldGrammars(Grammars):
+    """Grammars whose compiler waits for an event."""
+
+    def __init__(self) -> None:
+        super().__init__(Config().model_folder)
+        self.released = threading.Event()
+
+    def _compile(self, spec: StructuredOutputs) -> LLMatcher:
+        self.released.wait()
+        return super()._compile(spec)
+
+
+@pytest.fixture
+def grammars(seated: Talk) -> HeldGrammars:
+    made = HeldGrammars()
+    seated.runner.logits_processor = SimpleNamespace(grammars=made)  # type: ignore[attr-defined]
+    return made
+
+
+def reports(talk: Talk, number: int) -> list[GrammarCompiled]:
+    """Run the worker's loop until it has sent so many reports."""
+    found: list[GrammarCompiled] = []
+
+    def receive() -> None:
+        messages = [message for _, message in talk.scheduler.receive()]
+        found.extend(one for one in messages if isinstance(one, GrammarCompiled))
+        if len(found) >= number:
+            talk.worker.loop.stop()
+
+    talk.worker.loop.add(talk.scheduler, receive)
+    talk.worker.loop.run()
+    return found
+
+
+def test_steps_go_on_while_grammars_are_compiled(seated: Talk, grammars: HeldGrammars) -> None:
+    wrong = StructuredOutputs(grammar="start: nothing")
+    seated.tell(CompileGrammars(1, [(1, StructuredOutputs(regex="a")), (2, wrong)]))
+    for number in range(3):
+        seated.tell(plan(number))
+        assert seated.answer() == tokens_of(1, number)
+    grammars.released.set()
+    good, bad = reports(seated, 2)
+    assert (good.epoch, good.number, good.error) == (1, 1, "")
+    assert bad.number == 2
+    assert "nothing" in bad.error
+
+
+def test_grammars_of_an_earlier_epoch_are_dropped(seated: Talk, grammars: HeldGrammars) -> None:
+    for number in (1, 2):
+        seated.tell(CompileGrammars(1, [(number, StructuredOutputs(regex="a"))]))
+    grammars.clear()
+    seated.tell(assignment(epoch=2))
+    seated.tell(CompileGrammars(1, [(3, StructuredOutputs(regex="a"))]))
+    seated.tell(CompileGrammars(2, [(1, StructuredOutputs(regex="b"))]))
+    grammars.released.set()
+    *_, last = reports(seated, 2)
+    assert (last.epoch, last.number) == (2, 1)
+    grammars.add(0, StructuredOutputs(regex="b"), [], [258], number=1)
+    masks = np.zeros((1, grammars.num_words), np.int32)
+    assert not grammars.fill(masks, [0])
+    assert masks[0, ord("b") // 32] == 1 << ord("b") % 32
+
+
+def test_a_rank_without_grammars_gets_none(seated: Talk) -> None:
+    seated.runner.logits_processor = SimpleNamespace(grammars=None)  # type: ignore[attr-defined]
+    with pytest.raises(WorkerError, match="expected them at rank 0 only"):
+        seated.tell(CompileGrammars(1, [(1, StructuredOutputs(regex="a"))]))

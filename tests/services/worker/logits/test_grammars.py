@@ -1,5 +1,6 @@
 """Masks let through exactly what a grammar matches, and a failed row harms no other."""
 
+import queue
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,6 +151,21 @@ def test_special_tokens_are_no_text(grammars: Grammars) -> None:
     assert allowed(grammars, 1) == {THINK}
     grammars.accept({1: THINK})
     assert allowed(grammars, 1) == {ord("a")}
+
+
+def test_rows_share_a_compiled_grammar(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a place of its own in it; it may be forgotten while they run."""
+    spec = StructuredOutputs(regex="ab|cd")
+    compiled: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    grammars.compile(7, spec, lambda *report: compiled.put(report))
+    assert compiled.get(timeout=60)[1] == ""
+    monkeypatch.setattr(Grammars, "_compile", None)
+    for slot, said in enumerate((b"", b"a", b"c")):
+        grammars.add(slot, spec, list(said), ENDS, number=7)
+    grammars.forget([7, 8])
+    assert [allowed(grammars, slot) for slot in range(3)] == [{97, 99}, {98}, {100}]
+    say(grammars, "cd", 0)
+    assert [allowed(grammars, slot) for slot in range(3)] == [set(ENDS), {98}, {100}]
 
 
 def test_rows_go_on_side_by_side(grammars: Grammars) -> None:
