@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -11,6 +12,8 @@ from msgspec import Struct
 
 _SHOWN = 60
 """characters of an invalid value that an error repeats"""
+_MAX_ENTRIES = 2048
+"""of a map that are examined: each takes microseconds"""
 _NO_VALUE = object()
 _MIN_INT, _MAX_INT, _MAX_DIGITS = -(2**63), 2**64, 20
 _WHOLE = r"the request: got `\1`, expected an object of the fields"
@@ -94,7 +97,7 @@ def _entry(path: str, reason: str, raw: object, kind: type[Struct]) -> tuple[str
     types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     if not isinstance(entries, dict) or name not in types:
         return path, reason
-    for key, value in entries.items():
+    for key, value in islice(entries.items(), _MAX_ENTRIES):
         try:
             msgspec.convert({key: value}, types[name], str_keys=True)
         except msgspec.ValidationError as error:

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import msgspec
 from msgspec import Struct
 
-from penstock.protocol.messages.client import Reply, Request
+from penstock.protocol.messages.client import Reply, Request, RequestId
 
 NUMBER_BYTES = 9
 _MARK = b"\x01"
@@ -23,6 +23,12 @@ class RequestKind(Struct):
     """The type of a request, decoded before the rest."""
 
     type: Literal["generate", "tokenize", "detokenize", "abort", "status"] = "generate"
+
+
+class RequestName(Struct):
+    """The id of a request, decoded alone."""
+
+    request_id: RequestId | None = None
 
 
 REQUEST_TYPES: dict[str, type[Request]] = {
@@ -37,6 +43,7 @@ class Codec:
         self.encode = module.Encoder().encode  # type: ignore[attr-defined]
         self.decode_reply = module.Decoder(Reply).decode  # type: ignore[attr-defined]
         self.decode_any = module.Decoder().decode  # type: ignore[attr-defined]
+        self._decode_name = module.Decoder(RequestName).decode  # type: ignore[attr-defined]
         self._decode_kind = module.Decoder(RequestKind).decode  # type: ignore[attr-defined]
         self._decoders = {
             kind: module.Decoder(struct).decode  # type: ignore[attr-defined]
@@ -47,6 +54,14 @@ class Codec:
         """Decode a request. Raises `msgspec.MsgspecError` or `UnicodeDecodeError`."""
         request: Request = self._decoders[self._decode_kind(frame).type](frame)
         return request
+
+    def request_id(self, frame: bytes) -> str | None:
+        """Return the id of a request that may be invalid; None where it has none."""
+        try:
+            name: RequestName = self._decode_name(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+        return name.request_id
 
 
 JSON = Codec(msgspec.json)

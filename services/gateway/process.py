@@ -88,6 +88,7 @@ class Gateway:
                 self.on_request(model, client, request, len(frame))
             except RefusedError as error:
                 model.metrics.count_failure(error.reply.code)
+                error.reply.request_id = client.codec.request_id(frame)
                 self.clients.reply(client, error.reply)
 
     def model_of(self, request: Request) -> ModelProcesses:

@@ -18,7 +18,12 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.codec import REQUEST_TYPES, Codec, RequestKind
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
+from penstock.protocol.nesting import (
+    MAX_DEPTH,
+    TOO_MANY_PARTS,
+    has_too_many_parts,
+    is_too_deep,
+)
 from penstock.protocol.poison import comparable
 from penstock.protocol.transport.channel import DECODE_ERRORS
 
@@ -57,6 +62,8 @@ def decode_request(
 
 
 def _decode(codec: Codec, frame: bytes) -> Request:
+    if has_too_many_parts(frame):
+        raise RefusedError(f"the request: {TOO_MANY_PARTS}")
     try:
         request = codec.decode_request(frame)
     except msgspec.ValidationError as error:

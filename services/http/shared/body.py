@@ -4,8 +4,6 @@ Clients send unsupported fields of OpenAI's, vLLM's and SGLang's APIs with defau
 change nothing and are accepted: see `neutral_fields.json`. Other values are refused by name.
 """
 
-import gzip
-import io
 import re
 import zlib
 from codecs import BOM_UTF8
@@ -17,7 +15,12 @@ from msgspec import Struct
 from starlette.requests import Request
 
 from penstock.protocol.field_errors import explain, undecodable_value
-from penstock.protocol.nesting import MAX_DEPTH, is_too_deep
+from penstock.protocol.nesting import (
+    MAX_DEPTH,
+    TOO_MANY_PARTS,
+    has_too_many_parts,
+    is_too_deep,
+)
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.services.http.shared.errors import ApiError, invalid
 
@@ -26,6 +29,8 @@ T = TypeVar("T", bound=Struct)
 _JSON_NAMES = {type(None): "null", list: "an array", str: "a string", bool: "a boolean"}
 _JSON_NAMES |= {int: "a number", float: "a number"}
 _TYPES = {"any value": object, "string": str, "boolean": bool, "object": dict}
+_GZIP = 16
+"""added to the window's bits: a body has gzip's header"""
 _TOOL_TYPE = re.compile(r"tools\[\d+\]\.type")
 
 
@@ -56,11 +61,21 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         _check_length(len(body), max_bytes)
     if encoding == "identity":
         return bytes(body)
+    return _decompressed(bytes(body), max_bytes)
+
+
+def _decompressed(body: bytes, max_bytes: int) -> bytes:
+    """Decompress one member of gzip. A body of more members takes as much time for each."""
+    unzip = zlib.decompressobj(zlib.MAX_WBITS | _GZIP)
     try:
-        text = gzip.GzipFile(fileobj=io.BytesIO(body)).read(max_bytes + 1)
-    except (OSError, EOFError, zlib.error) as error:
+        text = unzip.decompress(body, max_bytes + 1)
+        _check_length(len(text), max_bytes)
+        if not unzip.eof:
+            raise zlib.error("its end is missing")
+        if unzip.unused_data:
+            raise zlib.error("something follows its first member; expected one member")
+    except zlib.error as error:
         raise ApiError(400, f"the body can't be decompressed as gzip: {error}") from error
-    _check_length(len(text), max_bytes)
     return text
 
 
@@ -98,6 +113,8 @@ def _converted(given: dict[str, Any], kind: type[T]) -> T:
 
 
 def _decode_object(body: bytes) -> dict[str, Any]:
+    if has_too_many_parts(body):
+        raise ApiError(400, f"the body: {TOO_MANY_PARTS}")
     try:
         body.decode()  # msgspec counts bytes from the start of a string, not of the body
         raw = decode_json(body.removeprefix(BOM_UTF8))

@@ -7,8 +7,8 @@ import pytest
 from msgspec.inspect import AnyType, type_info
 
 from penstock.protocol.messages.codec import JSON, MSGPACK, REQUEST_TYPES
-from penstock.protocol.nesting import MAX_DEPTH
-from penstock.services.gateway.validation import UNTYPED, decode_request
+from penstock.protocol.nesting import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS
+from penstock.services.gateway.validation import UNTYPED, RefusedError, decode_request
 from tests.services.gateway.test_validation import MAX_BYTES, refusal
 
 
@@ -61,6 +61,42 @@ def test_what_is_no_object_of_finite_numbers(frame: bytes, field: str | None, me
 def test_what_recurses_too_deep_to_be_decoded_is_refused() -> None:
     for frame in (b'{"tools": [' + b"[" * 50_000, b"\x81\xa5tools" + b"\x91" * 50_000 + b"\xc0"):
         assert "got an undecodable frame" in str(refusal(frame))
+
+
+@pytest.mark.parametrize("encode", [msgspec.json.encode, msgspec.msgpack.encode])
+@pytest.mark.parametrize("part", [[], {}, {"a": [1]}, ["\\", "[", {'"': "]"}]])
+def test_the_number_of_lists_and_maps_has_a_limit(encode: Any, part: Any) -> None:
+    text = '[{"\\"' * MAX_CONTAINERS
+    per_part = {0: 1, 1: 2, 3: 2}[len(part)]
+
+    def frame(num_parts: int, scalar: Any = 1) -> bytes:
+        untyped = {"x": [part] * num_parts, "y": [scalar] * 100_000, "z": text}
+        message = {"role": "user", "content": "x"}
+        encoded: bytes = encode({"messages": [message], "chat_template_kwargs": untyped})
+        return encoded
+
+    codec = JSON if encode is msgspec.json.encode else MSGPACK
+    for scalar in (1, 300, 70_000, 2**40, -1, -200, -(2**40), 1.5, None, True, "é", "y" * 40):
+        decode_request(codec, frame((MAX_CONTAINERS - 6) // per_part, scalar), 1 << 24)
+    over = frame((MAX_CONTAINERS + 1) // per_part)
+    error = refusal(over, 1 << 24)
+    assert str(error).startswith(f"the request: got more than {MAX_CONTAINERS} lists and maps")
+
+
+def test_the_number_of_strings_in_json_has_a_limit() -> None:
+    frame = b'{"prompt": ["%b"]}' % b'","'.join([b"\\"] * (2 * MAX_STRINGS + 1))
+    assert "or 262144 strings" in str(refusal(frame, 1 << 24))
+
+
+def test_parts_of_broken_frames_are_counted_in_linear_time() -> None:
+    for frame in (
+        b'{"x":"' + b'\\"' * 1_000_000 + b"[" * (MAX_CONTAINERS + 1),
+        b'"' * 200_000 + b"[" * MAX_CONTAINERS,
+        b"\xdd" * 1_000_000,
+        b"\xdb\xff\xff\xff\xff" * 100_000,
+        b"\xc1" * 100_000,
+    ):
+        assert isinstance(refusal(frame, 1 << 24), RefusedError)
 
 
 def test_every_field_that_takes_anything_has_its_depth_checked() -> None:

@@ -1,5 +1,6 @@
 """Every refusal names the field, the value and the limit."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -9,16 +10,18 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
     ChatMessage,
     DetokenizeRequest,
+    ErrorReply,
     GenerateRequest,
     TokenizePromptRequest,
 )
-from penstock.protocol.messages.codec import JSON, MSGPACK
+from penstock.protocol.messages.codec import JSON, MSGPACK, codec_of
 from penstock.services.gateway.validation import (
     UNTYPED,
     RefusedError,
     Validation,
     decode_request,
 )
+from tests.services.gateway.conftest import GatewayHarness
 
 MAX_BYTES = 100_000
 
@@ -29,9 +32,9 @@ def admission() -> Validation:
     return Validation(config)
 
 
-def refusal(frame: bytes) -> RefusedError:
+def refusal(frame: bytes, max_bytes: int = MAX_BYTES) -> RefusedError:
     with pytest.raises(RefusedError) as caught:
-        decode_request(JSON if frame[:1] < b"\x80" else MSGPACK, frame, MAX_BYTES)
+        decode_request(JSON if frame[:1] < b"\x80" else MSGPACK, frame, max_bytes)
     return caught.value
 
 
@@ -254,3 +257,38 @@ def test_a_message_is_continued_or_answered() -> None:
     )
     with pytest.raises(RefusedError, match="got true, as add_generation_prompt"):
         admission().check(request, is_req_socket=False)
+
+
+REFUSALS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"max_tokens": 0}, {}),
+    ({"prompt": None}, {}),
+    ({"model": "another"}, {}),
+    ({"prompt": "x" * 5000}, {}),
+    ({"prompt": None, "messages": [{"role": "user", "content": "x", "tool_calls": []}]}, {}),
+    ({"chat_template_kwargs": {"x": [[]] * 70_000}}, {"max_request_bytes": 1 << 20}),
+    ({"chat_template_kwargs": {"x": [[[]]]}}, {"max_open_bytes": 10}),
+    ({"client": "10.0.0.1"}, {}),
+]
+
+
+@pytest.mark.parametrize("encode", [msgspec.json.encode, msgspec.msgpack.encode])
+@pytest.mark.parametrize(("fields", "options"), REFUSALS)
+def test_a_refusal_has_the_id_of_its_request(
+    start_gateway: Callable[..., GatewayHarness], encode: Any, fields: Any, options: Any
+) -> None:
+    harness = start_gateway(**{"max_request_bytes": 4000} | options)
+    socket = harness.connect()
+    socket.send(encode({"request_id": "mine", "prompt": "x", "n": 2} | fields))
+    reply = harness.receive_reply(socket, JSON if encode is msgspec.json.encode else MSGPACK)
+    assert (type(reply), reply.request_id) == (ErrorReply, "mine")
+
+
+@pytest.mark.parametrize("frame", [b'{"request_id": "mine"', b'{"request_id": 7}', b"[]", b"\x81"])
+def test_a_request_whose_id_is_not_known_is_refused_without_one(
+    start_gateway: Callable[..., GatewayHarness], frame: bytes
+) -> None:
+    harness = start_gateway()
+    socket = harness.connect()
+    socket.send(frame)
+    codec = codec_of(frame)
+    assert harness.receive_reply(socket, codec).request_id is None
