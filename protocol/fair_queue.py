@@ -1,4 +1,8 @@
-"""A queue that clients share in turns: no client waits for all that another one has sent."""
+"""A queue that clients share in turns: no client waits for all that another client has sent.
+
+A client's name may have two parts, address and connection: an address has one turn, which its
+connections have one after the other.
+"""
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
@@ -7,20 +11,25 @@ from itertools import count
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
+Entry = tuple[int, int, Item, str]
+"""(priority, number, item, client)"""
+SEPARATOR = "\n"
+"""of the parts of a client's name"""
 
 
 class FairQueue(Generic[Item]):
-    """Round-robin over clients; of one client, by lowest priority value and age.
+    """Round-robin over addresses, and over the clients of each; of one client, by priority and age.
+
+    A lower priority value is handled earlier.
 
     Operations search in O(log n), n the items of one client, and move the later ones in its list.
     No I/O, no clock.
     """
 
     def __init__(self) -> None:
-        self._turns: OrderedDict[str, list[tuple[int, int, Item, str]]] = OrderedDict()
-        """client → its entries, sorted; in the order of their turns"""
-        self._entries: dict[Item, tuple[int, int, Item, str]] = {}
-        """(priority, number, item, client)"""
+        self._turns: OrderedDict[str, OrderedDict[str, list[Entry[Item]]]] = OrderedDict()
+        """address → client → its entries, sorted; both in the order of their turns"""
+        self._entries: dict[Item, Entry[Item]] = {}
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -35,11 +44,13 @@ class FairQueue(Generic[Item]):
     def add(self, item: Item, client: str, priority: int = 0) -> None:
         """Append an item; a client without items gets the last turn."""
         entry = self._entries[item] = (priority, next(self._numbers), item, client)
-        insort(self._turns.setdefault(client, []), entry)
+        clients = self._turns.setdefault(_address(client), OrderedDict())
+        insort(clients.setdefault(client, []), entry)
 
     def first(self, skipped: Collection[str] = ()) -> Item | None:
         """Return the next item, of the first client in turn that is not skipped."""
-        return next((own[0][2] for name, own in self._turns.items() if name not in skipped), None)
+        turns = ((name, own) for clients in self._turns.values() for name, own in clients.items())
+        return next((own[0][2] for name, own in turns if name not in skipped), None)
 
     def take(self) -> Item | None:
         """Remove the next item; its client has had its turn."""
@@ -55,12 +66,21 @@ class FairQueue(Generic[Item]):
         if entry is None:
             return False
         client = entry[-1]
-        own = self._turns[client]
+        clients = self._turns[_address(client)]
+        own = clients[client]
         del own[bisect_left(own, entry)]
         if not own:
-            del self._turns[client]
+            del clients[client]
+        if not clients:
+            del self._turns[_address(client)]
         return True
 
     def end_turn(self, client: str) -> None:
-        if client in self._turns:
-            self._turns.move_to_end(client)
+        clients = self._turns.get(_address(client), OrderedDict())
+        if client in clients:
+            clients.move_to_end(client)
+            self._turns.move_to_end(_address(client))
+
+
+def _address(client: str) -> str:
+    return client.partition(SEPARATOR)[0]

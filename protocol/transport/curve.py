@@ -75,7 +75,8 @@ class Authenticator:
             version, number, domain, address, _, _, key = (frame.bytes for frame in frames)
             accepted = self._admits(domain, z85.encode(key), address)
             status = b"200" if accepted else b"400"
-            self.channel.try_send([version, number, status, b"", b"", b""])
+            user = z85.encode(key)  # libzmq puts it at each message, as `User-Id`
+            self.channel.try_send([version, number, status, b"", user, b""])
 
     def _admits(self, domain: bytes, key: bytes, address: bytes) -> bool:
         try:

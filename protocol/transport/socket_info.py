@@ -13,6 +13,8 @@ import struct
 import sys
 import termios
 from collections.abc import Iterator
+from functools import lru_cache
+from ipaddress import ip_address, ip_network
 from typing import Any, NamedTuple
 
 import zmq
@@ -24,6 +26,12 @@ _COUNTERS = struct.Struct("QQ")
 _COUNTERS_AT = 120
 """offset of `tcpi_bytes_acked` and `tcpi_bytes_received` in `struct tcp_info`"""
 _INT = struct.Struct("i")
+_CREDENTIALS = struct.Struct("iII")
+"""`struct ucred`: process, user and group"""
+IPV6_PREFIX = 64
+"""bits of an address that a provider assigns to one customer"""
+MAX_KNOWN = 256
+"""hosts whose form is remembered: a header may have 64 KB"""
 _SO_NWRITE = 0x1024
 """bytes that macOS has yet to send"""
 
@@ -70,6 +78,29 @@ def peer_host(fd: int) -> str:
             return "" if end.family == socket.AF_UNIX else str(end.getpeername()[0])
     except OSError:
         return ""
+
+
+def peer_process(fd: int) -> int:
+    """Return the id of the process at the other end of a Unix socket; 0 where it is not known."""
+    try:
+        with _borrowed(fd) as end:
+            return _CREDENTIALS.unpack(
+                end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )[0]
+    except (OSError, AttributeError):  # macOS has no SO_PEERCRED
+        return 0
+
+
+@lru_cache(MAX_KNOWN)
+def network_of(host: str) -> str:
+    """Return an address, of IPv6 its network; a name, and nothing, as it is."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    if address.version == 6 and not address.ipv4_mapped:
+        return str(ip_network((address, IPV6_PREFIX), strict=False))
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def shut_down(fd: int) -> None:

@@ -7,7 +7,7 @@ from penstock.protocol.messages.codec import Codec
 
 
 class Share:
-    """Open work of one client, which is a connection or, over HTTP, an address."""
+    """Open work of one client: a key, an address, or a process on this machine."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -54,6 +54,7 @@ class Connection:
     ) -> None:
         """fd: libzmq's descriptor. is_inner: of a process of the pipeline; it names its clients."""
         self.fd = fd
+        self.number = 0
         self.is_inner = is_inner
         self.num_messages = 0
         """received"""
@@ -94,3 +95,5 @@ class Client(NamedTuple):
     connection: Connection
     share: Share
     """of the client that an HTTP server names, otherwise of the connection"""
+    turn: str = ""
+    """name in a `FairQueue`: the connections of one client take turns"""

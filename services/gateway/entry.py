@@ -4,6 +4,7 @@ from time import monotonic
 
 import msgspec
 
+from penstock.protocol.generation_config import GenerationConfig
 from penstock.protocol.messages.client import (
     ErrorReply,
     FinishReason,
@@ -15,6 +16,7 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
     Usage,
 )
+from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.logprobs import TokenLogprobs
 from penstock.protocol.messages.metrics import Metrics, RequestTimes
 from penstock.protocol.messages.packed import pack
@@ -40,6 +42,8 @@ POOLED = SamplingParams(
 """parameters of a request with `pooling`, whose logits nothing may change"""
 _LOGPROB_BYTES = 256
 """bytes that one `Logprob` counts for: four objects and their struct"""
+DEFAULTS = GenerationConfig()
+_decode = msgspec.msgpack.Decoder(GenerateRequest).decode
 Output = TextDelta | GenerateReply | ErrorReply
 
 
@@ -49,6 +53,8 @@ class GapError(Exception):
 
 class Entry:
     """One request: its client, tokens and text so far, and how much of them was delivered.
+
+    The request is kept as its bytes: its lists and maps may be 70 times as large.
 
     Its own methods and these classes write its fields (`test_entry_writers.py` compares):
 
@@ -60,18 +66,24 @@ class Entry:
     """
 
     def __init__(
-        self, request: GenerateRequest, request_id: str, client: Client, num_bytes: int = 0
+        self,
+        request: GenerateRequest,
+        request_id: str,
+        client: Client,
+        num_bytes: int = 0,
+        generation: GenerationConfig = DEFAULTS,
     ) -> None:
-        """num_bytes: of the request's frame."""
-        self.request = request
+        """num_bytes: of the request's frame. generation: the model's defaults of sampling."""
+        self.frame = MSGPACK.encode(request)
+        self._generation = generation
         self.request_id = request_id
         self.client = client
-        self.share = client.share
+        self.share, self.turn = client.share, client.turn
         self.totals: Totals  # of its model, in the ledger
         self.priority = request.priority
-        self.sampling = POOLED
-        if request.pooling is None:
-            self.sampling = msgspec.convert(request, SamplingParams, from_attributes=True)
+        self.is_stream, self.num_answers = request.stream, request.num_answers
+        self._max_tokens = None if request.pooling else request.max_tokens
+        self._stop_token_ids = request.stop_token_ids
         self.attempt = self.num_attempts = 0
         self.replica = 0
         self.migrated_from: dict[int, int] = {}
@@ -101,6 +113,7 @@ class Entry:
         self._stop_reason: StopReason = None
         self._token_bytes = TOKEN_BYTES + logprob_bytes(request.logprobs)
         self._logprobs: list[TokenLogprobs | None] | None = None
+        self._prompt_token_bytes = logprob_bytes(request.prompt_logprobs)
         if request.logprobs is not None:
             self._logprobs = [None] * len(self.token_ids)
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -115,23 +128,32 @@ class Entry:
         """The key of this attempt among the work of tokenizers."""
         return self.request_id, self.attempt
 
+    @property
+    def request(self) -> GenerateRequest:
+        """Return the request, decoded anew."""
+        return _decode(self.frame)
+
     def rewind(self) -> None:
         self._delivered_tokens = self._delivered_chars = self._delivered_pieces = 0
 
     def submission(self) -> TokenizeRequest:
+        given, sampling = self.request, POOLED
+        if given.pooling is None:
+            sampling = msgspec.convert(given, SamplingParams, from_attributes=True)
+            self._generation.fill(sampling)
         request = TokenizedRequest(
             request_id=self.request_id,
             attempt=self.attempt,
-            sampling=self.sampling,
+            sampling=sampling,
             output_token_ids=pack(self.token_ids),
             num_deaths=self.num_deaths,
-            cache_salt=self.request.cache_salt or "",
-            client=self.share.name,
+            cache_salt=given.cache_salt or "",
+            client=self.turn,
             priority=self.priority,
-            pooling=self.request.pooling,
-            is_chat=self.request.messages is not None,
+            pooling=given.pooling,
+            is_chat=given.messages is not None,
         )
-        prompt = {name: getattr(self.request, name) for name in PromptFields.__struct_fields__}
+        prompt = {name: getattr(given, name) for name in PromptFields.__struct_fields__}
         return TokenizeRequest(request=request, replica=self.replica, **prompt)
 
     def append(self, delta: TextDelta) -> bool:
@@ -149,7 +171,7 @@ class Entry:
             raise GapError(f"delta begins at token {delta.token_offset}; {num_known} are known")
         if (of_prompt := delta.prompt_logprobs) and self._prompt_logprobs is None:
             self._prompt_logprobs = of_prompt
-            self._result_bytes = len(of_prompt) * logprob_bytes(self.request.prompt_logprobs)
+            self._result_bytes = len(of_prompt) * self._prompt_token_bytes
             self.num_bytes += self._result_bytes
         token_ids, text = delta.token_ids[num_tokens:], delta.text[num_chars:]
         if not token_ids and not text and delta.finish_reason is None:
@@ -183,7 +205,7 @@ class Entry:
     def undelivered(self) -> TextDelta | None:
         """Return the output that a streaming client has not been sent; None if there is none."""
         num_pieces = len(self._text) - self._delivered_pieces
-        if not self.request.stream or not num_pieces:
+        if not self.is_stream or not num_pieces:
             return None
         token_ids = self.token_ids[self._delivered_tokens :]
         text = self._text[-1] if num_pieces == 1 else "".join(self._text[self._delivered_pieces :])
@@ -215,7 +237,7 @@ class Entry:
     def num_unread_bytes(self) -> int:
         """About the number of bytes of answers that are kept for the client."""
         num_tokens = num_chars = num_bytes = 0
-        if self.request.stream:
+        if self.is_stream:
             num_tokens = len(self.token_ids) - self._delivered_tokens
             num_chars = self._num_chars - self._delivered_chars
             num_bytes = 0 if self._delivered_pieces else self._result_bytes
@@ -227,7 +249,7 @@ class Entry:
 
     def reply(self, reason: FinishReason) -> GenerateReply:
         last = self.token_ids[-1] if self.token_ids else None
-        stop_reason = self._stop_reason or (last if last in self.sampling.stop_token_ids else None)
+        stop_reason = self._stop_reason or (last if last in self._stop_token_ids else None)
         return GenerateReply(
             request_id=self.request_id,
             text="".join(self._text),
@@ -269,10 +291,10 @@ class Entry:
         metrics.e2e_request_latency_seconds.add(now - self.accepted_at)
         metrics.request_prompt_tokens.add(usage.prompt_tokens)
         metrics.request_generation_tokens.add(usage.output_tokens)
-        if self.sampling.max_tokens is not None and self.request.pooling is None:
-            metrics.request_params_max_tokens.add(self.sampling.max_tokens)
-        if self.request.num_answers:
-            metrics.request_params_n.add(self.request.num_answers)
+        if self._max_tokens is not None:
+            metrics.request_params_max_tokens.add(self._max_tokens)
+        if self.num_answers:
+            metrics.request_params_n.add(self.num_answers)
         if times := reply.times:
             metrics.request_decode_time_seconds.add(times.decode)
             if (num_tokens := usage.output_tokens) > 1:

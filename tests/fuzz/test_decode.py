@@ -101,7 +101,6 @@ def use_request(message: TokenizedRequest) -> None:
 
 def use_accepted(entry: Entry) -> None:
     """As gateway and tokenizer do."""
-    GENERATION.fill(entry.sampling)
     frame = msgspec.msgpack.encode(entry.submission())
     sent = TO_TOKENIZER.decode(frame)
     assert msgspec.msgpack.encode(sent) == frame  # NaN, which a tool may hold, is equal to nothing
@@ -172,7 +171,8 @@ def test_requests() -> None:
             request = decode_request(codec, frame, max_request_bytes(CONFIG))
             if isinstance(request, GenerateRequest):
                 VALIDATION.check(request, is_req_socket=False)
-                use_accepted(Entry(request, "r", Client((b"c",), codec, Connection(), Share(""))))
+                client = Client((b"c",), codec, Connection(), Share(""))
+                use_accepted(Entry(request, "r", client, generation=GENERATION))
             num_accepted += 1
         except RefusedError as refused:
             reply = codec.decode_reply(codec.encode(refused.reply))

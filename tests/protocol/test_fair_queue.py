@@ -13,14 +13,17 @@ class Reference:
         self.items: list[tuple[int, int, str]] = []
         """(priority, item, client)"""
         self.turns: list[str] = []
+        self.addresses: list[str] = []
 
     def add(self, item: int, client: str, priority: int) -> None:
         self.items.append((priority, item, client))
         if client not in self.turns:
             self.turns.append(client)
+        if client[0] not in self.addresses:
+            self.addresses.append(client[0])
 
     def first(self, skipped: set[str]) -> int | None:
-        for client in self.turns:
+        for client in sorted(self.turns, key=lambda one: self.addresses.index(one[0])):
             if client not in skipped:
                 return min(one for one in self.items if one[2] == client)[1]
         return None
@@ -29,19 +32,20 @@ class Reference:
         found = [one for one in self.items if one[1] == item]
         self.items = [one for one in self.items if one[1] != item]
         self.turns = [t for t in self.turns if any(t == one[2] for one in self.items)]
+        self.addresses = [a for a in self.addresses if any(a == one[0] for one in self.turns)]
         return bool(found)
 
     def take(self) -> int | None:
         item = self.first(set())
         if item is not None:
-            client = self.turns[0]
+            client = next(one[2] for one in self.items if one[1] == item)
+            for turns, name in ((self.turns, client), (self.addresses, client[0])):
+                turns.append(turns.pop(turns.index(name)))
             self.remove(item)
-            if client in self.turns:
-                self.turns.append(self.turns.pop(0))
         return item
 
 
-clients = st.sampled_from("abcd")
+clients = st.sampled_from(["a", "b", "c\n1", "c\n2", "c\n3"])
 moves = st.one_of(
     st.tuples(st.just("add"), clients, st.integers(-1, 1)),
     st.tuples(st.just("remove"), st.integers(0, 60)),
@@ -72,5 +76,13 @@ def test_removed_items_do_not_pile_up() -> None:
     for item in range(1000):
         queue.add(item, "a")
         queue.remove(item)
-    assert len(queue._turns["a"]) == 1
+    assert len(queue._turns["a"]["a"]) == 1
     assert list(queue) == [-1]
+
+
+def test_many_connections_of_an_address_have_one_turn() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for number in range(100):
+        queue.add(f"many {number}", f"a\n{number}")
+    queue.add("single", "b")
+    assert [queue.take() for _ in range(3)] == ["many 0", "single", "many 1"]

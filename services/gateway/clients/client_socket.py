@@ -8,6 +8,7 @@ from time import monotonic
 import zmq
 
 from penstock.protocol.checkpoint import max_request_bytes
+from penstock.protocol.fair_queue import SEPARATOR
 from penstock.protocol.messages.client import ErrorReply, Reply, ReplyBatch, TextDelta
 from penstock.protocol.messages.codec import BATCH, MSGPACK, codec_of, has_number, reply_frames
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
@@ -51,6 +52,7 @@ class ClientSocket:
         self.connections = Connections(process.context.connect(zmq.PAIR, address))
         self.max_frame_bytes = max_request_bytes(config) + OVERSIZE_SLACK
         self.channel, self.connections.inner = bind_clients(process, address, self.max_frame_bytes)
+        self._has_keys = bool(config.curve_keys)
         self._frame_overhead = CURVE_FRAME_BYTES if config.curve_keys else FRAME_BYTES
         self.max_unread_bytes = config.max_unread_bytes
         self.ledger = ledger
@@ -69,8 +71,9 @@ class ClientSocket:
                     self.connections.cut_off(connection, ENVELOPE)
                     continue
                 *envelope, frame = (one.bytes for one in frames)
-                codec, share = codec_of(frame), connection.share
-                yield Client(tuple(envelope), codec, connection, share), frame
+                share = connection.share
+                turn = f"{share.name}{SEPARATOR}{connection.number}"
+                yield Client(tuple(envelope), codec_of(frame), connection, share, turn), frame
 
     def reply(self, client: Client, reply: Reply) -> None:
         self.send(client, client.codec.encode(reply))
@@ -233,5 +236,7 @@ class ClientSocket:
         connection = self.connections.by_fd.get(fd)
         if connection is None or connection.identity != identity:
             connection = self.connections.sender(fd, identity)
+            if self._has_keys and not connection.is_inner:
+                self.connections.set_key(connection, str(frame.get("User-Id")))
         connection.num_messages += 1
         return None if connection.is_cut_off else connection

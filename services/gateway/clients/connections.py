@@ -14,7 +14,14 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from penstock.protocol.transport.channel import Channel
-from penstock.protocol.transport.socket_info import duplicate, peer_host, shut_down, take_events
+from penstock.protocol.transport.socket_info import (
+    duplicate,
+    network_of,
+    peer_host,
+    peer_process,
+    shut_down,
+    take_events,
+)
 from penstock.services.gateway.client import Client, Connection, Share
 from penstock.services.gateway.validation import refusal
 
@@ -46,7 +53,7 @@ class Connections:
         self.by_fd: dict[int, Connection] = {}
         self._nobody = Connection(is_closed=True)
         self._shares: WeakValueDictionary[str, Share] = WeakValueDictionary()
-        """of the clients that our HTTP servers name"""
+        """by name"""
         self._numbers = count(1)
         self._limits = ConnectionLimits()
         self._num_cut_off: Counter[str] = Counter()
@@ -76,8 +83,11 @@ class Connections:
             self.cut_off(*self.refused.pop())
 
     def open(self, fd: int, host: str = "", is_inner: bool = False) -> Connection:
-        share = Share(f"connection {next(self._numbers)}")
-        connection = self.by_fd[fd] = Connection(fd, share, is_inner)
+        number = next(self._numbers)
+        process = not (host or is_inner) and peer_process(fd)
+        name = network_of(host) or (f"process {process}" if process else f"connection {number}")
+        connection = self.by_fd[fd] = Connection(fd, self._share(name), is_inner)
+        connection.number = number
         connection.host = host
         if reason := self._limits.opened(host):
             self._refuse(self._oldest_silent(host) or connection, reason)
@@ -144,10 +154,17 @@ class Connections:
         """Return the client that a request names. Raises RefusedError where it may name none."""
         if not client.connection.is_inner:
             raise refusal("client", f"got {name!r}, expected none: only HTTP servers name clients")
+        return client._replace(share=self._share(name), turn=name)
+
+    def set_key(self, connection: Connection, key: str) -> None:
+        """Record the CURVE key of a connection's client, before its first request."""
+        connection.share = self._share(f"key {key}")
+
+    def _share(self, name: str) -> Share:
         share = self._shares.get(name)
         if share is None:
             share = self._shares[name] = Share(name)
-        return client._replace(share=share)
+        return share
 
     def _oldest_silent(self, host: str) -> Connection | None:
         """Return the connection of this machine that has been silent longest."""

@@ -100,10 +100,10 @@ class Requests:
 
     def _accept(self, client: Client, request: GenerateRequest, num_bytes: int) -> None:
         self._check_drain(request)
-        entry = Entry(request, request.request_id or uuid4().hex, client, num_bytes)
+        request_id = request.request_id or uuid4().hex
+        entry = Entry(request, request_id, client, num_bytes, self._generation)
         self._admission.check(num_bytes, entry.num_waiting_tokens, client.share)
         self.validation.check(request, is_req_socket=client.envelope[-1] == b"")
-        self._generation.fill(entry.sampling)
         self._ledger.open(entry, self.totals)
         self._router.assign(entry)
         if request.timeout is not None:
@@ -148,7 +148,7 @@ class Requests:
             entry.record_tokens(self.metrics, num_new, now)
         if is_new and delta.finish_reason:
             self.answer(entry, entry.reply(delta.finish_reason))
-        elif is_new and entry.request.stream:
+        elif is_new and entry.is_stream:
             self.clients.deliver(entry)
 
     def on_tokenized(self, request_id: str, attempt: int, num_tokens: int, by: bytes) -> None:

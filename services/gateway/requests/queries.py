@@ -3,12 +3,17 @@
 from collections.abc import Iterator
 from itertools import count
 
+import msgspec
+
 from penstock.protocol.messages.client import TokenizePromptRequest
+from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.messages.tokenizer import TokenizerQuery, TokenizerReply
 from penstock.services.gateway.client import Client, Totals
 from penstock.services.gateway.clients.client_socket import ClientSocket
 from penstock.services.gateway.entry import Entry, estimated_tokens
 from penstock.services.gateway.validation import TokenizerRequest
+
+_decode = msgspec.msgpack.Decoder(TokenizerRequest).decode
 
 
 class Query:
@@ -20,10 +25,15 @@ class Query:
         self.key = number
         self.client = client
         self.size = num_bytes
-        self.share = client.share
+        self.share, self.turn = client.share, client.turn
         self.priority = 0
         self.num_tokens = num_query_tokens(request)
-        self.request = request
+        self.frame = MSGPACK.encode(request)  # its lists may be 70 times as large
+
+    @property
+    def request(self) -> TokenizerRequest:
+        """Return the request, decoded anew."""
+        return _decode(self.frame)
 
     @property
     def is_open(self) -> bool:

@@ -108,7 +108,7 @@ class Tokenizers:
 
     def _enqueue(self, work: Work, priority: int) -> None:
         self.unassigned.remove(work)
-        self.unassigned.add(work, work.share.name, priority)
+        self.unassigned.add(work, work.turn, priority)
 
     def _enqueue_first(self, lost: list[Work]) -> None:
         self._num_losses += 1

@@ -6,7 +6,7 @@ import re
 import uuid
 from contextvars import ContextVar
 from functools import lru_cache
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_address
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -16,12 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import NO_CONTROL
 from penstock.protocol.transport.context import is_loopback
+from penstock.protocol.transport.socket_info import MAX_KNOWN, network_of
 from penstock.services.http.shared.errors import ApiError, error_response, is_for_anthropic
 
-IPV6_PREFIX = 64
-"""bits of an address that a provider assigns to one customer"""
-MAX_KNOWN = 256
-"""hosts and addresses whose form is remembered: a header may have 64 KB"""
 _MAX_ID = 128
 """characters of X-Request-Id; a longer one is replaced"""
 
@@ -152,18 +149,7 @@ def _client_name(scope: Scope) -> str | None:
 
     Behind a proxy on this machine, uvicorn has put the address of `X-Forwarded-For` there.
     """
-    return _network(scope["client"][0] if scope.get("client") else "")
-
-
-@lru_cache(MAX_KNOWN)
-def _network(host: str) -> str | None:
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host or None
-    if address.version == 6 and not address.ipv4_mapped:
-        return str(ip_network((address, IPV6_PREFIX), strict=False))
-    return str(getattr(address, "ipv4_mapped", None) or address)
+    return network_of(scope["client"][0] if scope.get("client") else "") or None
 
 
 def _key_of(headers: Headers) -> str:

@@ -85,13 +85,17 @@ class GatewayHarness:
         return self.connect(None, self.gateway.connections.inner.decode(), **options)
 
     def connect(
-        self, keys: Path | None = None, endpoint: str = "", **options: int
+        self,
+        keys: Path | None = None,
+        endpoint: str = "",
+        client: str = "client",
+        **options: int,
     ) -> "zmq.Socket[bytes]":
         """Return a client."""
         socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         if keys:
-            secure_client(socket, keys, "client")
+            secure_client(socket, keys, client)
         for option, value in options.items():
             socket.setsockopt(getattr(zmq, option), value)
         socket.connect(endpoint or self.endpoint)

@@ -1,6 +1,7 @@
 """Counters and histograms, with moments that the test makes up."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,9 @@ from penstock.services.gateway.entry import Entry
 from tests.services.gateway.conftest import PROMPT, GatewayHarness, request
 
 
-def entry(accepted_at: float) -> Entry:
+def entry(accepted_at: float, **fields: Any) -> Entry:
     client = Client((b"c",), JSON, Connection(), Share(""))
-    one = Entry(GenerateRequest(prompt="p"), "a", client)
+    one = Entry(GenerateRequest(prompt="p", **fields), "a", client)
     one.accepted_at, one.num_prompt_tokens, one.num_cached_tokens = accepted_at, 30, 16
     return one
 
@@ -40,9 +41,8 @@ def counted(histogram: Histogram) -> dict[float, int]:
 
 
 def test_a_request_from_its_acceptance_to_its_answer() -> None:
-    metrics, its = Metrics.empty(4096), entry(accepted_at=100.0)
+    metrics, its = Metrics.empty(4096), entry(accepted_at=100.0, max_tokens=5)
     its.phase_seconds = (0.02, 0.9)
-    its.sampling.max_tokens = 5
     for num_tokens, now in ((1, 100.2), (3, 100.26), (1, 100.5)):
         its.token_ids += [7] * num_tokens
         its.record_tokens(metrics, num_tokens, now)
@@ -69,8 +69,7 @@ def test_a_request_from_its_acceptance_to_its_answer() -> None:
 def test_n_is_counted_once_though_each_answer_is_a_request() -> None:
     metrics = Metrics.empty(4096)
     for num_answers in (3, 0, 0, 1):
-        one = entry(1.0)
-        one.request.num_answers = num_answers
+        one = entry(1.0, num_answers=num_answers)
         one.record_end(metrics, one.reply("abort"), 2.0)
     assert metrics.request_params_n.sum == 4.0
     assert counted(metrics.request_params_n) == {1.0: 1, 5.0: 1}

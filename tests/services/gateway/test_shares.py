@@ -1,11 +1,16 @@
 """Shares of clients, and who may name clients."""
 
+import gc
+import os
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.messages.client import ErrorReply
+from penstock.launch.pipeline.keys import make_keys
+from penstock.protocol.messages.client import ChatMessage, ErrorReply, TokenizePromptRequest
 from penstock.protocol.messages.codec import JSON
 from penstock.services.gateway.client import Client
 from penstock.services.gateway.clients.connections import Connections
@@ -44,7 +49,7 @@ def test_shares_are_forgotten_with_their_requests() -> None:
     share = connections.named_client(client, "10.0.0.1").share
     assert connections.named_client(client, "10.0.0.1").share is share
     del share
-    assert not len(connections._shares)
+    assert "10.0.0.1" not in connections._shares
     names = {connections.open(fd).share.name for fd in range(3)}
     assert len(names) == 3
 
@@ -53,18 +58,18 @@ def test_one_client_that_fills_all_places_leaves_one(
     start_gateway: Callable[..., GatewayHarness],
 ) -> None:
     harness = start_gateway(max_num_seqs=2, max_waiting_requests=2)
-    greedy, other = harness.connect(), harness.connect()
-    harness.submit(greedy, "a", "b", "c", "d")
-    harness.send(greedy, request("e"))
-    refused = harness.receive_reply(greedy)
+    socket = harness.connect_inside()
+    harness.submit(socket, "a", "b", "c", "d", client="greedy")
+    harness.send(socket, request("e", client="greedy"))
+    refused = harness.receive_reply(socket)
     assert isinstance(refused, ErrorReply)
     assert refused.code == "overloaded"
-    harness.submit(other, "mine")
-    harness.send(other, request("more"))
-    assert harness.receive_reply(other).code == "overloaded"
+    harness.submit(socket, "mine", client="other")
+    harness.send(socket, request("more", client="other"))
+    assert harness.receive_reply(socket).code == "overloaded"
     for request_id in ("a", "mine"):
         harness.send_tokens(request_id, 0, 1, finish_reason="stop")
-    harness.submit(greedy, "e")
+    harness.submit(socket, "e", client="greedy")
     assert [share.num_open for share in map(share_of(harness), ("b", "e"))] == [4, 4]
 
 
@@ -83,11 +88,67 @@ def test_shares_end_at_nothing(start_gateway: Callable[..., GatewayHarness]) -> 
     for request_id in "abc":
         harness.send_tokens(request_id, 0, 4, finish_reason="stop")
     assert vars(share) == {
-        "name": "connection 1",
+        "name": f"process {os.getpid()}",
         "num_open": 0,
         "num_waiting_tokens": 0,
         "num_bytes": 0,
     }
+
+
+def test_connections_of_one_process_are_one_client(
+    start_gateway: Callable[..., GatewayHarness],
+) -> None:
+    harness = start_gateway()
+    many = [harness.connect() for _ in range(3)]
+    for number, socket in enumerate(many):
+        harness.submit(socket, f"{number}")
+    shares = [share_of(harness)(f"{number}") for number in range(3)]
+    assert shares == [shares[0]] * 3
+    harness.submit(harness.connect_inside(), "other", client="10.0.0.1")
+    tasks = [harness.tokenize() for _ in range(4)]
+    assert [task.request_id for task in tasks] == ["0", "other", "1", "2"]
+    assert len({task.client for task in tasks}) == 4  # of which three have a turn together
+
+
+@pytest.mark.parametrize("where", ["127.0.0.1", "[::1]"])
+def test_connections_of_one_address_are_one_client(
+    start_gateway: Callable[..., GatewayHarness], where: str
+) -> None:
+    harness = start_gateway(endpoint=f"tcp://{where}:*")
+    for number in range(3):
+        harness.submit(harness.connect(IPV6=1), f"{number}")
+    names = {share_of(harness)(f"{number}").name for number in range(3)}  # type: ignore[attr-defined]
+    assert names == {"127.0.0.1" if where == "127.0.0.1" else "::/64"}
+
+
+def test_connections_with_one_key_are_one_client(
+    start_gateway: Callable[..., GatewayHarness], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    make_keys(keys, None)
+    make_keys(keys, "alice")
+    harness = start_gateway(curve_keys=str(keys), endpoint="tcp://127.0.0.1:*")
+    for number, client in enumerate(("alice", "client", "alice")):
+        socket = harness.connect(keys, client=client)
+        harness.submit(socket, f"{number}")
+    alice, client, again = (share_of(harness)(f"{number}") for number in range(3))
+    assert alice is again is not client
+
+
+def test_what_is_kept_of_a_request_is_its_bytes(
+    start_gateway: Callable[..., GatewayHarness],
+) -> None:
+    harness = start_gateway()
+    socket, message = harness.connect(), ChatMessage(role="user", content="x")
+    kept = {"chat_template_kwargs": {"x": [[] for _ in range(60_000)]}}
+    gc.collect()
+    before = len(gc.get_objects())
+    harness.submit(socket, "a", prompt=None, messages=[message], **kept)
+    harness.send(socket, TokenizePromptRequest(messages=[message], **kept))
+    harness.run_until(lambda: len(harness.gateway.default.requests.queries))
+    gc.collect()
+    assert len(gc.get_objects()) < before + 10_000
+    assert harness.next_tokenizer_task().chat_template_kwargs == kept["chat_template_kwargs"]
 
 
 def test_only_our_own_processes_name_clients(start_gateway: Callable[..., GatewayHarness]) -> None:

@@ -32,7 +32,7 @@ class Sink(Channel[Any]):
 
 
 def entry(request_id: str, prompt: Any = "short", **fields: Any) -> Entry:
-    request = GenerateRequest(prompt=prompt, **fields)
+    request = GenerateRequest(prompt=prompt or "x", **fields)
     return Entry(request, request_id, Client((b"c",), JSON, Connection(), Share("")))
 
 

@@ -235,6 +235,7 @@ class Job:
         self.key = key
         self.request = GenerateRequest(prompt=[key])
         self.share = Share("")
+        self.turn = ""
         self.priority = 0
 
     def submission(self) -> Any:
