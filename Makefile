@@ -3,8 +3,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
-PACKAGES := kernels launch models protocol services
+# without an NVIDIA GPU, torch comes from here: 190 MB in place of several GB with CUDA
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# `make serve NAME=second`; not from the environment, where WSL has a NAME
+NAME :=
 
 PYTEST := $(BIN)/python -P -m pytest
 # some environments forbid bytecode files: then each of hundreds of processes compiles our sources
@@ -18,8 +20,8 @@ PARALLEL := --dist loadfile --no-loadscope-reorder --numprocesses
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-serve: $(VENV)/.serve  ## a demo model on tcp://127.0.0.1:5555, in two tensor-parallel workers
-	$(BIN)/launch all --tp 2
+serve: $(VENV)/.serve  ## a demo model in two tensor-parallel workers; NAME=second: a second one
+	$(BIN)/launch all --tp 2 $(NAME:%=--name %)
 
 # three at a time on two cores: tests of pipelines wait for processes a fifth of their time
 test: $(VENV)/.dev  ## the tests that need no GPU
@@ -40,28 +42,41 @@ test-clients: $(VENV)/.dev build/clients/.ready  ## clients in Python and on npm
 
 test-all: test test-long test-search test-clients  ## every test that needs no GPU
 
-check: $(VENV)/.dev typing  ## lint, types, import rules, size budget, English, pages
+check: $(VENV)/.dev  ## lint, types, import rules, size budget, English, pages, versions on PyPI
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PACKAGES:%=build/typing/penstock/%)
-	PYTHONPATH=build/typing $(BIN)/lint-imports
+	$(BIN)/mypy src/penstock
+	$(BIN)/lint-imports
 	$(BIN)/python -P .ci/size_budget.py
 	$(BIN)/python -P .ci/english.py
 	$(BIN)/python -P .ci/links.py
 	$(BIN)/python -m tests.docs.reference --check
 	$(BIN)/zensical build --strict
+	$(BIN)/python -P .ci/resolve.py
 
 docs: $(VENV)/.dev  ## the reference pages from the code, and the site in build/site
 	$(BIN)/python -m tests.docs.reference
 	$(BIN)/zensical build --strict
 
+# uv is faster, but reads neither pip's configuration nor PIP_INDEX_URL and the like
+define INSTALL
+if command -v uv >/dev/null && ! $(BIN)/pip config list | grep -Eq 'index|links|constraint|cert|proxy'; \
+then set -- uv pip install --python $(BIN)/python; \
+else set -- $(BIN)/pip install --disable-pip-version-check; fi; \
+"$$@" --constraint constraints.txt
+endef
+
 $(VENV)/.serve: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable .
+	@nvidia-smi -L 2>/dev/null || { echo 'No NVIDIA GPU: the CPU build of torch from $(TORCH_CPU_INDEX)'; \
+		export PIP_RETRIES=1; $(INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) torch; } || \
+		echo 'The CPU build of torch was not found. The default build follows, several GB with' \
+			'CUDA; `make serve TORCH_CPU_INDEX=URL` names another index.'
+	@$(INSTALL) --editable .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.serve
-	$(PIP) --editable '.[dev]'
+	@$(INSTALL) --editable '.[dev]'
 	touch $@
 
 build/clients/.ready: tests/pipeline/clients/requirements.txt tests/pipeline/clients/package-lock.json
@@ -72,12 +87,5 @@ build/clients/.ready: tests/pipeline/clients/requirements.txt tests/pipeline/cli
 	cd build/clients && PATH="$$PWD/bin:$$PATH" npm ci --silent --no-audit --no-fund
 	touch $@
 
-# mypy and import-linter want the folders under their import name
-.PHONY: typing
-typing:
-	mkdir -p build/typing/penstock
-	ln -sfn ../../../launch/api/__init__.py build/typing/penstock/__init__.py
-	for folder in $(PACKAGES); do ln -sfn ../../../$$folder build/typing/penstock/$$folder; done
-
 clean:  ## remove what make has made
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build src/*.egg-info

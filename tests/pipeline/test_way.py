@@ -39,8 +39,9 @@ def files_in(folder: Path, phase: int, packages: tuple[str, ...]) -> set[Path]:
     """Return the files of some packages that ran code in a phase."""
     calls = "".join(path.read_text() for path in folder.glob("*.calls")).splitlines()
     names = [call.removeprefix(f"{phase} ") for call in calls if call.startswith(f"{phase} ")]
+    paths = {Path(name).resolve() for name in names}
     tops = tuple(f"{ROOT / package}/" for package in packages)
-    return {Path(name) for name in names if name.startswith(tops)}
+    return {path for path in paths if str(path).startswith(tops)}
 
 
 def size(paths: set[Path]) -> tuple[int, int]:
