@@ -17,6 +17,7 @@ from msgspec.structs import asdict
 
 from penstock.protocol.messages.plan import MAX_BLOCKS, MAX_SLOTS
 
+DISTRIBUTION = "penstock-llm"  # the name on PyPI; `penstock` is another project there
 DEFAULT_CLIENT = "client"
 """whose key is used where no client is named"""
 

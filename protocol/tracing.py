@@ -37,7 +37,7 @@ def check_tracing(config: Config) -> None:
     except ImportError as error:
         raise TracingError(
             f"--otlp-endpoint is {address}, but {error.name} is not installed: "
-            "pip install 'penstock[otel]'"
+            "pip install 'penstock-llm[otel]'"
         ) from error
 
 

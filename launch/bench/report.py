@@ -11,7 +11,7 @@ from typing import Any
 from penstock.launch.bench.figures import Figures
 from penstock.launch.commands.gpus import physical_gpus
 from penstock.launch.pipeline.options import flag
-from penstock.protocol.config import Config
+from penstock.protocol.config import DISTRIBUTION, Config
 
 RUN_COLUMNS = {
     "completed": "requests",
@@ -76,9 +76,9 @@ def _num_cpus() -> int:
 def versions() -> dict[str, str]:
     """Return the versions of Python and of installed packages."""
     found = {"python": platform.python_version()}
-    for name in ("penstock", "torch"):
+    for name, distribution in (("penstock", DISTRIBUTION), ("torch", "torch")):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+            found[name] = metadata.version(distribution)
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import OTHER_NAMES, flag
+from penstock.protocol.config import DISTRIBUTION
 
 MAX_SHOWN_OPTIONS = 12
 """options that a usage line lists"""
@@ -108,7 +109,7 @@ class PrintVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
         from importlib.metadata import version
 
-        print(f"penstock {version('penstock')}")
+        print(f"penstock {version(DISTRIBUTION)}")
         parser.exit()
 
 

@@ -112,7 +112,7 @@ def _folder_of_gguf(path: Path) -> Path:
     try:
         from penstock.launch.pipeline.gguf_checkpoint import convert
     except ImportError as error:
-        reason = "GGUF files need the package gguf; install penstock[gguf]"
+        reason = "GGUF files need the package gguf; install penstock-llm[gguf]"
         raise LaunchError(f"--model: {reason}") from error
     try:
         folder = _cache() / _key(path)

@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Match, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.protocol.client.errors import RequestError
+from penstock.protocol.config import DISTRIBUTION
 from penstock.protocol.messages.chat import MessageError
 from penstock.services.http.generation.schema import ApiRequest
 from penstock.services.http.openapi import describe
@@ -42,7 +43,7 @@ _PAGE_HEADERS = {
 
 def make_app(models: Models) -> ASGIApp:
     """Return the ASGI application."""
-    openapi = describe(OPERATIONS, version("penstock"))
+    openapi = describe(OPERATIONS, version(DISTRIBUTION))
     page = _page_endpoint()
 
     async def answer_openapi(_: Request) -> Response:

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec import UNSET, Struct
 from starlette.responses import Response
 
+from penstock.protocol.config import DISTRIBUTION
 from penstock.protocol.messages.chat import chat_messages
 from penstock.protocol.messages.client import PromptFields
 from penstock.protocol.messages.status import StatusReply
@@ -161,7 +162,7 @@ async def ready(models: Models, _: Texts) -> Response:
 
 async def show_version(_: Models, __: Texts) -> Response:
     """Return Penstock's version."""
-    return json_response({"version": version("penstock")})
+    return json_response({"version": version(DISTRIBUTION)})
 
 
 def _model(state: AppState) -> Model:

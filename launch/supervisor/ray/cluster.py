@@ -15,7 +15,7 @@ from penstock.protocol.config import Config
 try:
     import ray
 except ImportError as error:
-    raise LaunchError("--backend ray needs Ray: pip install 'penstock[ray]'") from error
+    raise LaunchError("--backend ray needs Ray: pip install 'penstock-llm[ray]'") from error
 
 
 TIMEOUT = 5.0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.config import Config
+from penstock.protocol.config import DISTRIBUTION, Config
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.worker import CopyBlocks, FolderRequest
 from penstock.services.worker.memory.kv_files import MAGIC
@@ -70,7 +70,7 @@ class KvOffload:
         is_cuda = self._device.type == "cuda"
         name = torch.cuda.get_device_name(self._device) if is_cuda else "cpu"
         options = config.dtype, config.quantization, config.attention, config.enable_expert_parallel
-        versions = version("penstock"), torch.__version__, config.deterministic
+        versions = version(DISTRIBUTION), torch.__version__, config.deterministic
         all_facts = memory.lasting_facts, options, versions, name, facts
         digest = hashlib.sha256(MAGIC + repr(all_facts).encode()).digest()
         path, num_bytes = Path(config.kv_offload_folder), config.kv_offload_folder_gib * 2**30

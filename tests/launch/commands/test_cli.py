@@ -177,7 +177,7 @@ def test_alone_it_says_what_to_do_first(
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(monkeypatch, "--version", "all") == 0
-    assert capsys.readouterr().out == f"penstock {version('penstock')}\n"
+    assert capsys.readouterr().out == f"penstock {version('penstock-llm')}\n"
 
 
 @pytest.mark.parametrize(
