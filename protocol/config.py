@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from penstock.protocol.messages.plan import MAX_BLOCKS, MAX_SLOTS
+from penstock.protocol.processors import threads_of_worker
 
 DISTRIBUTION = "penstock-llm"  # the name on PyPI; `penstock` is another project there
 DEFAULT_CLIENT = "client"
@@ -119,7 +120,8 @@ class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.01
     """share of KV blocks that stays free when a request is admitted"""
     num_threads: Number = 0
-    """CPU threads of each worker; 0: (cores - 1) / (tp * dp)"""
+    """CPU threads of each worker; 0: (cores - 1) / (tp * dp), of those that affinity and cgroup
+    leave to the pipeline"""
 
     @property
     def model_name(self) -> str:
@@ -242,7 +244,7 @@ class PipelineConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     def by_model(self) -> list[Config]:
         pipeline = {field: getattr(self, field) for field in Config.__struct_fields__}
         num_workers = sum(one.tp * one.dp for one in self.models)
-        num_threads = max(1, ((os.cpu_count() or 1) - 1) // num_workers)
+        num_threads = threads_of_worker(num_workers)
         return [
             Config(
                 **pipeline

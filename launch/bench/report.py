@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 import platform
 from collections.abc import Iterable
 from importlib import metadata
@@ -12,6 +11,7 @@ from penstock.launch.bench.figures import Figures
 from penstock.launch.commands.gpus import physical_gpus
 from penstock.launch.pipeline.options import flag
 from penstock.protocol.config import DISTRIBUTION, Config
+from penstock.protocol.processors import num_processors
 
 RUN_COLUMNS = {
     "completed": "requests",
@@ -65,12 +65,7 @@ SERVE_COLUMNS = (
 
 def hardware() -> dict[str, Any]:
     """Return the number of processors that this process may use, and the GPUs of the machine."""
-    return {"cpus": _num_cpus(), "gpus": [one.name for one in physical_gpus() or ()]}
-
-
-def _num_cpus() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    return {"cpus": num_processors(), "gpus": [one.name for one in physical_gpus() or ()]}
 
 
 def versions() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read
 from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import BatchPlan
 from penstock.protocol.messages.worker import WorkerAssignment
+from penstock.protocol.processors import threads_of_worker
 from penstock.protocol.transport.memory_client import MemoryClient
 from penstock.services.worker.hardware.compiling import (
     INTEGER_BITS,
@@ -83,9 +83,7 @@ def load(
     device = choose_device(config.device, index, config.tp, config.dp)
     check_capability(device)
     use_deterministic_kernels(config.deterministic and device.type == "cuda")
-    # One core is for the other processes: waiting for a thread without a core is slow.
-    num_cores = ((os.cpu_count() or 1) - 1) // (config.tp * config.dp)
-    torch.set_num_threads(config.num_threads or max(1, num_cores))
+    torch.set_num_threads(config.num_threads or threads_of_worker(config.tp * config.dp))
     model_config = read_model_config(config.model_folder, config.quantization)
     check_tp(model_config, assignment.tp_size, config.enable_expert_parallel)
     dtype = compute_dtype(model_config, config.dtype, device)

@@ -121,7 +121,7 @@ def main() -> None:
     architectures, only = sys.argv[1].split(","), sys.argv[2:]
     statuses = []
     for number, arch in enumerate(architectures):
-        if number >= (os.cpu_count() or 1):
+        if number >= len(os.sched_getaffinity(0)):
             statuses.append(os.wait()[1])
         if not os.fork():
             _compile(int(arch), [int(one) for one in only], record)

@@ -6,7 +6,6 @@ a block that can't be written is left out, and a disk that is too slow is not re
 """
 
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.protocol.messages.worker import FolderReport
+from penstock.protocol.processors import num_processors
 from penstock.services.worker.memory.kv_files import FULL, KvFiles
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class KvFolder:
         self._start(self._list)
         for _ in range(NUM_WRITERS):
             self._start(self._write_all)
-        for _ in range(min(8, os.cpu_count() or 1)):
+        for _ in range(min(8, num_processors())):
             self._start(self._fetch_all)
 
     def overwrite(self, slots: Iterable[int]) -> None:

@@ -117,7 +117,9 @@ def test_a_file_that_is_still_to_be_removed_is_not_read_or_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_folder, "NUM_WRITERS", 1)  # writes B after A
-    monkeypatch.setattr(kv_folder.os, "cpu_count", lambda: 2)  # one thread waits, another one reads
+    monkeypatch.setattr(
+        kv_folder, "num_processors", lambda: 2
+    )  # one thread waits, another one reads
     tier = stored(tmp_path, A)
     proceed, remove = threading.Event(), tier.folder._disk.remove
 
