@@ -7,12 +7,13 @@ import os
 import socket
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from penstock.launch.commands.api_key import read_api_key
 from penstock.launch.commands.gpus import check_gpus, check_tiers, gpus_by_model
@@ -25,7 +26,15 @@ from penstock.launch.pipeline.procfile import (
     process_names,
     read_procfile,
 )
-from penstock.launch.pipeline.run_folder import answers, claim, control_endpoint, remove_socket
+from penstock.launch.pipeline.run_folder import (
+    answers,
+    base_url,
+    claim,
+    configs_of_others,
+    control_endpoint,
+    remove_socket,
+    starting_alone,
+)
 from penstock.launch.pipeline.several_models import (
     NextModel,
     check_names,
@@ -46,6 +55,7 @@ from penstock.protocol.transport.curve import secure_client, secure_server
 from penstock.protocol.transport.process import raise_descriptor_limit
 
 WORKER = "penstock.services.worker"
+MAX_PORTS = 100  # that are tried
 RUN_FOLDER_VARIABLES = ("XDG_RUNTIME_DIR", "TMPDIR", "TEMP", "TMP")
 """in the order in which `run_folder` and `tempfile` read them"""
 
@@ -73,13 +83,26 @@ def _run_all(arguments: Namespace) -> int:
         source = hub_model(fields)
         config = Config(**resolve(fields, weights=fields.get("backend") != "ray"))
         source = source and source._replace(revision=config.model_folder.name)
-    return start(read_api_key(config), arguments.procfile, arguments.max_deaths, source)
+    config, max_deaths = read_api_key(config), arguments.max_deaths
+    return start(config, arguments.procfile, max_deaths, source, addresses_to_choose(fields))
 
 
-def start(config: Config, procfile: Path, max_deaths: int, source: HubModel | None = None) -> int:
+def addresses_to_choose(fields: Collection[str]) -> set[str]:
+    """Return the addresses that are chosen, because only a name was given."""
+    return {"endpoint", "http_port"}.difference(fields) if "name" in fields else set()
+
+
+def start(
+    config: Config,
+    procfile: Path,
+    max_deaths: int,
+    source: HubModel | None = None,
+    chosen: Collection[str] = (),
+) -> int:
     """Run the pipeline to its end and return the exit code.
 
-    source: from where nodes of a Ray cluster download the model.
+    source: from where nodes of a Ray cluster download the model. chosen: fields of addresses for
+    which a free one is taken.
     """
     commands = read_procfile(procfile)
     check_names(config, commands)
@@ -96,6 +119,8 @@ def start(config: Config, procfile: Path, max_deaths: int, source: HubModel | No
     check_open_files(len(process_names(config, commands)))
     run = partial(_run_on_ray, source) if config.backend == "ray" else _run
     with claim(config):
+        if chosen and config.backend == "local":
+            config = with_free_addresses(config, chosen)
         _check_length(config)
         _check_security(config)
         check_http_reach(config)
@@ -225,6 +250,51 @@ def _check_security(config: Config) -> None:
                 secure_client(trial, Path(config.curve_keys), DEFAULT_CLIENT)
     except ValueError as error:
         raise LaunchError(str(error)) from error
+
+
+def with_free_addresses(config: Config, chosen: Collection[str]) -> Config:
+    """Return the configuration with the first free ports from its own on, and write it.
+
+    Raises LaunchError if MAX_PORTS ports are in use.
+    """
+    free, host, port = config, *config.endpoint.rpartition(":")[::2]
+
+    def check_new_endpoint(config: Config) -> None:
+        if config.endpoint in (other.endpoint for other in others):
+            raise LaunchError(f"--endpoint {config.endpoint} is in use; give another one")
+        check_endpoint(config.endpoint)
+
+    def check_new_port(config: Config) -> None:
+        if config.http_port in (other.http_port for other in others if other.http):
+            raise LaunchError(f"--http-port {config.http_port} is in use; give another one")
+        check_http_port(config)
+
+    with starting_alone(config):
+        others = list(configs_of_others(config))  # which may not listen yet
+        if "endpoint" in chosen:
+            numbers = range(int(port), int(port) + MAX_PORTS)
+            by_port = (replace(free, endpoint=f"{host}:{number}") for number in numbers)
+            free = _first_valid(by_port, check_new_endpoint)
+        if "http_port" in chosen and config.http:
+            numbers = range(config.http_port, config.http_port + MAX_PORTS)
+            by_port = (replace(free, http_port=number) for number in numbers)
+            free = _first_valid(by_port, check_new_port)
+        write_config(free)
+    if free != config:
+        where = free.endpoint + f" and {base_url(free)}" * bool(free.http)
+        print(f"launch: default ports are in use; {free.name!r} gets {where}", flush=True)
+    return free
+
+
+def _first_valid(configs: Iterable[Config], check: Callable[[Config], None]) -> Config:
+    """Return the first configuration that `check` accepts. Raises its last LaunchError."""
+    *tried, last = configs
+    for config in tried:
+        with contextlib.suppress(LaunchError):
+            check(config)
+            return config
+    check(last)
+    return last
 
 
 def check_endpoint(endpoint: str) -> None:

@@ -44,7 +44,7 @@ def claim(config: Config) -> Iterator[Path]:
     all such folders in which nobody listens are removed, since the names of private pipelines are
     never used again.
     """
-    with _starting_alone(config):
+    with starting_alone(config):
         for other in config.run_folder.parent.iterdir():
             _remove_if_left(other)
         lock = _lock(config)
@@ -64,7 +64,7 @@ def claim(config: Config) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _starting_alone(config: Config) -> Iterator[None]:
+def starting_alone(config: Config) -> Iterator[None]:
     """Wait for other pipelines that start, which try the locks of all folders and remove some."""
     with _refusing_folder():
         parent = os.open(make_parent_folder(config), os.O_RDONLY)
@@ -103,6 +103,14 @@ def answers(path: str | Path) -> bool:
     with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
         return client.connect_ex(str(path)) == 0
     return False
+
+
+def configs_of_others(config: Config) -> Iterator[Config]:
+    """Yield the configurations in the run folders of this user's other pipelines."""
+    for folder in config.run_folder.parent.iterdir():
+        if folder != config.run_folder:
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                yield read_config(folder / CONFIG_FILE)
 
 
 def restore_config(config: Config) -> None:

@@ -11,18 +11,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
 from penstock.launch.bench.pipeline import STAND_IN
 from penstock.launch.commands import start as module
 from penstock.launch.commands.cli import make_parser
-from penstock.launch.commands.start import check_endpoint, check_http_port, check_http_reach, start
+from penstock.launch.commands.start import (
+    addresses_to_choose,
+    check_endpoint,
+    check_http_port,
+    check_http_reach,
+    start,
+    with_free_addresses,
+)
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.keys import make_keys
 from penstock.launch.pipeline.procfile import PROCFILE, read_procfile
+from penstock.launch.pipeline.run_folder import claim, running_config
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config, run_folder
+from tests.pipeline.ports import free_port
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -260,3 +270,47 @@ def test_an_http_host_that_others_reach(refused: Callable[..., str]) -> None:
 def test_origins_that_are_no_list(refused: Callable[..., str]) -> None:
     assert refused({}, 1, allowed_origins="[1").startswith("--allowed-origins: got '[1', expected ")
     check_http_reach(Config(allowed_origins='["http://a"]'))
+
+
+def test_only_a_name_lets_the_addresses_be_chosen() -> None:
+    assert addresses_to_choose({"tp": 2}) == set()
+    assert addresses_to_choose({"name": "second"}) == {"endpoint", "http_port"}
+    assert addresses_to_choose({"name": "second", "http_port": 1}) == {"endpoint"}
+
+
+def test_free_addresses_are_chosen_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ports that others listen at, or that another pipeline has just chosen, are left out."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    chosen = addresses_to_choose({"name"})
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        own = Config(name="second", endpoint=f"tcp://127.0.0.1:{port}", http_port=port)
+        with claim(own), claim(Config(name="third")):
+            second = with_free_addresses(own, chosen)
+            assert running_config("second") == second
+            assert f"'second' gets {second.endpoint} and http://" in capsys.readouterr().out
+            third = with_free_addresses(msgspec.structs.replace(own, name="third"), chosen)
+    ports = [int(config.endpoint.rpartition(":")[2]) for config in (second, third)]
+    assert port < ports[0] < ports[1] < port + module.MAX_PORTS
+    assert port < second.http_port < third.http_port < port + module.MAX_PORTS
+
+
+def test_a_free_address_is_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    own = Config(name="x", endpoint=f"tcp://127.0.0.1:{free_port()}", http_port=free_port())
+    with claim(own):
+        assert with_free_addresses(own, addresses_to_choose({"name"})) == own
+    assert not capsys.readouterr().out
+
+
+def test_no_port_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(module, "MAX_PORTS", 1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        own = Config(name="x", http_port=taken.getsockname()[1])
+        with claim(own), pytest.raises(LaunchError, match=f"--http-port {own.http_port} is in use"):
+            with_free_addresses(own, {"http_port"})
