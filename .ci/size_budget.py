@@ -31,7 +31,8 @@ def main() -> int:
         capture_output=True,
         text=True,
     )
-    paths = [path for path in map(Path, listed.stdout.split()) if path.exists()]
+    listed_paths = map(Path, listed.stdout.split())
+    paths = [path for path in listed_paths if path.exists() and not path.is_symlink()]
     lines = {path: len(path.read_text().splitlines()) for path in paths}
     problems = [f"{path} has {n} lines" for path, n in lines.items() if n > MAX_FILE_LINES]
     problems += [problem for path in paths for problem in functions_over_budget(path)]
