@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """What an agent has sent, and the headers and errors that it got."""
+    """Requests of an agent, and the headers and errors that it got."""
 
     url: str
     bodies: list[dict[str, Any]]
