@@ -169,15 +169,15 @@ def _result(block: ToolResultBlock) -> Message:
 
 def _tools(request: CountTokensRequest) -> list[Tool]:
     """Return the tools that the client executes. Raises ApiError for unknown and forced ones."""
-    choice = request.tool_choice
-    kept = _kept(request)
-    declined = [tool for tool in request.tools if is_declined(tool.type)]
-    report_declined(tool.type or "" for tool in declined)
-    if choice and choice.type == "any" and not kept:
-        refuse_forced("tool_choice.type", "any", [tool.type or "" for tool in declined])
-    if choice and choice.type == "tool":
-        forced = [tool.type or "" for tool in declined if tool.name == choice.name]
-        refuse_forced("tool_choice.name", choice.name or "", forced)
+    choice, kept = request.tool_choice, _kept(request)
+    report_declined(tool.type or "" for tool in request.tools)
+    if choice and choice.type in ("any", "tool"):
+        forced = [
+            tool for tool in request.tools if choice.type == "any" or tool.name == choice.name
+        ]
+        if all(is_declined(tool.type) for tool in forced):
+            kinds = (tool.type or "" for tool in forced)
+            refuse_forced("tool_choice", choice.name or choice.type, kinds)
     return [_tool(request.tools[number], f"tools[{number}]") for number in kept]
 
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.protocol.messages.chat import chat_messages
-from penstock.services.http.generation.schema import ChatRequest
+from penstock.services.http.generation.schema import ChatRequest, NamedTool
 from penstock.services.http.generation.to_generate_request import chat_fields
 from penstock.services.http.messages.schema import CountTokensRequest, MessagesRequest, MessagesTool
 from penstock.services.http.messages.to_chat_request import chat_request, name_in_messages
@@ -123,6 +123,9 @@ def test_tools_that_a_server_would_run_are_left_out() -> None:
     asked = chat(tools=[SEARCH, ADD, *({"type": kind} for kind in types)])
     assert [tool.function.name for tool in asked.tools] == ["add"]
     assert chat(tools=[SEARCH], tool_choice={"type": "auto"}).tools == []
+    same = ADD | {"name": "web_search"}
+    choice = {"type": "tool", "name": "web_search"}
+    assert isinstance(chat(tools=[SEARCH, same], tool_choice=choice).tool_choice, NamedTool)
 
 
 @pytest.mark.parametrize(
@@ -219,12 +222,12 @@ def test_output_format(name: str) -> None:
         ({"tools": [{"input_schema": {}}]}, "tools[0].name: got nothing"),
         (
             {"tools": [SEARCH], "tool_choice": {"type": "any"}},
-            "tool_choice.type: got 'any', expected 'auto' or 'none': Penstock does not run tools "
+            "tool_choice: got 'any', expected 'auto' or 'none': Penstock does not run tools "
             "of type web_search_20250305",
         ),
         (
             {"tools": [ADD, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
-            "tool_choice.name: got 'web_search', expected 'auto' or 'none': Penstock does not run",
+            "tool_choice: got 'web_search', expected 'auto' or 'none': Penstock does not run",
         ),
         ({"tool_choice": {"type": "any"}}, "tool_choice: got 'required' without tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: got nothing"),
