@@ -80,8 +80,7 @@ class ResponseTool(Struct, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    tools: Functions = field(default_factory=list)
-    """of a namespace"""
+    tools: Functions = field(default_factory=list)  # of a namespace
 
 
 class NamedFunction(FunctionName, kw_only=True, tag_field="type", tag="function"):
@@ -91,7 +90,7 @@ class NamedFunction(FunctionName, kw_only=True, tag_field="type", tag="function"
 
 
 class AllowedTool(Struct, kw_only=True, omit_defaults=True):
-    """A function that may be called; other tools are left out here, too."""
+    """A function that may be called; tools of other types are left out here as in `tools`."""
 
     type: str
     name: str | None = None
@@ -163,8 +162,7 @@ class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True)
     """a system message before the input"""
     previous_response_id: ResponseId | None = None
     """a stored response that this one continues"""
-    store: bool = True
-    """keep the response in this process"""
+    store: bool = True  # in the memory of this process
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Positive | None = None
@@ -175,8 +173,7 @@ class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True)
     reasoning: Reasoning | None = None
     include: list[Include] = field(default_factory=list)
     """changes nothing"""
-    top_logprobs: NumLogprobs | None = None
-    """only 0"""
+    top_logprobs: NumLogprobs | None = None  # only 0
     truncation: Literal["auto", "disabled"] = "disabled"
     """`auto`: leave out the beginning of a prompt that is too long"""
     metadata: dict[str, str] = field(default_factory=dict)

@@ -27,10 +27,8 @@ class _Entry(Struct):
     input: bytes
     """the conversation up to the output"""
     output: bytes
-    body: bytes
-    """the response"""
-    names: list[str]
-    """ids of the output's items"""
+    body: bytes  # the response
+    names: list[str]  # ids of the output's items
 
     def num_bytes(self) -> int:
         texts = len(self.input) + len(self.output) + len(self.body)

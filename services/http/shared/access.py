@@ -35,8 +35,7 @@ class Caller(NamedTuple):
     """the API key that was sent, right or wrong; empty where the server has none"""
     is_for_anthropic: bool = False
     """expects Anthropic's shapes"""
-    headers: dict[bytes, bytes] | None = None
-    """of the response, in addition to its own"""
+    headers: dict[bytes, bytes] | None = None  # of the response, in addition to its own
 
 
 caller: ContextVar[Caller] = ContextVar("caller")

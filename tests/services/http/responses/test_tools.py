@@ -9,7 +9,7 @@ import pytest
 from penstock.protocol.messages.client import GenerateRequest, Reply, Request
 from penstock.services.http.shared import declined_tools
 from tests.launch.fake_gateway import reply
-from tests.services.http.conftest import behave
+from tests.services.http.conftest import Served, behave
 from tests.services.http.responses.assembled import assembled
 from tests.services.http.responses.test_server import PATH, Serve, answering, events_in
 
@@ -30,6 +30,11 @@ def calling(name: str) -> Any:
         return [answer]
 
     return call
+
+
+def generations(served: Served) -> list[GenerateRequest]:
+    """Return the requests that the server has sent to the gateway."""
+    return [sent for sent in served.asked.heard if isinstance(sent, GenerateRequest)]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -54,12 +59,12 @@ def test_a_call_has_the_namespace_of_its_function(
         client.post(PATH, json={"input": history, "tools": [FUNCTION, SPACE]})
         later = {"previous_response_id": response["id"], "input": [output]}
         client.post(PATH, json=later | {"tools": [FUNCTION, SPACE]})
-    first, *others = [one for one in served.asked.heard if isinstance(one, GenerateRequest)]
+    first, *others = generations(served)
     assert [tool["function"]["name"] for tool in first.tools or ()] == ["status", "mcp__a.status"]
     assert len(others) == 2
     for request in others:
         message: Any = (request.messages or [])[1]
-        assert [one["function"]["name"] for one in message.tool_calls] == [called]
+        assert [call["function"]["name"] for call in message.tool_calls] == [called]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +87,7 @@ def test_a_function_of_a_namespace_is_forced(serve: Serve, choice: dict[str, Any
         asked = {"input": "hi", "tools": [FUNCTION, SPACE], "tool_choice": choice}
         response = client.post(PATH, json=asked).json()
     assert response["tool_choice"] == choice
-    (request,) = [one for one in served.asked.heard if isinstance(one, GenerateRequest)]
+    (request,) = generations(served)
     assert request.structured_outputs
     assert "mcp__a.status" in (request.structured_outputs.grammar or "")
 
@@ -106,9 +111,9 @@ def test_tools_that_are_left_out_are_named(
     assert "x-ignored-tools" not in others.headers
     assert messages.headers["x-ignored-tools"] == "bash"
     assert [tool["name"] for tool in whole.json()["tools"]] == ["status"]
-    said = [one.args for one in caplog.records if "left out" in one.getMessage()]
+    said = [record.args for record in caplog.records if "left out" in record.getMessage()]
     assert said == [("local_shell",), ("web_search",), ("bash",)]
-    request = next(one for one in served.asked.heard if isinstance(one, GenerateRequest))
+    request = generations(served)[0]
     assert [tool["function"]["name"] for tool in request.tools or ()] == ["status"]
 
 
