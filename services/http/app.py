@@ -62,7 +62,7 @@ def make_app(models: Models) -> ASGIApp:
             allow_origins=models.config.origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id"],
+            expose_headers=["X-Request-Id", "X-Ignored-Fields"],
         )
     return Gate(app, models.config)
 

@@ -113,7 +113,7 @@ class Generation:
     async def prompt_token_ids(self) -> Sequence[list[int] | None]:
         """Return the prompt's ids for each answer, None if not requested. Raises RequestError."""
         request = self._request
-        if not (request.return_token_ids or self._options.continuous_usage_stats):
+        if not (request.return_token_ids or self._options.has_usage_in_chunks):
             return [None] * len(self._prompts) * request.n
         with self.aborted_on_error():
             replies = await gather(
@@ -179,7 +179,7 @@ class Generation:
         if prompt is not None and self._request.return_token_ids:
             choice.prompt_token_ids = prompt
             chunk.prompt_token_ids = prompt if isinstance(self._request, ChatRequest) else UNSET
-        if prompt is not None and self._options.continuous_usage_stats:
+        if prompt is not None and self._options.has_usage_in_chunks:
             chunk.usage = _usage(len(prompt), 0)
         return partial(_chunks, chunk, choice, shared)
 

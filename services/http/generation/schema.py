@@ -1,7 +1,6 @@
 """Requests: OpenAI's, with the additions of vLLM and SGLang.
 
-A field that is null counts as missing. `neutral_fields.json` lists further fields, which are
-accepted with values that change nothing. All others are refused.
+A field that is null counts as missing; for fields that are not here see `unknown_fields`.
 """
 
 from typing import Annotated, Any, Literal
@@ -18,13 +17,18 @@ from penstock.protocol.messages.sampling import (
 )
 
 
-class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class StreamOptions(Struct, kw_only=True, frozen=True):
     """Token counts in a stream: in the last chunk, or so far in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    """changes nothing with `include_usage: false`"""
     include_obfuscation: bool | None = None
     """changes nothing"""
+
+    @property
+    def has_usage_in_chunks(self) -> bool:
+        return bool(self.continuous_usage_stats) and self.include_usage is not False
 
 
 class JsonSchema(Struct, kw_only=True):
@@ -41,7 +45,7 @@ class ResponseFormat(Struct, kw_only=True):
     json_schema: JsonSchema | None = None
 
 
-class ApiRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
+class ApiRequest(SamplingParams, kw_only=True):
     """Fields of both chats and completions."""
 
     model: str | None = None
@@ -118,7 +122,7 @@ class AllowedTools(Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
 Tools = Annotated[list[Tool], Meta(max_length=128)]
 
 
-class ChatRequest(ApiRequest, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(ApiRequest, kw_only=True):
     """`POST /v1/chat/completions`."""
 
     messages: Conversation
@@ -140,7 +144,7 @@ class ChatRequest(ApiRequest, kw_only=True, forbid_unknown_fields=True):
     """`none`: no thinking; other values change nothing"""
 
 
-class CompletionRequest(ApiRequest, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(ApiRequest, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
@@ -151,7 +155,7 @@ class CompletionRequest(ApiRequest, kw_only=True, forbid_unknown_fields=True):
     """refused"""
 
 
-class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
+class TokenizeBody(Struct, kw_only=True):
     """`POST /tokenize`: a prompt, or a chat."""
 
     model: str | None = None
@@ -166,7 +170,7 @@ class TokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
 
 
-class DetokenizeBody(Struct, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeBody(Struct, kw_only=True):
     """`POST /detokenize`."""
 
     model: str | None = None

@@ -42,7 +42,7 @@ def chat_fields(request: ChatRequest, form: ToolFormat = HERMES) -> dict[str, An
     fields = _fields(request)
     fields["messages"] = chat_messages(request.messages)
     fields["max_tokens"] = request.max_completion_tokens or request.max_tokens
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs", f"got {request.top_logprobs}, expected logprobs: true, too")
     fields["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     if request.reasoning_effort == "none":
@@ -134,13 +134,17 @@ def _fields(request: ApiRequest) -> dict[str, Any]:
 
 
 def _structured_outputs(request: ApiRequest) -> StructuredOutputs | None:
-    """Return what the text must match, from any of the fields for it. Raises ApiError."""
+    """Return what the text must match, from the fields for it. Raises ApiError if they differ."""
     names = _structured_names(request)
-    if len(names) > 1:
-        raise invalid(names[1], f"got {names[0]}, too; send one of them")
-    if not names:
-        return None
-    name = names[0]
+    found = [_structured_output(name, request) for name in names]
+    for name, other in zip(names, found, strict=True):
+        if other != found[0]:
+            raise invalid(name, f"got {names[0]} with another value, too; send one of them")
+    return found[0] if found else None
+
+
+def _structured_output(name: str, request: ApiRequest) -> StructuredOutputs | None:
+    """Return what a field of a request says that the text must match. Raises ApiError."""
     if name == "structured_outputs":
         return request.structured_outputs
     if name != "response_format":

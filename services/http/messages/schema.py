@@ -1,7 +1,6 @@
 """Requests and replies of Anthropic's Messages API.
 
-Unknown fields of a request are refused; those of blocks and tools (`cache_control`,
-`citations`, `defer_loading`) are ignored.
+For fields that are not here see `unknown_fields`.
 """
 
 from typing import Annotated, Any, Literal
@@ -111,7 +110,7 @@ class OutputConfig(Struct, kw_only=True):
     """changes nothing"""
 
 
-class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+class CountTokensRequest(Struct, kw_only=True):
     """`POST /v1/messages/count_tokens`."""
 
     model: str | None = None
@@ -137,7 +136,7 @@ class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """changes nothing"""
 
 
-class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
+class MessagesRequest(CountTokensRequest, kw_only=True):
     """`POST /v1/messages`."""
 
     max_tokens: Annotated[int, Meta(ge=0)]

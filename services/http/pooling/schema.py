@@ -13,7 +13,7 @@ Texts = str | list[str]
 TruncateTo = Annotated[int, Meta(ge=-1, lt=2**31)]
 
 
-class PoolingRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+class PoolingRequest(Struct, kw_only=True):
     """Fields of all three."""
 
     model: str | None = None
@@ -22,7 +22,7 @@ class PoolingRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     request_id: RequestId | None = None
 
 
-class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+class EmbeddingRequest(PoolingRequest, kw_only=True):
     """`POST /v1/embeddings`."""
 
     input: str | list[str | TokenId | list[TokenId]]
@@ -43,7 +43,7 @@ class Document(Struct, kw_only=True):
     text: str
 
 
-class RerankRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+class RerankRequest(PoolingRequest, kw_only=True):
     """`POST /v1/rerank`."""
 
     query: str
@@ -59,7 +59,7 @@ class RerankRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
     """cut documents so that a prompt has N tokens; -1: as many as the context has"""
 
 
-class ScoreRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
+class ScoreRequest(PoolingRequest, kw_only=True):
     """`POST /v1/score`: pairs of texts; one first text may stand for all pairs."""
 
     text_1: Texts | None = None

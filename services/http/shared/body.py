@@ -1,14 +1,9 @@
-"""Bodies of requests: from bytes to structs.
-
-Clients send unsupported fields of OpenAI's, vLLM's and SGLang's APIs with default values, which
-change nothing and are accepted: see `neutral_fields.json`. Other values are refused by name.
-"""
+"""Bodies of requests: from bytes to structs."""
 
 import re
 import zlib
 from codecs import BOM_UTF8
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -23,30 +18,16 @@ from penstock.protocol.nesting import (
 )
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.services.http.shared.errors import ApiError, invalid
+from penstock.services.http.shared.unknown_fields import FIELDS, drop_unknown
 
 T = TypeVar("T", bound=Struct)
 
 _JSON_NAMES = {type(None): "null", list: "an array", str: "a string", bool: "a boolean"}
 _JSON_NAMES |= {int: "a number", float: "a number"}
-_TYPES = {"any value": object, "string": str, "boolean": bool, "object": dict}
 _GZIP = 16 + zlib.MAX_WBITS  # the format for `decompressobj`
 MAX_MEMBERS = 16
 """of a body in gzip; an empty one takes 20 bytes, and as much time as 10,000 bytes of text"""
 _TOOL_TYPE = re.compile(r"tools\[\d+\]\.type")
-
-
-class _NeutralFields(Struct, forbid_unknown_fields=True):
-    renamed: dict[str, str]
-    """SGLang's name → ours"""
-    ignored: dict[str, Literal["any value", "string", "boolean", "object"]]
-    """fields about accounting, caches, back ends and missing parts of models → type of the value"""
-    neutral: dict[str, list[Any]]
-    """field → values that change nothing, in addition to null"""
-
-
-FIELDS = msgspec.json.decode(
-    Path(__file__).with_name("neutral_fields.json").read_bytes(), type=_NeutralFields
-)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -90,13 +71,17 @@ def _check_length(num_bytes: int, max_bytes: int) -> None:
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """Decode a JSON object as `kind`; a field that is null is left out. Raises ApiError."""
+    """Decode a JSON object as `kind`; a field that is null is left out. Raises ApiError.
+
+    Fields that `kind` does not have are ignored or refused, see `unknown_fields`.
+    """
     raw = _decode_object(body)
     for name, value in raw.items():
         if name != "prompt" and is_too_deep(value):  # the type of `prompt` is checked below
             raise invalid(name, f"got more than {MAX_DEPTH} levels of nesting, which is the limit")
-    given = {name: value for name, value in raw.items() if value is not None}
-    given = _without_neutral(given, kind.__struct_fields__)
+    names = FIELDS.renamed
+    given = {names.get(name, name): value for name, value in raw.items() if value is not None}
+    drop_unknown(given, kind)
     try:
         return _converted(given, kind)
     except msgspec.ValidationError as error:
@@ -138,28 +123,3 @@ def decode_json(data: bytes | str) -> Any:
     raw = msgspec.json.decode(data)
     msgspec.msgpack.encode(raw)
     return raw
-
-
-def _without_neutral(given: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields that are `known`, by our names, and those that no table has.
-
-    Raises ApiError for a field that would change the answer and is not supported.
-    """
-    kept = {}
-    for name, value in given.items():
-        name = FIELDS.renamed.get(name, name)
-        accepted = FIELDS.neutral.get(name)
-        if name in known or (name not in FIELDS.ignored and accepted is None):
-            kept[name] = value
-        elif accepted is None and not isinstance(value, _TYPES[FIELDS.ignored[name]]):
-            raise invalid(name, f"got {_shown(value)}, expected {FIELDS.ignored[name]}")
-        elif accepted is not None and value not in accepted:
-            expected = " or ".join(repr(one) for one in accepted if one not in ({}, [], ""))
-            sentence = f"got {_shown(value)}, expected {expected or 'null'}: it is not supported; "
-            raise invalid(name, f"{sentence}leave it out")
-    return kept
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text[:60] + "…" * (len(text) > 60)

@@ -139,7 +139,8 @@ def test_a_prompt_as_long_as_the_context_fits(tmp_path: Path, context: int) -> N
     assert max_request_bytes(Config(max_request_bytes=2000)) == 2000
 
 
-def test_continuous_usage_counts_the_tokens_of_each_chunk(serve: Serve) -> None:
+@pytest.mark.parametrize("has_usage", [True, False])
+def test_continuous_usage_counts_the_tokens_of_each_chunk(serve: Serve, has_usage: bool) -> None:
     """The first chunk of a chat has the role, and no token yet."""
 
     def generate(request: Request) -> list[Reply]:
@@ -152,9 +153,14 @@ def test_continuous_usage_counts_the_tokens_of_each_chunk(serve: Serve) -> None:
         "stream": True,
         "stream_options": {"continuous_usage_stats": True},
     }
+    if not has_usage:
+        body["stream_options"]["include_usage"] = False
     with serve(generate).client() as client:
         lines = client.post("/v1/chat/completions", json=body).text.split("\n\n")
     chunks = [msgspec.json.decode(line[6:]) for line in lines if line.startswith("data: {")]
+    if not has_usage:
+        assert all("usage" not in chunk for chunk in chunks)
+        return
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]

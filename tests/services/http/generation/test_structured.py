@@ -73,7 +73,29 @@ def test_what_is_no_grammar_is_refused(given: dict[str, Any], sentence: str) -> 
 
 def test_one_structure_is_enough() -> None:
     error = refusal(chat_fields, chat(guided_regex="a", guided_choice=["a"]))
-    assert error.body.error.message == ("guided_choice: got guided_regex, too; send one of them")
+    problem = "got guided_regex with another value, too; send one of them"
+    assert error.body.error.message == f"guided_choice: {problem}"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"guided_grammar": "start: /a/", "structured_outputs": {"grammar": "start: /a/"}},
+        {"guided_regex": "a", "regex": "a", "structured_outputs": {"regex": "a"}},
+        {
+            "guided_json": {"type": "object"},
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"type": "object"}},
+            },
+        },
+    ],
+)
+def test_two_fields_may_say_the_same(given: dict[str, Any]) -> None:
+    first = dict([next(iter(given.items()))])
+    assert chat_fields(chat(**given)) == chat_fields(chat(**first))
+    error = refusal(chat_fields, chat(**given, guided_choice=["b"])).body.error
+    assert "with another value, too; send one of them" in error.message
 
 
 def test_a_schema_must_be_there() -> None:

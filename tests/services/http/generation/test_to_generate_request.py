@@ -100,6 +100,8 @@ def test_max_completion_tokens_is_max_tokens() -> None:
         ({"logprobs": True}, 0),
         ({"logprobs": True, "top_logprobs": 5}, 5),
         ({"logprobs": False}, None),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"top_logprobs": 0}, None),
     ],
 )
 def test_logprobs_of_chats(given: dict[str, Any], passed_on: int | None) -> None:

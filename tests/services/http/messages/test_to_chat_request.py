@@ -196,8 +196,9 @@ def test_output_format(name: str) -> None:
     [
         ({"max_tokens": None}, "max_tokens: got nothing"),
         ({"messages": []}, "messages: got []"),
-        ({"foo": 1}, "foo: got an unknown field"),
-        ({"container": "x"}, "container: got an unknown field"),
+        ({"max_token": 1}, "max_token: got an unknown field; did you mean `max_tokens`?"),
+        ({"container": "x"}, "container: got 'x', expected null"),
+        ({"seed": 1}, "seed: got 1, expected null"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers: got [{"),
         ({"stop_sequences": [""]}, "stop_sequences[0]: got ''"),
         ({"top_p": 2}, "top_p: got 2"),
