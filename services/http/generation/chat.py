@@ -101,17 +101,17 @@ class ChatChoice:
         self.prompt_token_ids: list[int] | None = None
 
     def chunks(self, delta: TextDelta | None, reply: GenerateReply | None) -> Iterator[ChatChunk]:
-        """Yield at least one chunk for new tokens: empty `content` for tokens without text.
+        """Yield the chunks of new tokens; none where the tokens say nothing yet.
 
-        So clients see when each token came. Logprobs and token ids are in the first chunk, the
-        finish reason is in the last one.
+        Logprobs and token ids are in the first chunk, the finish reason is in the last one.
         """
         if not self._is_begun:
             self._is_begun = True
             yield ChatChunk(index=self._index, delta=Delta(role="assistant", content=""))
         deltas = list(self.deltas(delta, reply))
         if not deltas and delta and delta.token_ids:
-            deltas = [Delta(content="")]
+            is_needed = reply or delta.logprobs or self._request.has_tokens_in_chunks
+            deltas = [Delta(content="")] if is_needed else []
         elif not deltas and reply:
             deltas = [Delta()]
         chunks = [ChatChunk(index=self._index, delta=one) for one in deltas]

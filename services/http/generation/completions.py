@@ -85,8 +85,11 @@ class CompletionChoice:
     def chunks(
         self, delta: TextDelta | None, reply: GenerateReply | None
     ) -> Iterator[CompletionChoiceReply]:
-        """Yield one chunk, even for tokens without text; the first one has the echo."""
-        yield self._piece(delta, reply)
+        """Yield a chunk unless the tokens say nothing yet; the first chunk has the echo."""
+        piece = self._piece(delta, reply)
+        has_logprobs = piece.logprobs or piece.prompt_logprobs
+        if piece.text or reply or has_logprobs or self._request.has_tokens_in_chunks:
+            yield piece
 
     def whole(self, reply: GenerateReply) -> CompletionChoiceReply:
         """Return the whole answer."""

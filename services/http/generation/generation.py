@@ -42,7 +42,7 @@ class Choice(Protocol):
     """set before the first chunk, if they were requested"""
 
     def chunks(self, delta: TextDelta | None, reply: GenerateReply | None) -> Iterable[Body]:
-        """Return the chunks of new tokens, and, with the reply, the last ones."""
+        """Return the chunks of new tokens, if any, and, with the reply, the last ones."""
 
 
 class Events(EventForm):

@@ -74,6 +74,12 @@ class ApiRequest(SamplingParams, kw_only=True):
     request_id: RequestId | None = None
     """part of the reply's `id`; default: the header X-Request-Id"""
 
+    @property
+    def has_tokens_in_chunks(self) -> bool:
+        """Whether chunks of a stream have ids or counts of their tokens."""
+        options = self.stream_options
+        return self.return_token_ids or (options is not None and options.has_usage_in_chunks)
+
 
 ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
 

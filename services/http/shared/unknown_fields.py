@@ -47,7 +47,7 @@ FIELDS = msgspec.json.decode(
 )
 _Kinds = dict[Any, "_Known"]  # of the objects at a place, by their tag; None: the only kind
 _Path = tuple[Any, str, int | None] | None  # of an object: of the one around it, field, number
-# by the known names of its object and its name: the place of a field, empty where nobody is told
+# by the known names of its object and its name: the place of a field, empty where it is not shown
 _Ignored = dict[tuple[int, str], str]
 
 

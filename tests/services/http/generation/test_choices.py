@@ -13,7 +13,13 @@ from penstock.services.http.generation.chat import ChatChoice
 from penstock.services.http.generation.completions import CompletionChoice
 from penstock.services.http.generation.logprobs import prompt_logprobs
 from penstock.services.http.generation.replies import ChatChoiceReply
-from penstock.services.http.generation.schema import ChatRequest, CompletionRequest, Function, Tool
+from penstock.services.http.generation.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Function,
+    StreamOptions,
+    Tool,
+)
 from penstock.services.http.shared.json_response import ENCODER
 from tests.services.http.generation.reasoning_spans import span
 
@@ -180,14 +186,50 @@ def test_token_ids() -> None:
     assert [piece.prompt_token_ids for piece in pieces] == [[7, 8], UNSET]
 
 
-def test_each_token_is_seen_in_a_stream() -> None:
-    """Benchmarks time tokens by chunks, also of a token without text: half a character, EOS."""
-    choice, text = ChatChoice(0, request()), CompletionChoice(0, COMPLETION)
-    for piece in ("", "a", ""):
-        *_, chunk = choice.chunks(delta(piece), None)
-        assert chunk.delta.content == piece
-        assert chunk.delta.role is None
-        assert [one.text for one in text.chunks(delta(piece), None)] == [piece]
+# as Qwen3's tokenizer splits them
+THOUGHT = ["<think>", "\n", "It", " is", " a city", ".", "\n", "</think>", "\n\n"]
+WEATHER = ["<tool_call>", "\n", '{"', "name", '":', ' "', "get", "_weather", '",', ' "']
+WEATHER += ["arguments", '":', ' {"', "city", '":', ' "', "Paris", '"}}\n', "</tool_call>"]
+
+
+def says_nothing(chunk: dict[str, Any]) -> bool:
+    texts = [text for text in chunk["delta"].values() if text]
+    return not (texts or chunk["finish_reason"] or chunk["logprobs"] or chunk.get("token_ids"))
+
+
+@pytest.mark.parametrize(("pieces", "number"), [(WEATHER, 9), (THOUGHT + WEATHER, 13)])
+def test_no_chunk_says_nothing(pieces: list[str], number: int) -> None:
+    """Tokens of a call's name, or half a character, have no chunk before they have text."""
+    asked = request(has_tools=True)
+    choice = ChatChoice(0, asked)
+    chunks = [chunk for piece in pieces for chunk in choice.chunks(delta(piece), None)]
+    chunks += choice.chunks(delta(""), reply("".join(pieces)))
+    found = [msgspec.json.decode(ENCODER.encode(chunk)) for chunk in chunks]
+    assert not any(map(says_nothing, found))
+    assert len(found) == number
+    text = CompletionChoice(0, COMPLETION)
+    assert [len(list(text.chunks(delta(piece), None))) for piece in ("", "a", "")] == [0, 1, 0]
+    (last,) = text.chunks(delta(""), reply("a"))
+    assert (last.text, last.finish_reason) == ("", "stop")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"return_token_ids": True},
+        {"logprobs": 0},
+        {"stream_options": StreamOptions(continuous_usage_stats=True)},
+    ],
+)
+def test_tokens_without_text_have_a_chunk_where_it_says_more(fields: dict[str, Any]) -> None:
+    name, value = next(iter(fields.items()))
+    choice = ChatChoice(0, request(has_tools=True, **{name: value if name != "logprobs" else True}))
+    given = {"logprobs": [logprob("a")]} if name == "logprobs" else {}
+    counts = [len(list(choice.chunks(delta(piece, **given), None))) for piece in WEATHER]
+    assert counts[0] == 2  # the role's
+    assert min(counts) == 1
+    text = CompletionChoice(0, CompletionRequest(prompt="a", **fields))
+    assert [len(list(text.chunks(delta(piece, **given), None))) for piece in ("", "a")] == [1, 1]
     end = TextDelta(request_id="r", token_offset=0, char_offset=0, token_ids=[], text="")
     assert not list(choice.chunks(end, None))
 
