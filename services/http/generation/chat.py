@@ -50,8 +50,8 @@ async def chat(state: AppState, request: ChatRequest) -> Response:
             **generation.head,
             choices=[one.whole(reply) for one, reply in zip(choices, replies, strict=True)],
             usage=generation.usage(replies),
-            prompt_logprobs=UNSET if of_prompt is None else prompt_logprobs(of_prompt),
-            prompt_token_ids=UNSET if prompt_token_ids is None else prompt_token_ids,
+            prompt_logprobs=None if of_prompt is None else prompt_logprobs(of_prompt),
+            prompt_token_ids=prompt_token_ids,
         )
     )
 
@@ -134,14 +134,14 @@ class ChatChoice:
             message=ReplyMessage(
                 role="assistant",
                 content=content if content or not calls else None,
-                reasoning=reasoning or UNSET,
-                reasoning_content=reasoning or UNSET,
+                reasoning=reasoning or None,
+                reasoning_content=reasoning or None,
                 tool_calls=calls or UNSET,
             ),
             logprobs=chat_logprobs(reply.logprobs, self._request.return_tokens_as_token_ids),
             finish_reason=self.finish_reason(reply),
             stop_reason=reply.stop_reason,
-            token_ids=reply.token_ids if self._request.return_token_ids else UNSET,
+            token_ids=reply.token_ids if self._request.return_token_ids else None,
         )
 
     def deltas(

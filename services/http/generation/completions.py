@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 from starlette.responses import Response
 
 from penstock.protocol.client.answers import gather
@@ -17,6 +17,7 @@ from penstock.services.http.generation.logprobs import (
 )
 from penstock.services.http.generation.replies import (
     CompletionChoiceReply,
+    CompletionChunk,
     CompletionLogprobs,
     CompletionReply,
 )
@@ -84,7 +85,7 @@ class CompletionChoice:
 
     def chunks(
         self, delta: TextDelta | None, reply: GenerateReply | None
-    ) -> Iterator[CompletionChoiceReply]:
+    ) -> Iterator[CompletionChunk]:
         """Yield a chunk unless the tokens say nothing yet; the first chunk has the echo."""
         piece = self._piece(delta, reply)
         has_logprobs = piece.logprobs or piece.prompt_logprobs
@@ -93,15 +94,17 @@ class CompletionChoice:
 
     def whole(self, reply: GenerateReply) -> CompletionChoiceReply:
         """Return the whole answer."""
-        return self._piece(reply, reply)
+        piece = structs.asdict(self._piece(reply, reply))
+        given = {name: value for name, value in piece.items() if value is not UNSET}
+        return CompletionChoiceReply(**given)
 
     def _piece(
         self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
-    ) -> CompletionChoiceReply:
+    ) -> CompletionChunk:
         """Return the next piece; what belongs to the prompt is in the first one."""
         first = None if self._is_begun else new or reply
         new = new or first
-        piece = CompletionChoiceReply(index=self._index, text=new.text if new else "")
+        piece = CompletionChunk(index=self._index, text=new.text if new else "")
         if new:
             names_ids = self._request.return_tokens_as_token_ids
             piece.logprobs = completion_logprobs(new.logprobs, len(self._echo), names_ids)
@@ -113,9 +116,7 @@ class CompletionChoice:
             piece.finish_reason, piece.stop_reason = reply.finish_reason, reply.stop_reason
         return piece
 
-    def _add_prompt(
-        self, piece: CompletionChoiceReply, of_prompt: list[TokenLogprobs | None]
-    ) -> None:
+    def _add_prompt(self, piece: CompletionChunk, of_prompt: list[TokenLogprobs | None]) -> None:
         """Put the echo before a piece, and add its ids and vLLM's logprobs if requested."""
         piece.text = self._echo + piece.text
         if self.prompt_token_ids is not None:

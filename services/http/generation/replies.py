@@ -1,4 +1,7 @@
-"""Replies: OpenAI's, with vLLM's additions."""
+"""Replies: OpenAI's, with vLLM's additions.
+
+Fields that are always null are of things that Penstock does not do. Clients of vLLM read them.
+"""
 
 from typing import Any, Literal
 
@@ -79,8 +82,12 @@ class ReplyMessage(Struct, kw_only=True):
 
     role: Literal["assistant"]
     content: str | None
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[CalledTool] | UnsetType = UNSET
 
 
@@ -92,7 +99,8 @@ class ChatChoiceReply(Struct, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: StopReason
-    token_ids: TokenIds = UNSET
+    token_ids: list[int] | None = None
+    routed_experts: None = None
 
 
 class ReplyHead(Struct, kw_only=True):
@@ -104,13 +112,24 @@ class ReplyHead(Struct, kw_only=True):
     model: str
 
 
-class ChatReply(ReplyHead, kw_only=True):
+class WholeReply(ReplyHead, kw_only=True):
+    """Fields of a reply that is no stream."""
+
+    usage: Usage
+    service_tier: None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: None = None
+
+
+class ChatReply(WholeReply, kw_only=True):
     """Reply to ChatRequest."""
 
     choices: list[ChatChoiceReply]
-    usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: TokenIds = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_text: None = None
 
 
 class StreamChunk(ReplyHead, kw_only=True):
@@ -143,8 +162,8 @@ class ChatChunk(Struct, kw_only=True):
     token_ids: TokenIds = UNSET
 
 
-class CompletionChoiceReply(Struct, kw_only=True):
-    """One answer, or one choice of a completion's StreamChunk."""
+class CompletionChunk(Struct, kw_only=True):
+    """One choice of a completion's StreamChunk."""
 
     index: int
     text: str
@@ -156,11 +175,24 @@ class CompletionChoiceReply(Struct, kw_only=True):
     prompt_token_ids: TokenIds = UNSET
 
 
-class CompletionReply(ReplyHead, kw_only=True):
+class CompletionChoiceReply(Struct, kw_only=True):
+    """One of `n` answers to a prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str
+    stop_reason: StopReason
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    routed_experts: None = None
+
+
+class CompletionReply(WholeReply, kw_only=True):
     """Reply to CompletionRequest."""
 
     choices: list[CompletionChoiceReply]
-    usage: Usage
 
 
 class Model(Struct, kw_only=True):

@@ -34,7 +34,16 @@ class MessageEvents(Events):
 
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, message_id: str, model: str, request: ChatRequest, form: ToolFormat) -> None:
+    def __init__(
+        self,
+        message_id: str,
+        model: str,
+        request: ChatRequest,
+        form: ToolFormat,
+        cached_block: int = 0,
+    ) -> None:
+        """cached_block: tokens of a block of the prefix cache; 0 without one."""
+        self._cached_block = cached_block
         self._choice = ChatChoice(0, request, form)
         self._max_tokens = request.max_tokens or 0
         self._message = MessageReply(id=message_id, model=model)
@@ -51,9 +60,10 @@ class MessageEvents(Events):
         if not self._is_started:
             self._is_started = True
             if isinstance(new, TextDelta):
-                self._message.usage = _usage(new.prompt_tokens, new.cached_tokens)
+                self._message.usage = self._usage(new.prompt_tokens, new.cached_tokens)
             elif reply:  # with `max_tokens: 0`, no output comes before it
-                self._message.usage = _usage(reply.usage.prompt_tokens, reply.usage.cached_tokens)
+                usage = reply.usage
+                self._message.usage = self._usage(usage.prompt_tokens, usage.cached_tokens)
             yield {"type": "message_start", "message": self._message}
         for piece in self._choice.deltas(new, reply):
             yield from self._pieces(piece)
@@ -137,17 +147,23 @@ class MessageEvents(Events):
             case _:  # aborted: the client may send it back to continue
                 message.stop_reason = "pause_turn"
         usage = reply.usage
-        message.usage = _usage(usage.prompt_tokens, usage.cached_tokens, num_tokens)
+        message.usage = self._usage(usage.prompt_tokens, usage.cached_tokens, num_tokens)
         end = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
         return {"type": "message_delta", "delta": end, "usage": message.usage}
 
-
-def _usage(prompt_tokens: int, cached_tokens: int, output_tokens: int = 0) -> MessageUsage:
-    return MessageUsage(
-        input_tokens=prompt_tokens - cached_tokens,
-        cache_read_input_tokens=cached_tokens,
-        output_tokens=output_tokens,
-    )
+    def _usage(
+        self, prompt_tokens: int, cached_tokens: int, output_tokens: int = 0
+    ) -> MessageUsage:
+        """Return the counts: an equal prompt would read what this one reads and creates."""
+        size, created = self._cached_block, 0
+        if size:
+            created = max(0, (prompt_tokens - 1) // size * size - cached_tokens)
+        return MessageUsage(
+            input_tokens=prompt_tokens - cached_tokens - created,
+            cache_creation_input_tokens=created,
+            cache_read_input_tokens=cached_tokens,
+            output_tokens=output_tokens,
+        )
 
 
 def _input(text: str) -> dict[str, Any]:

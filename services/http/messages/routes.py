@@ -22,7 +22,8 @@ async def answer_messages(state: AppState, request: MessagesRequest) -> Response
     chat.request_id = caller.get().request_id or None
     generation = submit_chat(state, "msg", chat, partial(name_in_messages, request))
     message_id = f"msg_{caller.get().unique_id}"
-    events = MessageEvents(message_id, generation.head["model"], chat, state.tool_format)
+    model, form = generation.head["model"], state.tool_format
+    events = MessageEvents(message_id, model, chat, form, state.cached_block)
     if request.stream:
         return generation.stream_events(events)
     (reply,) = await generation.replies()

@@ -151,7 +151,10 @@ MessageStop = (
 
 
 class MessageUsage(Struct, kw_only=True):
-    """Token counts. The prompt has `input_tokens` and `cache_read_input_tokens` together."""
+    """Token counts; the prompt is the sum of the first three, as in Anthropic's API.
+
+    `cache_creation_input_tokens` are those that are now in the prefix cache and were not before.
+    """
 
     input_tokens: int = 0
     cache_creation_input_tokens: int = 0

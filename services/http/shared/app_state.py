@@ -57,12 +57,17 @@ class AppState:
         """token ids of `</think>`"""
         self.label_ids: list[int] | None = None
         """of a reranker, once they are known"""
+        self.cached_block = 0
+        """tokens of a block of the prefix cache; 0 without one"""
         self.singletons = singletons
         self._was_ready = asyncio.Event()
 
     async def start(self) -> None:
         """Wait for the model, and examine its vocabulary."""
-        await self.client.status(wait=True)
+        status = await self.client.status(wait=True)
+        model = next((one for one in status.by_model if one.name == self.model), status)
+        if model.scheduler and self.config.enable_prefix_caching:
+            self.cached_block = model.scheduler.block_size
         tag = await self.client.tokenize("<tool_call>")
         self.tool_format = self.tool_format._replace(tags_are_tokens=len(tag.token_ids) == 1)
         self.end_of_thought = (await self.client.tokenize("</think>")).token_ids

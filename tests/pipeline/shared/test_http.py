@@ -33,6 +33,31 @@ def test_chat(api: Api) -> None:
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
+OF_REPLIES = "service_tier system_fingerprint kv_transfer_params ec_transfer_params metrics"
+OF_CHATS = "prompt_logprobs prompt_token_ids prompt_text"
+OF_MESSAGES = "refusal annotations audio function_call reasoning reasoning_content"
+OF_CHOICES = "logprobs stop_reason token_ids routed_experts"
+
+
+@BOTH_CLIENTS
+def test_a_reply_has_vllms_keys_without_a_value(api: Api) -> None:
+    """A client that reads an absent key fails: `openai` raises AttributeError."""
+    chat, text = api.chat(max_tokens=1), api.complete(max_tokens=1)
+    for found, names in (
+        (chat, f"{OF_REPLIES} {OF_CHATS}"),
+        (chat.choices[0], OF_CHOICES),
+        (chat.choices[0].message, OF_MESSAGES),
+        (text, OF_REPLIES),
+        (text.choices[0], f"{OF_CHOICES} prompt_logprobs prompt_token_ids"),
+    ):
+        nulls = dict.fromkeys(names.split())
+        assert {name: getattr(found, name) for name in nulls} == nulls
+        assert found.to_dict() | nulls == found.to_dict()
+    assert "tool_calls" not in chat.choices[0].message.model_fields_set
+    again = [*COUNT_MESSAGES, chat.choices[0].message.model_dump(), *SUM_MESSAGES]
+    assert api.chat(again, max_tokens=1).choices
+
+
 def test_cached_tokens(api: Api) -> None:
     messages = [{"role": "user", "content": f"repeat: {'cached ' * 20}"}]
     api.chat(messages, max_tokens=1)

@@ -22,7 +22,7 @@ def test_bad_fields(api: Api, stream: bool) -> None:
     for fields, param in (
         ({"temperature": 3}, "temperature"),
         ({"max_tokens": 1_000_000}, "max_tokens"),
-        ({"extra_body": {"foo": 1}}, "foo"),
+        ({"extra_body": {"max_token": 1}}, "max_token"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:

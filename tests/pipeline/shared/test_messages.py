@@ -50,17 +50,20 @@ def contents(message: Any) -> Any:
     return [one.model_dump(exclude=left_out) for one in message.content]
 
 
+def prompt_tokens(usage: Any) -> int:
+    cached = usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+    return int(usage.input_tokens + cached)
+
+
 def test_text(client: anthropic.Anthropic) -> None:
     message = create(client)
     (block,) = message.content
     assert (block.type, block.text) == ("text", COUNTED)
     assert (message.role, message.model, message.stop_reason) == ("assistant", MODEL, "end_turn")
     counted = client.messages.count_tokens(model=MODEL, messages=COUNT_MESSAGES)
-    usage = message.usage
-    assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
+    assert prompt_tokens(message.usage) == counted.input_tokens
     first, *_ = create_only(client, stream=True)
-    usage = first.message.usage  # known before the first text
-    assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
+    assert prompt_tokens(first.message.usage) == counted.input_tokens  # before the first text
 
 
 def test_async(url: str) -> None:
@@ -93,7 +96,12 @@ def test_a_prompt_without_an_answer_fills_the_prefix_cache(client: anthropic.Ant
     message = client.messages.create(**fields)
     assert (message.content, message.stop_reason) == ([], "max_tokens")
     assert message.usage.output_tokens == 0
-    assert client.messages.create(**fields).usage.cache_read_input_tokens
+    created = message.usage.cache_creation_input_tokens
+    again = client.messages.create(**fields).usage
+    assert created
+    assert again.cache_read_input_tokens == created + message.usage.cache_read_input_tokens
+    assert not again.cache_creation_input_tokens
+    assert 0 < again.input_tokens == message.usage.input_tokens
     with client.messages.stream(**fields) as stream:
         assert stream.get_final_message().content == []
 
@@ -167,7 +175,7 @@ def test_errors(client: anthropic.Anthropic, url: str) -> None:
     asked: Any
     for kind, name, asked in (
         (anthropic.BadRequestError, "invalid_request_error", {"messages": image}),
-        (anthropic.BadRequestError, "invalid_request_error", {"extra_body": {"foo": 1}}),
+        (anthropic.BadRequestError, "invalid_request_error", {"extra_body": {"max_token": 1}}),
         (anthropic.NotFoundError, "not_found_error", {"model": "claude"}),
         (
             anthropic.ContentTooLargeError,

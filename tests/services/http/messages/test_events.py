@@ -11,7 +11,7 @@ from penstock.protocol.messages.client import FinishReason, GenerateReply, TextD
 from penstock.services.http.generation.schema import ChatRequest, Function, Tool
 from penstock.services.http.messages.events import MessageEvents
 from penstock.services.http.shared.errors import ApiError
-from penstock.services.http.shared.tool_format import ToolFormat
+from penstock.services.http.shared.tool_format import HERMES, ToolFormat
 from tests.search import scaled
 from tests.services.http.generation.reasoning_spans import span
 from tests.services.http.generation.tool_call_texts import FORMATS, SCHEMA, Texts
@@ -150,6 +150,19 @@ def test_blocks_of_all_kinds() -> None:
         "cache_read_input_tokens": 16,
         "output_tokens": 3,
     }
+
+
+@pytest.mark.parametrize(
+    ("block", "created"), [(0, 0), (1, 3), (2, 2), (3, 2), (4, 0), (8, 0), (16, 0), (64, 0)]
+)
+def test_the_cold_part_of_a_prompt_is_created_in_the_cache(block: int, created: int) -> None:
+    """Of 20 tokens 16 were cached. Blocks are whole, and the last token is always computed."""
+    request = ChatRequest(messages=[Message(role="user")])
+    message = whole(MessageEvents("msg-1", "demo", request, HERMES, block), reply("a"))
+    usage = message["usage"]
+    assert usage["cache_creation_input_tokens"] == created
+    assert usage["cache_read_input_tokens"] == 16
+    assert usage["input_tokens"] == 4 - created
 
 
 @pytest.mark.parametrize("pieces", [["a"], []])
