@@ -2,9 +2,10 @@
 
 import ast
 import json
+import operator
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -46,19 +47,17 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}(?:\.0*)?")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _COMBINED = ("enum", "const", "$ref", "allOf", "anyOf", "oneOf", "not")
 _ONLY_STRING = {"type": "string"}
-_LIMITS = {
-    "minimum": lambda value, limit: value >= limit,
-    "maximum": lambda value, limit: value <= limit,
-    "exclusiveMinimum": lambda value, limit: value > limit,
-    "exclusiveMaximum": lambda value, limit: value < limit,
+_LIMITS: dict[str, Callable[[Any, Any], bool]] = {
+    **{"minimum": operator.ge, "maximum": operator.le},
+    **{"exclusiveMinimum": operator.gt, "exclusiveMaximum": operator.lt},
 }
-_SIZES = {
+_SIZES: dict[type, tuple[str, str]] = {
     str: ("minLength", "maxLength"),
     list: ("minItems", "maxItems"),
     dict: ("minProperties", "maxProperties"),
 }
 Level = Literal["strict", "exact", "types"]
-"""how a value is checked: `3.0` is no integer; as JSON Schema says; by its type alone"""
+"""how a value is checked: so that integers have no `.0`; as JSON Schema says; by its type alone"""
 
 
 class ArgumentSchema:

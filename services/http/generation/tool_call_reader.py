@@ -10,11 +10,14 @@ from penstock.services.http.shared.tool_format import CLOSING
 
 _STRING = r'"(?:[^"\\\x00-\x1f]|\\.){0,256}"'
 _HEAD = re.compile(
-    rf'\s*\{{\s*"name"\s*:\s*(?P<name>{_STRING})\s*'
+    rf'\s*(?:\[\s*)?\{{\s*"name"\s*:\s*(?P<name>{_STRING})\s*'
     r'(?P<begins>,\s*"(?:arguments|parameters)"\s*:\s*(?=\{))?'
 )
 _KEYS = ("arguments", "parameters")
+_ARRAY, _SEPARATOR = re.compile(r"\s*(?:\[\s*)?"), re.compile(r"[\s,;]*")
+"""what may come before a call in tags, and between two of them"""
 _BARE_HEAD = '{"name":"'
+_CONTROL, _LINE_END = re.compile(r"[\x00-\x1f]"), "\n" + CLOSING
 _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]<]'), re.compile(r'["\\\x00-\x1f]')
 
 
@@ -52,32 +55,52 @@ class CallReader(Protocol):
 class JsonScanner:
     """Finds the end of a JSON object or array. It compares brackets and skips strings."""
 
-    def __init__(self, open_brackets: str = "") -> None:
-        self._open = list(open_brackets)
+    def __init__(self, open_brackets: str = "", lenient_depth: int = 1) -> None:
+        """lenient_depth: open brackets from which on strings may have line breaks."""
+        self._open, self._lenient_depth = list(open_brackets), lenient_depth
         self._in_string = self._is_escaped = False
         self.is_closed = False
         self.is_broken = False
-        """a bracket does not match, a string has a line break, or a tag is outside strings"""
+        """a bracket does not match, a tag is outside strings, or a string does not end"""
 
-    def scan(self, text: str) -> int:
-        """Return the number of characters before the value's end, or before the first mistake."""
-        position = 0
+    def scan(self, text: str) -> tuple[int, str]:
+        """Return the number of characters before the value's end, or before the first mistake.
+
+        Return them as JSON, too: with control characters in strings escaped. A line break at the
+        end of the text is not scanned: before `</tool_call>`, it shows that a string does not end.
+        """
+        position, parts = 0, []
         while position < len(text) and not (self.is_closed or self.is_broken):
             if self._is_escaped:
+                character = text[position]
+                parts.append(_escaped(character)[character < " " :])  # its backslash was there
                 position, self._is_escaped = position + 1, False
-            elif found := (_INSIDE if self._in_string else _OUTSIDE).search(text, position):
-                self._take(found[0])
-                position = found.start() if self.is_broken else found.end()
-            else:
-                position = len(text)
-        return position
+                continue
+            found = (_INSIDE if self._in_string else _OUTSIDE).search(text, position)
+            at = found.start() if found else len(text)
+            parts.append(text[position:at])
+            position = at
+            if not found:
+                break
+            if (
+                found[0] == "\n"
+                and self._in_string
+                and _LINE_END.startswith(text[at : at + len(_LINE_END)])
+            ):
+                self.is_broken = len(text) - at >= len(_LINE_END)
+                break
+            self._take(found[0])
+            if not self.is_broken:
+                parts.append(_escaped(found[0]))
+                position += 1
+        return position, "".join(parts)
 
     def _take(self, character: str) -> None:
         if character == '"':
             self._in_string = not self._in_string
         elif self._in_string:
             self._is_escaped = character == "\\"
-            self.is_broken = not self._is_escaped
+            self.is_broken = not self._is_escaped and len(self._open) < self._lenient_depth
         elif character in "{[":
             self._open.append(character)
         elif not self._open or self._open.pop() + character not in ("{}", "[]"):
@@ -92,8 +115,11 @@ class JsonReader:
     def __init__(self) -> None:
         self.is_done = self.is_refused = False
         self._read = self._read_head
-        self._scanner = JsonScanner()
+        self._scanner = JsonScanner(lenient_depth=2)
         self._num_scanned = 0
+        self._body = ""
+        """as JSON: what was scanned"""
+        self._is_array = False
 
     def feed(self, text: str) -> tuple[list[Event], str]:
         events: list[Event] = []
@@ -108,7 +134,9 @@ class JsonReader:
     def finish(self, text: str, is_cut: bool) -> list[Event]:
         if self._read == self._read_tail:
             rest = text[: tag_start(text, CLOSING)]
-            return [rest] if rest.strip() not in ("", "}") else []
+            return self._after_object(rest) if rest.strip() not in ("", "}") else []
+        if self._read == self._read_arguments:  # a line break in a string that is cut off
+            return _arguments(_escaped(text))
         if self._read != self._read_head:
             return []
         begun = _HEAD.match(text) if is_cut else None
@@ -127,33 +155,37 @@ class JsonReader:
         """Begin a call with its arguments or, where its name comes later, with its end."""
         if (begun := _HEAD.match(text)) and begun["begins"] and (name := _decoded(begun["name"])):
             self._read, self._scanner = self._read_arguments, JsonScanner()
+            self._is_array = "[" in text[: begun.start("name")]
             return [Name(name)], text[begun.end() :]
-        if not self._is_possible(text[:200].lstrip()):
+        start = len(found[0]) if (found := _ARRAY.match(text)) else 0
+        if not self._is_possible(text[start : start + 200]):
             self.is_refused = True
             return [], text
-        self._num_scanned += self._scanner.scan(text[self._num_scanned :])
-        if self._scanner.is_closed:
-            return self._read_whole(text[: self._num_scanned], text[self._num_scanned :])
-        self.is_refused = self._scanner.is_broken
-        return [], text
-
-    def _read_whole(self, body: str, rest: str) -> tuple[list[Event], str]:
-        if call := _whole_call(body):
-            self._begin_tail()
-            return call, "}" + rest
-        self.is_refused = True
-        return [], body + rest
+        length, scanned = self._scanner.scan(text[start + self._num_scanned :])
+        self._num_scanned, self._body = self._num_scanned + length, self._body + scanned
+        if not self._scanner.is_closed:
+            self.is_refused = self._scanner.is_broken
+            return [], text
+        call = _whole_call(self._body)
+        if call is None:
+            self.is_refused = True
+            return [], text
+        rest = text[start + self._num_scanned :]
+        self._is_array = "[" in text[:start]
+        self._begin_tail()
+        return call, "}" + rest
 
     def _begin_tail(self) -> None:
-        self._read, self._scanner, self._num_scanned = self._read_tail, JsonScanner("{"), 0
+        self._read, self._scanner = self._read_tail, JsonScanner("{", lenient_depth=2)
+        self._num_scanned = 0
 
     def _read_arguments(self, text: str) -> tuple[list[Event], str]:
-        length = self._scanner.scan(text)
+        length, scanned = self._scanner.scan(text)
         if self._scanner.is_closed:
             self._begin_tail()
         elif self._scanner.is_broken:
             self._read = self._read_broken
-        return _arguments(text[:length]), text[length:]
+        return _arguments(scanned), text[length:]
 
     def _read_broken(self, text: str) -> tuple[list[Event], str]:
         """Read arguments that are not JSON, as they were written."""
@@ -161,12 +193,35 @@ class JsonReader:
 
     def _read_tail(self, text: str) -> tuple[list[Event], str]:
         """Drop the end of the object and its other members; anything else is text."""
-        self._num_scanned += self._scanner.scan(text[self._num_scanned :])
+        self._num_scanned += self._scanner.scan(text[self._num_scanned :])[0]
         self.is_done = self._scanner.is_closed or self._scanner.is_broken
         if not self.is_done:
             return [], text
         body = text[: self._num_scanned]
-        return _after_object(body), text[self._num_scanned :]
+        return self._after_object(body), text[self._num_scanned :]
+
+    def _after_object(self, text: str) -> list[Event]:
+        """Return what follows a call's arguments: members of its object are dropped.
+
+        Models put further calls into one tag, with or without an array around them.
+        """
+        scanner = JsonScanner("{", lenient_depth=2)
+        length, scanned = scanner.scan(text)
+        if not _is_json('{"a":0' + scanned):
+            rest = text.lstrip().removeprefix("}").lstrip()
+            return [rest] if rest else []
+        events: list[Event] = []
+        rest = text[length:]
+        while (found := _SEPARATOR.match(rest)) and rest[found.end() :].startswith("{"):
+            length, scanned = JsonScanner(lenient_depth=2).scan(rest[found.end() :])
+            call = _whole_call(scanned)
+            if call is None:
+                break
+            events += call
+            rest = rest[found.end() + length :]
+        rest = rest.lstrip()
+        rest = rest.removeprefix("]").lstrip() if self._is_array else rest
+        return [*events, rest] if rest else events
 
 
 class HermesReader(JsonReader):
@@ -186,7 +241,7 @@ class HermesReader(JsonReader):
         if not tag:
             return [], text
         self.is_done = True
-        return _after_object(body), rest
+        return self._after_object(body), rest
 
 
 def tag_start(text: str, tag: str) -> int:
@@ -206,20 +261,32 @@ def _whole_call(text: str) -> list[Event] | None:
         name = msgspec.json.decode(call["name"], type=str)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, KeyError):
         return None
-    given = [bytes(call[key]).decode() for key in _KEYS if key in call]
-    if len(call) > 1 and not (given and given[0].startswith("{")):
+    given = next((bytes(call[key]).decode() for key in _KEYS if key in call), None)
+    if given is None and len(call) > 1:
         return None
-    return [Name(name), Arguments(given[0] if given else "{}")]
+    arguments = "{}" if given is None else _object(given)
+    return None if arguments is None else [Name(name), Arguments(arguments)]
 
 
-def _after_object(text: str) -> list[Event]:
-    """Return what comes after the end of an object, and after its other members."""
+def _object(given: str) -> str | None:
+    """Return arguments as JSON: an object, nothing, or the text of either; None: others."""
+    if given.startswith('"'):
+        _, given = JsonScanner().scan(msgspec.json.decode(given, type=str).strip())
+        given = given if _is_json(given) or not given else "invalid"
+    return "{}" if given in ("", "null") else given if given.startswith("{") else None
+
+
+def _is_json(text: str) -> bool:
     try:
-        msgspec.json.decode('{"a":0' + text)
+        msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        rest = text.lstrip().removeprefix("}").lstrip()
-        return [rest] if rest else []
-    return []
+        return False
+    return True
+
+
+def _escaped(text: str) -> str:
+    """Return text for a string in JSON, with its control characters escaped."""
+    return _CONTROL.sub(lambda found: msgspec.json.encode(found[0]).decode()[1:-1], text)
 
 
 def _decoded(name: str) -> str | None:

@@ -83,7 +83,11 @@ def test_parses(answer: str, text: str, names: list[str]) -> None:
         '{"arguments": {}}',
         '{"name": 3, "arguments": {}}',
         '{"name": "f", "arguments": []}',
-        '{"name": "f", "arguments": "{}"}',
+        '{"name": "f", "arguments": "so"}',
+        '{"name": "f", "arguments": "[1]"}',
+        '{"name": "f", "arguments": "{"}',
+        '[{"name": "f", "arguments": 1}]',
+        '[1, {"name": "f", "arguments": {}}]',
         '{"name": "f", "args": {"a": 1}}',
         '{"name": "f", "arguments" {}}',
     ],
@@ -113,6 +117,46 @@ def test_a_call_that_has_begun_is_a_call(body: str, arguments: str, text: str) -
     for pieces in ([answer], list(answer)):
         parsed = parse(*pieces)
         assert (parsed.calls, parsed.text) == ([("f", arguments)], text)
+
+
+@pytest.mark.parametrize(
+    ("body", "calls", "text"),
+    [
+        # line breaks in strings
+        ('{"name": "f", "arguments": {"a": "x\n\ty"}}', [("f", '{"a": "x\\n\\ty"}')], ""),
+        ('{"arguments": {"a": "x\ny"}, "name": "f"}', [("f", '{"a": "x\\ny"}')], ""),
+        ('{"name": "f", "arguments": {"a": "x\\\ny"}}', [("f", '{"a": "x\\ny"}')], ""),
+        ('{"name": "f", "arguments": {"a":\n"\n}}"\n}}\n', [("f", '{"a":\n"\\n}}"\n}')], ""),
+        # no arguments, and arguments as text
+        ('{"name": "f", "arguments": null}', [("f", "{}")], ""),
+        ('{"name": "f", "arguments": ""}', [("f", "{}")], ""),
+        ('{"name": "f", "arguments": "{}"}', [("f", "{}")], ""),
+        (
+            '{"name": "f", "arguments": "{\\"a\\": \\"x\\ny\\"}"}',
+            [("f", '{"a": "x\\ny"}')],
+            "",
+        ),
+        # several calls
+        (
+            '{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {"a": "\n"}}',
+            [("f", "{}"), ("g", '{"a": "\\n"}')],
+            "",
+        ),
+        (
+            '\n[{"name": "f", "arguments": {}}, {"arguments": null, "name": "g"}]\n',
+            [("f", "{}"), ("g", "{}")],
+            "",
+        ),
+        ('[{"name": "f"}]', [("f", "{}")], ""),
+        ('{"name": "f", "arguments": {}}, {"a": 1}', [("f", "{}")], ', {"a": 1}'),
+        ('{"name": "f", "arguments": {}, "id": 1} so', [("f", "{}")], "so"),
+    ],
+)
+def test_calls_as_models_write_them(body: str, calls: list[Any], text: str) -> None:
+    for end in ("</tool_call>", ""):
+        for pieces in ([f"<tool_call>{body}{end}"], list(f"<tool_call>{body}{end}")):
+            parsed = parse(*pieces)
+            assert (parsed.calls, parsed.text) == (calls, text)
 
 
 def test_arguments_are_sent_as_they_come() -> None:

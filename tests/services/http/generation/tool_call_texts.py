@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from typing import Any
 
 FORMATS = ("hermes", "qwen3_coder", "json")
@@ -69,6 +70,9 @@ class Texts:
         body = json.dumps(
             {"name": "f", "arguments": arguments}, ensure_ascii=self.random.random() < 0.5
         )
+        if self.random.random() < 0.3 and "\\n</tool_call>" not in body:
+            escapes = {r"\n": "\n", r"\t": "\t"}  # models forget them
+            body = re.sub(r"\\.", lambda found: escapes.get(found[0], found[0]), body)
         return body if self.form == "json" else f"<tool_call>\n{body}\n</tool_call>"
 
     def answer(self) -> str:

@@ -85,7 +85,8 @@ def whole(text: str, *args: Any, **fields: Any) -> dict[str, Any]:
 def test_events_add_up_to_the_whole_response(form: Any) -> None:
     texts = Texts(form, seed=4)
     for number in range(scaled(60)):
-        answer = texts.random.choice(["", THOUGHT, "<think>", "<think>\n</think>"]) + texts.answer()
+        thought = texts.random.choice(["", THOUGHT, "<think>", "<think>\n</think>"])
+        answer = thought + (texts.answer() or "a")
         asked = request(tools=[TOOL] * (number % 4 > 0), parallel_tool_calls=number % 3 > 0)
         finish: FinishReason = "length" if number % 5 == 0 else "stop"
         reply = reply_of(answer, finish)
