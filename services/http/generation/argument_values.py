@@ -48,8 +48,10 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _COMBINED = ("enum", "const", "$ref", "allOf", "anyOf", "oneOf", "not")
 _ONLY_STRING = {"type": "string"}
 _LIMITS: dict[str, Callable[[Any, Any], bool]] = {
-    **{"minimum": operator.ge, "maximum": operator.le},
-    **{"exclusiveMinimum": operator.gt, "exclusiveMaximum": operator.lt},
+    "minimum": operator.ge,
+    "maximum": operator.le,
+    "exclusiveMinimum": operator.gt,
+    "exclusiveMaximum": operator.lt,
 }
 _SIZES: dict[type, tuple[str, str]] = {
     str: ("minLength", "maxLength"),
