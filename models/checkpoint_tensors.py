@@ -1,15 +1,20 @@
 """Tensors of a checkpoint by name: safetensors, in one file or sharded."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.protocol.checkpoint import ModelError, read_json
-from penstock.protocol.checkpoint_files import INDEX_FILE, SINGLE_FILE, Index
-from penstock.protocol.expected_weights import MATRICES, weight_names
+from penstock.protocol.checkpoint import ModelConfig, ModelError
+from penstock.protocol.checkpoint_files import SINGLE_FILE, read_index
+from penstock.protocol.expected_weights import MATRICES, TIED, weight_names
 
+log = logging.getLogger(__name__)
+EMBEDDING = "model.embed_tokens.weight"
 _FLOATS = ("F16", "BF16", "F32")
 
 
@@ -19,11 +24,10 @@ class CheckpointTensors:
     def __init__(self, folder: Path, prefix: str = "") -> None:
         """prefix: of the model's names, which those in the files lack."""
         self._prefix = prefix
-        index, single = folder / INDEX_FILE, folder / SINGLE_FILE
+        single, weight_map = folder / SINGLE_FILE, read_index(folder)
         self._open: dict[Path, Any] = {}
         try:
-            if index.exists():
-                weight_map = read_json(index, Index).weight_map
+            if weight_map is not None:
                 self.files = {name: folder / file for name, file in weight_map.items()}
             else:
                 self._open[single] = safe_open(single, framework="pt")
@@ -81,3 +85,28 @@ class CheckpointTensors:
             return self._open[path].get_slice(name.removeprefix(self._prefix))
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path}: could not read the file: {error}") from error
+
+
+def with_own_head(config: ModelConfig, folder: Path) -> ModelConfig:
+    """Return a model that has the output layer of its checkpoint, if that is not the embedding.
+
+    So does transformers, whatever `tie_word_embeddings` says. Raises ModelError.
+    """
+    if not config.tie_word_embeddings or config.is_embedding_model:
+        return config
+    tensors = CheckpointTensors(folder)
+    if TIED not in tensors or EMBEDDING not in tensors:
+        return config
+    head, embedding = tensors.read(TIED), tensors.read(EMBEDDING)
+    if head.dtype == embedding.dtype and torch.equal(_words(head), _words(embedding)):
+        return config
+    log.warning(
+        "tie_word_embeddings: got true, but %s differs from the embedding: it is used", TIED
+    )
+    return msgspec.structs.replace(config, tie_word_embeddings=False)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the bits as large integers, which are compared five times as fast."""
+    raw = tensor.view(torch.uint8).flatten()
+    return raw.view(torch.int64) if len(raw) % 8 == 0 else raw

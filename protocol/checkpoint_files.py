@@ -20,7 +20,7 @@ from penstock.protocol.expected_weights import (
 from penstock.protocol.generation_config import read_generation_config
 from penstock.protocol.tokenizer_file import (
     TokenizerConfig,
-    read_chat_template,
+    read_chat_templates,
     read_tokenizer_file,
 )
 
@@ -53,7 +53,7 @@ def check_files(folder: Path, config: ModelConfig, *, weights: bool) -> None:
         if path.is_symlink() and not path.exists():
             raise ModelError(f"{path} is a link to a missing file; download it again, or remove it")
     read_tokenizer_file(folder)
-    read_chat_template(folder)
+    read_chat_templates(folder)
     if (folder / "tokenizer_config.json").exists():
         read_json(folder / "tokenizer_config.json", TokenizerConfig)
     read_generation_config(folder)
@@ -88,22 +88,32 @@ def check_tensors(folder: Path, config: ModelConfig) -> None:
     check_names(folder, names, weights)
 
 
+def read_index(folder: Path) -> dict[str, str] | None:
+    """Return the file of each tensor; None where all are in `SINGLE_FILE`. Raises ModelError.
+
+    An index that does not name this file is left beside it, as transformers does: it is of older
+    shards.
+    """
+    if not (folder / INDEX_FILE).exists():
+        return None
+    files = read_json(folder / INDEX_FILE, Index).weight_map
+    is_stale = (folder / SINGLE_FILE).exists() and SINGLE_FILE not in files.values()
+    return None if is_stale else files
+
+
 def weight_files(folder: Path) -> list[str]:
     """Return the names of a checkpoint's files of weights. Raises ModelError."""
-    index = folder / INDEX_FILE
-    if not index.exists():
-        return [SINGLE_FILE]
-    return sorted(set(read_json(index, Index).weight_map.values()))
+    files = read_index(folder)
+    return [SINGLE_FILE] if files is None else sorted(set(files.values()))
 
 
 def _read_shapes(folder: Path, types: Collection[str]) -> dict[str, list[int]]:
     """Return the shapes of all tensors by name. Raises ModelError, also for other types."""
-    index = folder / INDEX_FILE
-    if not index.exists():
+    index, files = folder / INDEX_FILE, read_index(folder)
+    if files is None:
         if not (folder / SINGLE_FILE).exists():
             _check_format(folder)
         return _read_header(folder / SINGLE_FILE, types)
-    files = read_json(index, Index).weight_map
     for name, file in files.items():
         if Path(file).name != file or file in ("", "..") or "\0" in file:
             raise ModelError(f"{index}: {name}: got {file!r}, expected a file of its folder")

@@ -1,8 +1,9 @@
 """A checkpoint's tokenizer files, read without the tokenizers library: tokens and those of ends."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -10,6 +11,12 @@ from penstock.protocol.checkpoint import ModelError, read_bytes, read_json, read
 from penstock.protocol.generation_config import read_generation_config
 
 log = logging.getLogger("checkpoint")
+T = TypeVar("T")
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""names of chat templates"""
+TEMPLATE_FILE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""folder of files NAME.jinja"""
 
 
 class AddedToken(Struct):
@@ -41,12 +48,11 @@ class TokenizerConfig(Struct):
     eos_token: str | _Token | None = None
     chat_template: str | list[_Template] | None = None
 
-    def template(self) -> str:
-        """Return the chat template: of several, the one named `default`."""
+    def templates(self) -> dict[str, str]:
+        """Return the chat templates by name; a single template is named `default`."""
         if isinstance(self.chat_template, list):
-            named = {one.name: one.template for one in self.chat_template}
-            return named.get("default", "")
-        return self.chat_template or ""
+            return {one.name: one.template for one in self.chat_template if one.template}
+        return {DEFAULT: self.chat_template} if self.chat_template else {}
 
 
 class Decoder(Struct):
@@ -111,18 +117,29 @@ def read_eos_token_ids(folder: Path) -> list[int]:
     return known
 
 
-def read_chat_template(folder: Path) -> str:
-    """Return the Jinja source; empty if the checkpoint has none. Raises ModelError."""
-    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+def read_chat_templates(folder: Path) -> dict[str, str]:
+    """Return the Jinja sources by name, where transformers looks for them. Raises ModelError."""
+    file = folder / TEMPLATE_FILE
+    files = {DEFAULT: file} if file.exists() else {}
+    files |= {path.stem: path for path in (folder / MORE_TEMPLATES).glob("*.jinja")}
+    if texts := {name: text for name, path in files.items() if (text := _read_text(path))}:
+        return texts
+    for path in folder / "chat_template.json", folder / "tokenizer_config.json":
+        if path.exists() and (templates := read_json(path, TokenizerConfig).templates()):
+            return templates
+    return {}
+
+
+def choose_template(templates: Mapping[str, T], *, has_tools: bool) -> T | None:
+    """Return the template that transformers would use: `tool_use` with tools, or `default`."""
+    return templates.get(TOOL_USE if has_tools and TOOL_USE in templates else DEFAULT)
+
+
+def _read_text(path: Path) -> str:
     try:
-        if file.exists():
-            return read_bytes(file).decode()
+        return read_bytes(path).decode()
     except UnicodeDecodeError as error:
-        raise ModelError(f"{file} is not text in UTF-8: {error}") from error
-    for path in folder / "chat_template.json", config:
-        if path.exists() and (template := read_json(path, TokenizerConfig).template()):
-            return template
-    return ""
+        raise ModelError(f"{path} is not text in UTF-8: {error}") from error
 
 
 def _tokenizer_eos(folder: Path) -> int | None:

@@ -29,6 +29,7 @@ SMALL_FILES = [
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
     *("modules.json", "1_Pooling/config.json"),
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
+    "additional_chat_templates/*.jinja",
 ]
 FULL = (errno.ENOSPC, errno.EDQUOT)
 

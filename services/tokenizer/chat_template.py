@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.messages.client import ChatMessage, PromptFields
-from penstock.protocol.tokenizer_file import read_chat_template
+from penstock.protocol.tokenizer_file import choose_template, read_chat_templates
 from penstock.services.tokenizer.child import added_memory, end_child, start_child
 from penstock.services.tokenizer.errors import PromptError
 
@@ -71,14 +71,13 @@ class ChatTemplate:
         signal.signal(signal.SIGVTALRM, _end)
         try:
             config = _tokenizer_config(folder / "tokenizer_config.json")
-            source = read_chat_template(folder)
-            self._template: Any = None
-            if source:
-                template = _environment().from_string(source)
+            sources = read_chat_templates(folder)
+            self._templates: dict[str, Template] = {}
+            for name, source in sources.items():
+                self._templates[name] = template = _environment().from_string(source)
                 # each rendering copies them: a plain map faster than Jinja's ChainMap
                 template.globals = dict(template.globals)
-                self._template = template
-            self.opens_reasoning = REASONING_SWITCH in source
+            self.opens_reasoning = any(REASONING_SWITCH in source for source in sources.values())
             """the model itself, where the prompt leaves it to it"""
             self._special_tokens = {
                 name: token["content"] if isinstance(token, dict) else token
@@ -90,9 +89,10 @@ class ChatTemplate:
 
     def render(self, request: PromptFields) -> str:
         """Render `messages` up to where the assistant's answer begins. Raises PromptError."""
-        template = self._template
-        if not template and request.chat_template is None:
-            raise PromptError("messages", "the model has no chat template; give a prompt")
+        own = choose_template(self._templates, has_tools=request.tools is not None)
+        if own is None and request.chat_template is None:
+            names = f" but {', '.join(sorted(self._templates))}" * bool(self._templates)
+            raise PromptError("messages", f"the model has no chat template{names}; give a prompt")
         continues, kwargs = request.continue_final_message, request.chat_template_kwargs
         if taken := sorted(NOT_FOR_CLIENTS & kwargs.keys()):
             text = f"chat_template_kwargs: got {taken[0]}, which it can't set; leave it out"
@@ -109,10 +109,10 @@ class ChatTemplate:
             "documents": kwargs.get("documents"),
             "add_generation_prompt": not continues if adds_prompt is None else adds_prompt,
         }
-        if request.chat_template is None:
-            text = _render_own(template, variables)
+        if own is not None and request.chat_template is None:
+            text = _render_own(own, variables)
         else:
-            text = _render_in_child(request.chat_template, variables)
+            text = _render_in_child(request.chat_template or "", variables)
         return _cut(text) if continues else text
 
 

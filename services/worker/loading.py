@@ -13,6 +13,7 @@ from penstock.kernels.attention.reference import AttentionBackend
 from penstock.kernels.determinism import use_deterministic_kernels
 from penstock.kernels.quantize.types import FP8
 from penstock.models.allocation import with_integers
+from penstock.models.checkpoint_tensors import with_own_head
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights
@@ -85,6 +86,7 @@ def load(
     use_deterministic_kernels(config.deterministic and device.type == "cuda")
     torch.set_num_threads(config.num_threads or threads_of_worker(config.tp * config.dp))
     model_config = read_model_config(config.model_folder, config.quantization)
+    model_config = with_own_head(model_config, config.model_folder)
     check_tp(model_config, assignment.tp_size, config.enable_expert_parallel)
     dtype = compute_dtype(model_config, config.dtype, device)
     # Its thread loads while this thread waits for the group, the device and the disk.

@@ -11,6 +11,7 @@ from penstock.kernels.cpu.llvm_attention import KEYS
 from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.models.allocation import with_integers
+from penstock.models.checkpoint_tensors import with_own_head
 from penstock.models.compiled import CompiledDecoder
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
@@ -32,7 +33,7 @@ def load_model(
     is_compiled: with compiled layers, as on a CPU by default, if the model can have them.
     keeps_integers: as on a CPU by default.
     """
-    config = read_model_config(folder, quantization)
+    config = with_own_head(read_model_config(folder, quantization), folder)
     attention = AttentionBackend(16, config.head_dim**-0.5)
     num_positions = config.max_position_embeddings
     choices = expert_parallel, quantize_lm_head

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from penstock.kernels.quantize.quantize import quantize, quantize_blocks
 from penstock.kernels.quantize.types import BLOCK, FP8, Quantized
-from penstock.models.checkpoint_tensors import INDEX_FILE, SINGLE_FILE
 from penstock.models.parallel import Layer
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import SCALES
 from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from penstock.protocol.config import Config
 from penstock.protocol.quantization import FP8_BLOCKS
 from tests.gpu.accuracy import measure, num_right, tasks

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from penstock.models.checkpoint_tensors import SINGLE_FILE
 from penstock.models.rope_table import rope_table
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
@@ -44,6 +46,22 @@ def test_logits_are_those_of_transformers(
     )
     prompts = random_prompts(vocab_size, 1, 30, 150)
     logits = prefill_logits(load_model(tmp_path, is_compiled=is_compiled), prompts)
+    assert logits is not None
+    torch.testing.assert_close(logits, transformers_logits(reference, prompts), **TOLERANCE)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_a_head_beside_a_tied_embedding_is_that_of_transformers(
+    tmp_path: Path, scale: float
+) -> None:
+    """transformers ties the two if they are equal, whatever config.json says."""
+    head = save_checkpoint(tmp_path, tie_word_embeddings=True).lm_head.weight
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    tensors["lm_head.weight"] = head + scale * torch.randn_like(head)
+    save_file(tensors, tmp_path / SINGLE_FILE, {"format": "pt"})
+    reference = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    prompts = random_prompts(264, 1, 30)
+    logits = prefill_logits(load_model(tmp_path), prompts)
     assert logits is not None
     torch.testing.assert_close(logits, transformers_logits(reference, prompts), **TOLERANCE)
 

@@ -8,12 +8,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import Qwen3ForCausalLM
 
 from penstock.models import checkpoint_tensors, weights
-from penstock.models.checkpoint_tensors import INDEX_FILE, SINGLE_FILE
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import ModelError, read_model_config
-from penstock.protocol.checkpoint_files import check_tensors
+from penstock.protocol.checkpoint_files import INDEX_FILE, SINGLE_FILE, check_tensors
 from tests.models.checkpoints import save_checkpoint, write_embedding_files
 from tests.models.forward import load_model
 
@@ -37,6 +37,19 @@ def test_shards_and_a_single_file_hold_the_same(tmp_path: Path) -> None:
     for name, tensor in load_model(sharded).state_dict().items():
         assert tensor.any()
         assert torch.equal(tensor, expected[name])
+
+
+def test_an_index_of_older_shards_is_left(tmp_path: Path) -> None:
+    """A file was saved later, beside the shards; transformers reads only that file."""
+    save_checkpoint(tmp_path, max_shard_size="40KB")
+    save_checkpoint(tmp_path)
+    change(tmp_path, **{Q_PROJ: torch.full((128, 64), 2.0)})
+    min(tmp_path.glob("model-*.safetensors")).unlink()
+    reference = Qwen3ForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(reference.state_dict()[Q_PROJ], torch.full((128, 64), 2.0))
+    check_tensors(tmp_path, read_model_config(tmp_path))
+    weight = load_model(tmp_path).model.layers[0].self_attn.qkv_proj.weight
+    assert torch.equal(weight[:128], torch.full((128, 64), 2.0))
 
 
 def test_bfloat16_is_widened(tmp_path: Path) -> None:

@@ -56,6 +56,11 @@ CASES = [
         b'{"temperature": 5}',
         "generation_config.json can't be read: temperature: got 5, expected `float` <= 2.0",
     ),
+    (
+        "generation_config.json",
+        b'{"repetition_penalty": 5e-324}',
+        "generation_config.json can't be read: repetition_penalty: got 5e-324, expected `float` >=",
+    ),
     (SINGLE_FILE, None, "has no model.safetensors; a checkpoint needs it"),
     (SINGLE_FILE, b"", "model.safetensors is not valid safetensors: header too small; down"),
     (SINGLE_FILE, b"\xff" * 99, "model.safetensors is not valid .*: header too large; download it"),
@@ -83,6 +88,7 @@ def test_a_damaged_file(folder: Path, name: str, content: bytes | None, sentence
     ],
 )
 def test_shards(folder: Path, shards: dict[str, bytes], sentence: str) -> None:
+    (folder / SINGLE_FILE).unlink()
     files = {"a": "a.safetensors", "b": "a.safetensors"}
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
     for name, content in shards.items():
@@ -124,6 +130,7 @@ def test_shards_without_an_index(folder: Path) -> None:
 
 @pytest.mark.parametrize("file", ["", "..", "../a.safetensors", "a\0b"])
 def test_shards_are_files_of_the_folder(folder: Path, file: str) -> None:
+    (folder / SINGLE_FILE).unlink()
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": file}}))
     with pytest.raises(ModelError, match=r"a: got .*, expected a file of its folder"):
         check(folder)

@@ -125,6 +125,40 @@ def test_equals_transformers(
     assert ours
 
 
+NAMED = {
+    "default": "plain{{ tools is none }}",
+    "tool_use": "of tools{{ tools | length }}",
+    "rag": "of documents",
+}
+
+
+@pytest.mark.parametrize("tools", [None, [], [TOOL]])
+@pytest.mark.parametrize(
+    "names", [["default", "tool_use", "rag"], ["default", "rag"], ["tool_use"]]
+)
+@pytest.mark.parametrize("in_files", [True, False])
+def test_named_templates_are_chosen_as_by_transformers(
+    tmp_path: Path, names: list[str], tools: list[dict[str, Any]] | None, in_files: bool
+) -> None:
+    """`tool_use` is for requests with tools, `default` for all others."""
+    theirs = PreTrainedTokenizerFast.from_pretrained(FOLDER)
+    theirs.chat_template = {name: NAMED[name] for name in names}
+    theirs.save_pretrained(tmp_path, save_jinja_files=in_files)
+    assert (tmp_path / "additional_chat_templates").exists() == in_files
+    made = ChatTemplate(tmp_path)
+    if tools is None and "default" not in names:
+        with pytest.raises(ValueError, match="multiple chat templates with no default"):
+            theirs.get_chat_template(tools=tools)
+        with pytest.raises(PromptError, match="no chat template but tool_use; give a prompt"):
+            render(made)
+        return
+    again = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    expected = again.apply_chat_template(
+        [{"role": "user", "content": "hm"}], tools=tools, tokenize=False
+    )
+    assert render(made, tools=tools) == expected
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [

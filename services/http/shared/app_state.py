@@ -8,7 +8,7 @@ from penstock.protocol.checkpoint import max_request_bytes, read_model_config
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import Config
 from penstock.protocol.generation_config import read_generation_config
-from penstock.protocol.tokenizer_file import read_chat_template
+from penstock.protocol.tokenizer_file import choose_template, read_chat_templates
 from penstock.services.http.shared.errors import ApiError
 from penstock.services.http.shared.health import HealthCheck
 from penstock.services.http.shared.tool_format import ToolFormat, format_of
@@ -50,8 +50,8 @@ class AppState:
         self.max_answers = config.max_running + config.max_waiting_requests
         """answers to one HTTP request: the gateway would refuse more"""
         given = config.tool_call_parser
-        name = format_of(read_chat_template(folder)) if given == "auto" else given
-        self.tool_format = ToolFormat(name)
+        template = choose_template(read_chat_templates(folder), has_tools=True) or ""
+        self.tool_format = ToolFormat(format_of(template) if given == "auto" else given)
         self.generation_config = read_generation_config(folder)
         self.end_of_thought: list[int] = []
         """token ids of `</think>`"""

@@ -16,7 +16,7 @@ from penstock.launch.pipeline.hub import resolve
 from penstock.models.parallel import Layer
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.checkpoint_files import check_files
-from penstock.protocol.tokenizer_file import read_chat_template
+from penstock.protocol.tokenizer_file import read_chat_templates
 from tests.launch.pipeline.gguf_files import add_tokenizer, save_numbers, write_gguf
 from tests.models.checkpoints import EXPERTS, save_checkpoint
 from tests.models.forward import load_model, prefill_logits
@@ -108,7 +108,7 @@ def test_the_tokenizer_of_qwen3(tmp_path: Path, qwen3_folder: Path) -> None:
         ids = published.encode(text).ids
         assert ours.encode(text).ids == ids
         assert ours.decode(ids) == published.decode(ids)
-    assert read_chat_template(tmp_path) == "{{ tools }}"
+    assert read_chat_templates(tmp_path) == {"default": "{{ tools }}"}
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLTokenizer
+from safetensors.torch import load_file, save_file
 
 from penstock.kernels.cpu import compiled_layers
 from penstock.kernels.determinism import is_deterministic
 from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.layouts.sampling import BIAS, DEFERRED, MASK, PENALTIES
+from penstock.models.checkpoint_tensors import SINGLE_FILE
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
@@ -52,6 +54,26 @@ def test_weights_of_32_bits_stay(tmp_path: Path) -> None:
     model = loaded_model(Config(device="cpu", model=str(tmp_path)))
     assert model.compiled is not None
     assert model.head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"attention": "torch"}], ids=str)
+def test_a_head_that_is_not_the_embedding_is_used(
+    tmp_path: Path, options: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever `tie_word_embeddings` says; equal tensors share their memory."""
+    save_checkpoint(tmp_path, tie_word_embeddings=True, intermediate_size=128)
+    config = Config(device="cpu", model=str(tmp_path), **options)  # type: ignore[arg-type]
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / SINGLE_FILE)
+    model = loaded_model(config)
+    assert model.head is model.model.embed_tokens
+    head[-1, -1] += 1.0
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / SINGLE_FILE)
+    model = loaded_model(config)
+    assert torch.equal(model.head.weight, head)
+    assert torch.equal(model.model.embed_tokens.weight, tensors["model.embed_tokens.weight"])
+    assert "tie_word_embeddings: got true, but lm_head.weight differs" in caplog.text
 
 
 @pytest.mark.parametrize(
