@@ -148,7 +148,7 @@ def read_model_config(folder: Path, quantization: str = "none") -> ModelConfig:
         fields["is_embedding_model"] = embeds = embedding_model.is_embedding_model(folder)
     except (OSError, ValueError) as error:
         raise ModelError(str(error)) from error
-    _check_architecture(folder, fields.get("architectures"), embeds)
+    _check_architecture(folder, fields, embeds)
     _check_format(folder, fields.get(FIELD))
     if embeds:
         fields["tie_word_embeddings"] = True  # there is no output layer
@@ -181,15 +181,16 @@ def _convert(path: Path, fields: dict[str, Any]) -> ModelConfig:
     return msgspec.structs.replace(config, head_dim=head_dim)
 
 
-def _check_architecture(folder: Path, architectures: object, embeds: bool) -> None:
+def _check_architecture(folder: Path, fields: dict[str, Any], embeds: bool) -> None:
     """Refuse a checkpoint of another architecture. Raises ModelError."""
+    architectures = fields.get("architectures")
     names = list(map(str, architectures)) if isinstance(architectures, list) else []
     if {ARCHITECTURE, MOE_ARCHITECTURE} & set(names):
         return
     if embeds and embedding_model.ARCHITECTURE in names:
         return
     served = f"{ARCHITECTURE} or {MOE_ARCHITECTURE}"
-    hint = architecture_hint(names)
+    hint = architecture_hint([*names, str(fields.get("model_type"))])
     raise ModelError(f"{folder}: architectures: got {architectures}, expected {served}{hint}")
 
 

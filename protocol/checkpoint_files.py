@@ -91,8 +91,7 @@ def check_tensors(folder: Path, config: ModelConfig) -> None:
 def read_index(folder: Path) -> dict[str, str] | None:
     """Return the file of each tensor; None where all are in `SINGLE_FILE`. Raises ModelError.
 
-    An index that does not name this file is left beside it, as transformers does: it is of older
-    shards.
+    An index that does not name this file is of older shards; transformers does not read it either.
     """
     if not (folder / INDEX_FILE).exists():
         return None

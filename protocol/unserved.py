@@ -10,19 +10,24 @@ _QUANTIZED_NAME = re.compile(
 
 
 def architecture_hint(architectures: Iterable[str]) -> str:
-    """Return what a model is for, to be appended to a sentence; empty where that is not known."""
+    """Return what a model is for, to be appended to a sentence; empty where that is not known.
+
+    architectures: those of config.json, and its `model_type`.
+    """
     names = " ".join(architectures)
+    if re.search(r"qwen3_?next|qwen3_5|qwen4", names, re.I):
+        return (
+            "; models with linear attention (Qwen3-Next, Qwen3.5, 3.6 and 3.8, Qwen4) are not "
+            "served yet: give one of Qwen3, such as Qwen/Qwen3-Coder-30B-A3B-Instruct"
+        )
     if re.search(r"Classification|Reward|Guard|Qwen3\w*Model\b", names):
         return "; a classifier, or an embedding model without modules.json, is not served"
-    if re.search(r"Qwen3Next|Qwen3_5", names):
-        return (
-            "; a model with linear attention is not supported: give one of Qwen3, such as "
-            "Qwen/Qwen3-Coder-30B-A3B-Instruct"
-        )
     if "ForConditionalGeneration" in names:
         return (
             "; a model of images or audio is not supported: give one of text, such as Qwen/Qwen3-8B"
         )
+    if re.search(r"qwen2|qwen\b|QWenLM", names, re.I):
+        return "; Qwen2.5 and older ones are not served: give one of Qwen3, such as Qwen/Qwen3-8B"
     return ""
 
 

@@ -25,6 +25,14 @@ MODELS = (
     *("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B"),
     *("Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen3-Coder-480B-A35B-Instruct"),
 )
+GENERATIONS = (
+    "Qwen3, also 2507, Coder, Embedding, Reranker and Guard-Gen | yes",
+    "Qwen3.5, Qwen3.6, Qwen3.8 | not yet: three of four layers have linear attention",
+    "Qwen3-Next, Qwen3-Coder-Next | not yet: linear attention, too",
+    "Qwen4 (`qwen4_exp`) | not yet: linear and sparse attention",
+    "Qwen3-VL, Qwen3-Omni | no: they take images or audio",
+    "Qwen2.5 and older, QwQ | no",
+)
 
 
 def config_of(name: str) -> ModelConfig:
@@ -49,6 +57,8 @@ def models() -> str:
         "weights, with `--dtype float32` where these are integers. Integers that stay packed on a "
         "CPU give logits within 4 % of these (norms of two layers). What is not "
         "served is refused at the start, before its weights are downloaded.",
+        "## Generations",
+        table("generation | served", GENERATIONS),
         "## Served",
         table("checkpoint | weights | note", served),
         "## Refused",
@@ -115,7 +125,8 @@ def _why(refusal: str) -> str:
     for word, reason in (
         ("MLX", "weights in MLX: use the FP8 checkpoint of the same model"),
         ("GGUF", "a repository of GGUF files: give the path of one downloaded file"),
-        ("linear", "linear attention"),
+        ("linear", "linear attention: not yet"),
+        ("older", "an older generation: use Qwen3"),
         ("images", "takes images or audio"),
         ("classifier", "a classifier of tokens: use Qwen3Guard-Gen"),
     ):

@@ -67,6 +67,14 @@ NEXT = {
     "num_experts": 512,
     "partial_rotary_factor": 0.25,
 }
+HYBRID = {
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_size": 5120,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16,
+    "num_hidden_layers": 64,
+}
+"""of Qwen3.8-27B"""
 
 
 class Published(NamedTuple):
@@ -228,6 +236,22 @@ def _others() -> dict[str, Published]:
     }
     for name in list(models):
         models[f"{name}-FP8"] = Published(quantized(models[name].config, FP8), refusal=linear)
+    for name in ("Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.8-27B"):
+        models[name] = Published(
+            multimodal("Qwen3_5ForConditionalGeneration", "text_config", HYBRID), refusal=linear
+        )
+    models["Qwen3.5-35B-A3B"] = Published(
+        multimodal("Qwen3_5MoeForConditionalGeneration", "text_config", HYBRID), refusal=linear
+    )
+    models["(Qwen4, `qwen4_exp`)"] = Published(
+        multimodal("Qwen4ExpForConditionalGeneration", "text_config", HYBRID), refusal=linear
+    )
+    older = {"Qwen2.5-7B-Instruct": "Qwen2", "QwQ-32B": "Qwen2", "Qwen1.5-MoE-A2.7B": "Qwen2Moe"}
+    for name, family in older.items():
+        models[name] = Published(
+            dense("8B", architectures=[f"{family}ForCausalLM"], model_type=family.lower()),
+            refusal=f"{ARCHITECTURE}; Qwen2.5 and older",
+        )
     for size in ("2B", "4B", "8B", "32B"):
         text = dense("1.7B" if size == "2B" else size, **LONG)
         models[f"Qwen3-VL-{size}-Instruct"] = Published(

@@ -40,7 +40,7 @@ def test_shards_and_a_single_file_hold_the_same(tmp_path: Path) -> None:
 
 
 def test_an_index_of_older_shards_is_left(tmp_path: Path) -> None:
-    """A file was saved later, beside the shards; transformers reads only that file."""
+    """A file was saved later than the shards; transformers reads only that file."""
     save_checkpoint(tmp_path, max_shard_size="40KB")
     save_checkpoint(tmp_path)
     change(tmp_path, **{Q_PROJ: torch.full((128, 64), 2.0)})

@@ -49,6 +49,12 @@ def test_heads_that_do_not_divide(tp_size: int) -> None:
     ("fields", "sentence"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, r"got \['LlamaF.*'\], expected Qwen3ForCausalLM"),
+        (
+            {"architectures": None, "model_type": "qwen4_exp"},
+            r"got None, expected .*; models with linear attention \(.*Qwen4\) are not served yet",
+        ),
+        ({"architectures": ["Qwen4ExpForCausalLM"]}, "linear attention .* are not served yet"),
+        ({"architectures": ["Qwen3_5Model"]}, "linear attention .* are not served yet"),
         ({"hidden_size": None}, "hidden_size: got null, expected a value"),
         ({"hidden_act": None}, 'hidden_act: got null, expected "silu"'),
         ({"torch_dtype": "int3"}, "torch_dtype: got 'int3', expected 'auto' or 'bfloat16' or"),
