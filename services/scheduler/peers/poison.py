@@ -56,19 +56,19 @@ class DetokenizerTrials:
         """routing id of the detokenizer that must confirm a message; empty: none"""
         self.batch: list[Sequence] = []
         """of the running trial; empty while the detokenizer confirms earlier messages"""
-        self._num_deaths: dict[int, int] = {}
+        self.num_deaths: dict[int, int] = {}
         """at trials of each suspect, by stream id"""
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Queue sequences that were open at a detokenizer that died."""
         for sequence in sequences:
             self.waiting[sequence.stream_id] = sequence
-            self._num_deaths.setdefault(sequence.stream_id, 0)
+            self.num_deaths.setdefault(sequence.stream_id, 0)
 
     def next_batch(self) -> list[Sequence]:
         """Take the next suspects out of the queue; one of a failed trial is alone."""
         waiting = list(self.waiting.values())
-        known = [one for one in waiting if self._num_deaths[one.stream_id]]
+        known = [one for one in waiting if self.num_deaths[one.stream_id]]
         self.batch = known[:1] or waiting[:TRIAL_BATCH]
         for sequence in self.batch:
             del self.waiting[sequence.stream_id]
@@ -77,7 +77,7 @@ class DetokenizerTrials:
     def passed(self) -> None:
         """End the trial: its batch is confirmed, or was closed."""
         for sequence in self.batch:
-            self._num_deaths.pop(sequence.stream_id, None)
+            self.num_deaths.pop(sequence.stream_id, None)
         self.at, self.batch = b"", []
 
     def failed(self) -> list[Sequence]:
@@ -89,24 +89,24 @@ class DetokenizerTrials:
         """Count the death at a trial of a batch. Return the sequences that are given up."""
         for sequence in batch:
             if self.has(sequence):  # otherwise it was closed meanwhile
-                self._num_deaths[sequence.stream_id] += 1
+                self.num_deaths[sequence.stream_id] += 1
                 if sequence not in self.batch:
                     self.waiting[sequence.stream_id] = sequence
         given_up = [
             one
             for one in batch
-            if len(batch) == 1 and self._num_deaths.get(one.stream_id, 0) >= MAX_DETOKENIZER_DEATHS
+            if len(batch) == 1 and self.num_deaths.get(one.stream_id, 0) >= MAX_DETOKENIZER_DEATHS
         ]
         for sequence in given_up:
             self.close(sequence)
         return given_up
 
     def has(self, sequence: Sequence) -> bool:
-        return sequence.stream_id in self._num_deaths
+        return sequence.stream_id in self.num_deaths
 
     def close(self, sequence: Sequence) -> None:
         self.waiting.pop(sequence.stream_id, None)
-        self._num_deaths.pop(sequence.stream_id, None)
+        self.num_deaths.pop(sequence.stream_id, None)
 
 
 class SequencePoison:

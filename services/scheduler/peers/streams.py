@@ -89,7 +89,8 @@ class Streams:
     def close(self, sequence: Sequence) -> None:
         stream_id = sequence.stream_id
         self._unassigned.pop(stream_id, None)
-        self._trials.close(sequence)
+        if self._trials.num_deaths:
+            self._trials.close(sequence)
         if peer := self.detokenizers.get(sequence.detokenizer):
             del peer.work[stream_id]
             if stream_id not in self._unopened:

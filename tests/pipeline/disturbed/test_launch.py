@@ -229,7 +229,7 @@ def test_a_process_that_dies_again_and_again_ends_the_pipeline(tmp_path: Path) -
     )
     procfile.write_text(text)
     name = f"test-{uuid.uuid4().hex[:8]}"
-    command = [*LAUNCH, "all", "--name", name, "--procfile", str(procfile)]
+    command = [*LAUNCH, "all", "--name", name, "--procfile", str(procfile), "--http", "0"]
     command += ["--endpoint", free_tcp_endpoint()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1

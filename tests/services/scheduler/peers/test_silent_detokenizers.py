@@ -85,7 +85,7 @@ def test_poison_that_hangs_detokenizers_is_given_up(number: int) -> None:
     hall.step(sequences[1:], 3)
     hall.settle()
     assert [hall.tokens_of(one) for one in sequences[1:]] == [[1, 2, 3]] * (number - 1)
-    assert not hall.streams._trials._num_deaths
+    assert not hall.streams._trials.num_deaths
     assert not hall.streams._silent
 
 

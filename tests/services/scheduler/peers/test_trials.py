@@ -81,7 +81,7 @@ def test_the_one_that_kills_is_given_up() -> None:
     hall.step(others, 3)
     hall.settle()
     assert [hall.tokens_of(one) for one in others] == [[1, 2, 3]] * len(others)
-    assert not hall.streams._trials._num_deaths
+    assert not hall.streams._trials.num_deaths
 
 
 def test_a_death_without_a_reason_costs_nothing() -> None:
@@ -133,7 +133,7 @@ def test_what_is_closed_while_it_waits_or_is_tried_is_told_to_nobody() -> None:
     hall.settle()
     assert hall.tokens_of(other) == [1]
     assert sum(map(len, (one.tokens for one in hall.readers.values()))) == 1
-    assert not hall.streams._trials._num_deaths
+    assert not hall.streams._trials.num_deaths
 
 
 @given(
