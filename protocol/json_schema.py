@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 MAX_EXACT = 1 << 53
+# the largest float64 among the integers that llguidance takes
 LIMIT = (1 << 63) - 1024
-"""the largest float64 among the integers that llguidance takes"""
 BOUNDS = (("minimum", "exclusiveMinimum", -1), ("maximum", "exclusiveMaximum", 1))
+# keywords whose values are no schemas
 VALUES = ("const", "enum", "default", "examples")
-"""keywords whose values are no schemas"""
+# keywords whose values are maps of schemas
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""keywords whose values are maps of schemas"""
 _DECODER = json.JSONDecoder()
 _LARGE = re.compile(r"\d{16}")
 _BEGIN = re.compile(r"%json\s*(?=\{)")

@@ -61,8 +61,8 @@ class RowExtras(Struct, array_like=True):
     """token sequences that the output must not contain"""
     pooling: Pooling | None = None
     """the row ends with its prefill tokens: its result is in `SampledTokens.pooled`"""
+    # number of `structured_outputs` in `CompileGrammars`; 0: the worker compiles it in the step
     grammar: int = 0
-    """number of `structured_outputs` in `CompileGrammars`; 0: the worker compiles it in the step"""
 
 
 class RowAdded(Struct, PackedLists, array_like=True):

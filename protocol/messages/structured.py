@@ -11,8 +11,8 @@ from penstock.protocol.json_schema import within_limit
 Reasoning = Literal["none", "optional", "open"]
 """how an answer begins: at once; with `<think>` if the model likes; within it, as the prompt has
 opened it. A grammar is for what follows `</think>`"""
+# beginning of the reason why a row ends whose matcher has ended with an error
 GRAMMAR_FAILED = "structured_outputs: the grammar failed"
-"""beginning of the reason why a row ends whose matcher has ended with an error"""
 MAX_GRAMMAR_BYTES = 1 << 16
 """of a schema, a regex, the choices or a grammar, as JSON; longer ones are refused"""
 GRAMMAR_LIMITS: dict[str, Any] = {
@@ -94,11 +94,11 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
         return f"start: CHOICE\nCHOICE: {' | '.join(texts)}"
 
 
+# what may be the name of a special token
 _TAG = re.compile(r"<[^<>\s]+>")
-"""what may be the name of a special token"""
+# Text that must follow is allowed in any tokens. Otherwise it is forced in the tokenizer's own:
+# then a special token's name is the token, which is no text
 NO_FORCING = '%llguidance {"no_forcing": true}'
-"""Text that must follow is allowed in any tokens. Otherwise it is forced in the tokenizer's own:
-then a special token's name is the token, which is no text"""
 _UNSAFE = re.compile(r"\\?\n|\\.|/")
 """what would end a regex in Lark; escaped characters are found first, and left as they are"""
 

@@ -124,8 +124,8 @@ class CompileGrammars(Struct, array_like=True, tag=True):
     """
 
     epoch: int
+    # (number, grammar), to be compiled in this order
     added: list[tuple[int, StructuredOutputs]] = []
-    """(number, grammar), to be compiled in this order"""
     removed: list[int] = []
 
 
@@ -134,10 +134,10 @@ class GrammarCompiled(Struct, array_like=True, tag=True):
 
     epoch: int
     number: int
+    # by which the worker's memory grew, about
     num_bytes: int = 0
-    """by which the worker's memory grew, about"""
+    # why it can't be used; empty: rows may use it
     error: str = ""
-    """why it can't be used; empty: rows may use it"""
 
 
 class WorkerExit(Struct, array_like=True, tag=True):

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from decimal import Decimal
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -25,23 +26,23 @@ from penstock.protocol.messages.structured import GRAMMAR_LIMITS
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.services.tokenizer.child import end_child, start_child
 
+# of CPU time, which depends on what else a machine does by a factor of up to two. So what is known
+# to take long has exact limits, below which it takes up to 0.5 s
 MAX_COMPILE_SECONDS = 2.0
-"""of CPU time, which depends on what else a machine does by a factor of up to two. So what is known
-to take long has exact limits, below which it takes up to 0.5 s"""
+# of `patternProperties` of one object: each pair is compared
 MAX_PATTERN_PAIRS = 20_000
-"""of `patternProperties` of one object: each pair is compared"""
+# sum of the values of `multipleOf`, without decimal points: each is as many states
 MAX_MULTIPLES = 100_000
-"""sum of the values of `multipleOf`, without decimal points: each is as many states"""
 MATCHED_TOKENS = 3
 """Some limits apply only while text is matched; each step may cost as much as compiling."""
 TOO_LARGE = "its repetitions expand to too many states; use smaller repetition counts"
 MAX_STACK_BYTES = 1 << 20
 MAX_CHILDREN = 2
+# grammars whose verdict is remembered
 MAX_KNOWN = 1024
-"""grammars whose verdict is remembered"""
 MAX_REASON_BYTES = 2048
+# of the children: requests without a new grammar go first
 NICENESS = 5
-"""of the children: requests without a new grammar go first"""
 
 OnChecked = Callable[[str], None]
 """gets the reason why the grammar can't be served, or an empty string"""
@@ -58,21 +59,21 @@ class GrammarChecker:
         self._tokenizer = LLTokenizer(str(folder / "tokenizer.json"))
         """loaded here: the children have it without loading it"""
         self._loop = loop
-        self._reasons: OrderedDict[str, str] = OrderedDict()
-        """verdicts, the one that was used last at the end"""
+        # verdicts by hash, the one that was used last at the end
+        self._reasons: OrderedDict[bytes, str] = OrderedDict()
         self._asking: dict[str, list[OnChecked]] = {}
         self._waiting: FairQueue[str] = FairQueue()
+        # grammar → the client who asked first
         self._clients: dict[str, str] = {}
-        """grammar → the client who asked first"""
+        # clients whose grammar is being checked
         self._checking: set[str] = set()
-        """clients whose grammar is being checked"""
 
     def check(self, grammar: str, client: str, on_checked: OnChecked) -> None:
         """Call `on_checked` once, now or later; `grammar` is in llguidance's format."""
-        reason = self._reasons.get(grammar)
-        if reason is not None:
-            self._reasons.move_to_end(grammar)
-            on_checked(reason)
+        known = hash_of(grammar)
+        if known in self._reasons:
+            self._reasons.move_to_end(known)
+            on_checked(self._reasons[known])
         elif grammar in self._asking:
             self._asking[grammar].append(on_checked)
         elif reason := excess(grammar):
@@ -102,12 +103,16 @@ class GrammarChecker:
         self._loop.add_file(reader, on_end)
 
     def _answer(self, grammar: str, reason: str) -> None:
-        self._reasons[grammar] = reason
+        self._reasons[hash_of(grammar)] = reason
         if len(self._reasons) > MAX_KNOWN:
             self._reasons.popitem(last=False)
         del self._clients[grammar]
         for on_checked in self._asking.pop(grammar):
             on_checked(reason)
+
+
+def hash_of(grammar: str) -> bytes:
+    return sha256(grammar.encode()).digest()
 
 
 def excess(grammar: str) -> str:

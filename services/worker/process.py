@@ -34,8 +34,8 @@ class Worker(Member):
         self._next_step = 0
         self._steps: deque[_Step] = deque()
         """launched, their tokens not yet sent"""
+        # reports that a thread has made
         self._compiled: deque[GrammarCompiled] = deque()
-        """reports that a thread has made"""
         self._notify_compiled = self.make_notifier(self._send_compiled)
         self._max_running = min(1, process.config.num_plans_in_flight - 1)
         """steps that may run while the worker waits for a plan; one keeps the GPU busy"""

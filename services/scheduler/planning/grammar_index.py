@@ -15,26 +15,26 @@ from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.worker import CompileGrammars, GrammarCompiled
 from penstock.services.scheduler.sequences.sequence import Sequence
 
+# grammars that the worker was sent and has not reported: its thread always has a next one
 MAX_COMPILING = 4
-"""grammars that the worker was sent and has not reported: its thread always has a next one"""
+# of one worker, if it has no more rows
 MAX_GRAMMARS = 256
-"""of one worker, if it has no more rows"""
+# of grammars that no sequence has, to be requested again
 MAX_UNUSED_BYTES = 256 << 20
-"""of grammars that no sequence has, to be requested again"""
 
 
 class _Grammar:
     """A grammar that sequences have, or had."""
 
     def __init__(self, key: object, wanted: StructuredOutputs) -> None:
+        # its content, or the sequence that has it alone
         self.key = key
-        """its content, or the sequence that has it alone"""
         self.wanted = wanted
+        # the number is 0 until the grammar is sent to the worker
         self.number = self.num_bytes = 0
-        """the number is 0 until it is sent to the worker"""
         self.is_compiled = False
+        # unfinished sequences → whether they wait for it outside of the queue
         self.users: dict[Sequence, bool] = {}
-        """unfinished sequences → whether they wait for it outside of the queue"""
 
 
 class GrammarIndex:
@@ -44,14 +44,14 @@ class GrammarIndex:
         self._most = max(max_rows, MAX_GRAMMARS)
         self._known: dict[object, _Grammar] = {}
         self._of: dict[Sequence, _Grammar] = {}
+        # not sent yet
         self._queue: FairQueue[_Grammar] = FairQueue()
-        """not sent yet"""
         self._sent: dict[int, _Grammar] = {}
         self._compiling: dict[int, _Grammar] = {}
+        # compiled, without a sequence; the one that was used last is at the end
         self._unused: OrderedDict[int, _Grammar] = OrderedDict()
-        """compiled, without a sequence; the one that was used last is at the end"""
+        # numbers that the worker must forget
         self._removed: list[int] = []
-        """numbers that the worker must forget"""
         self._numbers = count(1)
 
     # ---- sequences ---------------------------------------------------------------------------

@@ -127,8 +127,8 @@ class Sequence:
     num_lost_tokens: int = 0
     """positions that were planned before a preemption or a death, also of a scheduler: where their
     KV is not found, it is computed again"""
+    # number of its compiled grammar; 0: it has none, or is not planned yet
     grammar: int = 0
-    """number of its compiled grammar; 0: it has none, or is not planned yet"""
     ngram_lookup: NgramLookup | None = None
     """made at its admission, if it speculates"""
     num_cached_tokens: int = 0

@@ -23,12 +23,12 @@ from penstock.protocol.messages.structured import (
 from penstock.services.worker.logits.mask_time import MAX_MASK_SECONDS, MaskFiller, TimedMatcher
 from penstock.services.worker.logits.processed_row import Bitmask, TokenBits
 
+# gets about how many bytes a grammar takes, and why it can't be used, or an empty string
 OnCompiled = Callable[[int, str], None]
-"""gets about how many bytes a grammar takes, and why it can't be used, or an empty string"""
 TAGS = ("<think>", "</think>")
 """tags around reasoning"""
+# of the thread that compiles: steps go first
 NICENESS = 5
-"""of the thread that compiles: steps go first"""
 DEAD_END = (
     "structured_outputs: the grammar allows no next token; if the text is complete, do not forbid "
     "EOS (ignore_eos, min_tokens, allowed_token_ids)"
@@ -144,8 +144,8 @@ class Grammars:
         """Start to load the tokenizer in the compiler's thread; see `wait`."""
         self._path = folder / "tokenizer.json"
         self._rows: dict[int, _Row] = {}
+        # by the scheduler's number; not in use themselves
         self._compiled: dict[int, LLMatcher] = {}
-        """by the scheduler's number; not in use themselves"""
         self._compiler = ThreadPoolExecutor(1, "grammars")
         self._executor = LLExecutor()
         self._filler = MaskFiller(self._executor)

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.structured import Reasoning, StructuredOutputs
+from penstock.protocol.messages.structured import (
+    GRAMMAR_FAILED,
+    GRAMMAR_LIMITS,
+    Reasoning,
+    StructuredOutputs,
+)
 from penstock.services.worker.logits.grammars import Grammars
 from penstock.services.worker.logits.processed_row import Bitmask
 
@@ -166,6 +171,27 @@ def test_rows_share_a_compiled_grammar(grammars: Grammars, monkeypatch: pytest.M
     assert [allowed(grammars, slot) for slot in range(3)] == [{97, 99}, {98}, {100}]
     say(grammars, "cd", 0)
     assert [allowed(grammars, slot) for slot in range(3)] == [set(ENDS), {98}, {100}]
+
+
+def test_rows_share_the_limits_of_a_lexer(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason of both says that it is the grammar: the scheduler tries them alone."""
+    monkeypatch.setitem(GRAMMAR_LIMITS, "max_lexer_states", 1000)
+    spec = StructuredOutputs(regex="[ab]*a[ab]{17}c")
+    compiled: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    grammars.compile(7, spec, lambda *report: compiled.put(report))
+    assert compiled.get(timeout=60)[1] == ""
+    for slot, number in enumerate((7, 7, 0)):
+        grammars.add(slot, spec, [], ENDS, number=number)
+    failed: dict[int, str] = {}
+    for digit in bin(3**1000)[2:]:
+        grammars.accept({0: ord("a") + int(digit)})
+        if failed := fill(grammars, 0)[1]:
+            break
+    _, failed = fill(grammars, 0, 1, 2)
+    assert set(failed) == {0, 1}
+    assert all(reason.startswith(GRAMMAR_FAILED) for reason in failed.values())
 
 
 def test_rows_go_on_side_by_side(grammars: Grammars) -> None:
