@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -11,7 +11,7 @@ MAX_EXACT = 1 << 53
 # the largest float64 among the integers that llguidance takes
 LIMIT = (1 << 63) - 1024
 BOUNDS = (("minimum", "exclusiveMinimum", -1), ("maximum", "exclusiveMaximum", 1))
-# keywords whose values are no schemas
+# keywords whose values are data
 VALUES = ("const", "enum", "default", "examples")
 # keywords whose values are maps of schemas
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -77,8 +77,12 @@ def _limit(part: dict[str, Any]) -> None:
 def inexact(schema: Any) -> str:
     """Return which number of a schema would be rounded, or an empty string."""
     for part in maps_in(schema):
-        named = [(key, number) for key in VALUES[:2] for number in _integers(part.get(key))]
-        wrong = [(key, number) for key, number in named if not _is_exact(number)]
+        wrong: list[tuple[str, float]] = [
+            (key, number)
+            for key in ("const", "enum")
+            for number in _integers(part.get(key))
+            if not _is_exact(number)
+        ]
         for inclusive, exclusive, _ in BOUNDS:
             bound, open_bound = part.get(inclusive), part.get(exclusive)
             if _is_number(bound) and not _is_exact(bound, is_open=open_bound is True):
@@ -101,7 +105,7 @@ def _is_exact(number: float, is_open: bool = False) -> bool:
     return abs(number) <= LIMIT and int(float(number)) == number
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

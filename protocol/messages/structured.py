@@ -97,7 +97,7 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
 # what may be the name of a special token
 _TAG = re.compile(r"<[^<>\s]+>")
 # Text that must follow is allowed in any tokens. Otherwise it is forced in the tokenizer's own:
-# then a special token's name is the token, which is no text
+# then a special token's name would be that token instead of text
 NO_FORCING = '%llguidance {"no_forcing": true}'
 _UNSAFE = re.compile(r"\\?\n|\\.|/")
 """what would end a regex in Lark; escaped characters are found first, and left as they are"""

@@ -117,7 +117,7 @@ class FolderReport(Struct, array_like=True, tag=True):
 
 
 class CompileGrammars(Struct, array_like=True, tag=True):
-    """Scheduler → rank 0: grammars to compile beside the steps, and compiled ones to forget.
+    """Scheduler → rank 0: grammars to compile during the steps, and compiled ones to forget.
 
     A grammar's number is its scheduler's, in one epoch. Rows with a grammar name its number, and
     come after its `GrammarCompiled`. A row that runs keeps a grammar that is forgotten.

@@ -70,7 +70,7 @@ class GrammarChecker:
 
     def check(self, grammar: str, client: str, on_checked: OnChecked) -> None:
         """Call `on_checked` once, now or later; `grammar` is in llguidance's format."""
-        known = hash_of(grammar)
+        known = _hash_of(grammar)
         if known in self._reasons:
             self._reasons.move_to_end(known)
             on_checked(self._reasons[known])
@@ -103,7 +103,7 @@ class GrammarChecker:
         self._loop.add_file(reader, on_end)
 
     def _answer(self, grammar: str, reason: str) -> None:
-        self._reasons[hash_of(grammar)] = reason
+        self._reasons[_hash_of(grammar)] = reason
         if len(self._reasons) > MAX_KNOWN:
             self._reasons.popitem(last=False)
         del self._clients[grammar]
@@ -111,7 +111,7 @@ class GrammarChecker:
             on_checked(reason)
 
 
-def hash_of(grammar: str) -> bytes:
+def _hash_of(grammar: str) -> bytes:
     return sha256(grammar.encode()).digest()
 
 

@@ -96,7 +96,7 @@ class Worker(Member):
             self._runner.offload.copy(message)
 
     def _compile(self, message: CompileGrammars) -> None:
-        """Let grammars be compiled beside the steps."""
+        """Let grammars be compiled during the steps."""
         if message.epoch < self._epoch:
             return
         grammars = self._runner and self._runner.logits_processor.grammars

@@ -40,7 +40,7 @@ def test_integers_that_would_be_rounded(schema: dict[str, Any], name: str) -> No
 
 
 def test_schemas_in_a_grammar() -> None:
-    """Text that is no schema, one within another's text, one that does not end."""
+    """Text instead of a schema, one within another's text, one that does not end."""
     lark = 'start: "%json" %json {"const": "%json {}"} | a %json{"a": 1}\na: %json {'
     found = [(lark[begin:end], schema) for begin, end, schema in schemas_in(lark)]
     assert found == [
@@ -49,7 +49,7 @@ def test_schemas_in_a_grammar() -> None:
     ]
 
 
-def test_values_and_names_are_no_keywords() -> None:
+def test_values_and_names_are_not_keywords() -> None:
     inner = {"items": [{"type": "null"}], "const": {"items": {}}}
     schema = {"properties": {"const": inner}, "default": {"a": {}}}
     assert list(maps_in(schema)) == [schema, inner, {"type": "null"}]

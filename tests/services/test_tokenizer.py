@@ -297,7 +297,7 @@ def test_clients_take_turns_with_their_grammars(
     ],
 )
 def test_a_grammar_that_is_not_compiled(fields: dict[str, Any], reason: str) -> None:
-    """It would take long, by limits that no load changes, or round integers."""
+    """A grammar is refused that would take long, whatever the load, or round integers."""
     found = grammar_check.excess(StructuredOutputs(**fields).to_llguidance())
     assert reason in found
     assert bool(reason) == bool(found)

@@ -1,7 +1,7 @@
 """The longest silence of a plain stream while other requests bring grammars.
 
 `python -m tests.tools.grammar_silence ENDPOINT [LOAD[:NUMBER] ...]`: for each load, the requests
-with grammars, then as many plain ones, again and again for the same time, all beside one plain
+with grammars, then as many plain ones, again and again for the same time, all next to one plain
 stream. Prints the longest time between two pieces of this stream's text, and how the requests
 ended. Asked: at most three times the silence of the plain requests.
 """

@@ -136,7 +136,7 @@ class Grammars:
     If an answer begins with reasoning, the grammar applies after `</think>`. Reasoning may contain
     all tokens except the row's end tokens, so that every ended text matches its grammar.
 
-    A thread compiles each grammar once, beside the steps. Its rows get copies, which share what
+    A thread compiles each grammar once, during the steps. Its rows get copies, which share what
     the lexer has found out about the text so far.
     """
 

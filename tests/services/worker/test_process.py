@@ -201,7 +201,7 @@ def grammars(seated: Talk) -> HeldGrammars:
 
 
 def reports(talk: Talk, number: int) -> list[GrammarCompiled]:
-    """Run the worker's loop until it has sent so many reports."""
+    """Run the worker's loop until it has sent `number` reports."""
     found: list[GrammarCompiled] = []
 
     def receive() -> None:

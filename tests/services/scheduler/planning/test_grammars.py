@@ -158,7 +158,7 @@ def test_the_next_worker_compiles_again_while_others_continue(
 
 
 def test_a_grammar_that_kills_the_workers_is_found(sim: Simulation) -> None:
-    """It is compiled alone, when nothing runs; the others then continue."""
+    """The grammar is compiled alone, when nothing runs; the others then continue."""
     poison, plain = sim.add(structured_outputs=A), sim.add(ignore_eos=True, max_tokens=20)
     for _ in range(2):
         asked(sim)
