@@ -186,9 +186,10 @@ class HeldGrammars(Grammars):
 
     def __init__(self) -> None:
         super().__init__(Config().model_folder)
-        self.released = threading.Event()
+        self.begun, self.released = threading.Event(), threading.Event()
 
     def _compile(self, spec: StructuredOutputs) -> LLMatcher:
+        self.begun.set()
         self.released.wait()
         return super()._compile(spec)
 
@@ -231,6 +232,7 @@ def test_steps_go_on_while_grammars_are_compiled(seated: Talk, grammars: HeldGra
 def test_grammars_of_an_earlier_epoch_are_dropped(seated: Talk, grammars: HeldGrammars) -> None:
     for number in (1, 2):
         seated.tell(CompileGrammars(1, [(number, StructuredOutputs(regex="a"))]))
+    grammars.begun.wait()
     grammars.clear()
     seated.tell(assignment(epoch=2))
     seated.tell(CompileGrammars(1, [(3, StructuredOutputs(regex="a"))]))
