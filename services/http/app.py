@@ -23,8 +23,10 @@ from penstock.services.http.routes import OPERATIONS, Operation
 from penstock.services.http.shared.access import Gate, caller, check_key
 from penstock.services.http.shared.app_state import Models
 from penstock.services.http.shared.body import decode_body, read_body
+from penstock.services.http.shared.connections import WEIGH
 from penstock.services.http.shared.errors import ApiError, answer_error
 from penstock.services.http.shared.event_stream import while_connected
+from penstock.services.http.shared.places import decoded_bytes
 
 _log = logging.getLogger("http")
 _HANDLED = (ApiError, MessageError, RequestError, HTTPException, ClientDisconnect)
@@ -132,7 +134,11 @@ class Endpoint:
             check_key(caller.get().key, self._key)
         if not self._operation.body:
             return {**request.query_params, **request.path_params}
-        body: Any = decode_body(await read_body(request, self._max_bytes), self._operation.body)
+        content = await read_body(request, self._max_bytes)
+        weigh: Callable[[int], bool] | None = request.scope.get(WEIGH)
+        if weigh and not weigh(decoded_bytes(content)):
+            raise ApiError(503, "the server has no room for this request now")
+        body: Any = decode_body(content, self._operation.body)
         body.model = body.model or None  # as in vLLM
         if isinstance(body, ApiRequest) and body.request_id is None:
             body.request_id = caller.get().request_id or None

@@ -19,6 +19,7 @@ from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process, tune_collector
 from penstock.services.http.app import make_app
+from penstock.services.http.routes import OPERATIONS
 from penstock.services.http.shared.app_state import Models
 from penstock.services.http.shared.connections import Limits, limited_protocol, limits_for
 
@@ -122,7 +123,12 @@ async def run(server: Server, models: Models, listener: socket.socket) -> None:
 def uvicorn_config(config: Config, models: Models, limits: Limits | None = None) -> uvicorn.Config:
     """Return the configuration of a `Server`."""
     logging.getLogger("uvicorn.error").addFilter(_is_error)
-    limits = limits or limits_for(models.max_batch_bytes, models.max_answers)
+    limits = limits or limits_for(
+        models.max_batch_bytes,
+        models.max_answers,
+        max_open_bytes=config.max_open_bytes,
+        open_paths=frozenset(one.path.encode() for one in OPERATIONS if one.is_open),
+    )
     return uvicorn.Config(
         make_app(models),
         http=limited_protocol(limits),

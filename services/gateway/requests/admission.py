@@ -3,6 +3,7 @@
 from collections import deque
 
 from penstock.protocol.config import Config
+from penstock.protocol.shares import exceeds
 from penstock.services.gateway.client import Share, Totals
 from penstock.services.gateway.validation import RefusedError
 
@@ -10,8 +11,6 @@ NUM_SAMPLES = 20
 """heartbeats over which the rate of starts is measured"""
 MAX_RETRY_AFTER = 60.0
 """seconds"""
-RESERVED = 8
-"""one more place for every N places of a limit is kept for clients that have few"""
 
 
 class Admission:
@@ -62,13 +61,3 @@ class Admission:
             seconds = max(1.0, self._totals.num_waiting * elapsed / num_new)
         wait = min(seconds, MAX_RETRY_AFTER)
         return RefusedError(f"overloaded: {reason}", code="overloaded", retry_after=wait)
-
-
-def exceeds(new: int, own: int, total: int, limit: int) -> bool:
-    """Return whether a client that has `own` of `total` things may not have `new` more.
-
-    Up to the limit a client may have any number. Beyond the limit there are a few more places, of
-    which a client may have as many as it leaves free: a client that has filled the limit gets none.
-    """
-    free = limit + -(-limit // RESERVED) - total
-    return total + new > limit and not (own < free >= new)

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from penstock.protocol.transport.socket_info import network_of
 from penstock.services.http.shared.chunk_writer import (
     WRITER,
     ChunkWriter,
@@ -20,6 +21,7 @@ from penstock.services.http.shared.chunk_writer import (
     send_without_chunks,
 )
 from penstock.services.http.shared.errors import ApiError
+from penstock.services.http.shared.places import Places
 
 MIN_READ_RATE = 1000
 """bytes/s at which a request must arrive"""
@@ -30,6 +32,9 @@ LAST_REQUEST = 0.5
 """seconds in which a request may still arrive on a connection of a server that stops"""
 _RESERVE = 128
 """descriptors for other things than connections"""
+WEIGH = "penstock.weigh"
+"""key of `Places.grow` for this connection in the scope of its request"""
+_OVERLOADED = "the server has no room for more requests; the slowest one to arrive gives way"
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -44,15 +49,28 @@ class Limits(Struct, frozen=True, kw_only=True):
     write_seconds: float = 75.0
     """time in which a client must read something while output waits for it"""
     max_connections: int = 1 << 16
+    max_open_bytes: int = 1 << 30
+    """of requests that arrive or are being answered"""
+    open_paths: frozenset[bytes] = frozenset()
+    """of health checks, which are never refused"""
+
+    @property
+    def max_requests(self) -> int:
+        """Number of open requests, to which a reserve comes; the other connections are idle."""
+        return max(1, self.max_connections * 3 // 4)
 
 
-def limits_for(max_request_bytes: int, max_answers: int) -> Limits:
-    """Return limits with several connections for each request, if there are descriptors."""
+def limits_for(max_request_bytes: int, max_answers: int, **fields: Any) -> Limits:
+    """Return limits with several connections for each request, if there are descriptors.
+
+    fields: further ones.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 1024 + 4 * max_answers
     return Limits(
         max_body_bytes=max_request_bytes + (1 << 20),
         max_connections=max(1, min(most, soft - _RESERVE)) if soft >= 0 else most,
+        **fields,
     )
 
 
@@ -97,12 +115,12 @@ class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits; `limited_protocol` makes a subclass for each server.
 
     The arrival of a request lasts from its first byte, or the start of the connection, to its last
-    byte. A new connection beyond the limit closes the oldest one without a running request.
+    byte. A new connection beyond the limit closes the oldest one without a request; a new request
+    beyond the limit, the slowest one that is still arriving.
     """
 
     limits: Limits
-    without_request: dict["LimitedProtocol", None]
-    """connections without a running request, oldest first"""
+    places: Places
     burst: WriteBurst
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -114,15 +132,17 @@ class LimitedProtocol(HttpToolsProtocol):
         """of the arriving request: its URL and its complete headers"""
         self._is_stopping = False
         self._cycles: list[Any] = []
+        self._is_refused = False
+        self.host = network_of(self.client[0]) if self.client else ""
         self._begin_arrival()
-        self.without_request[self] = None
-        if len(self.connections) > self.limits.max_connections:
-            next(iter(self.without_request)).transport.abort()
+        if too_many := self.places.connect(self):
+            self.places.leave(too_many)
+            too_many.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_arrival()
         self._write_timer.stop()
-        self.without_request.pop(self, None)
+        self.places.leave(self)
         for cycle in self._cycles:  # uvicorn notifies only the last one
             cycle.disconnected = True
             cycle.message_event.set()
@@ -171,30 +191,43 @@ class LimitedProtocol(HttpToolsProtocol):
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) != 1 and self.parser.get_http_version() == "1.1":
             raise ValueError  # as in `on_header`
-        self.without_request.pop(self, None)
+        is_health_check = self.url.partition(b"?")[0] in self.limits.open_paths
+        if not self.places.begin(self, must_have=is_health_check):
+            self._is_refused = True
+            raise ValueError  # as in `on_header`
         super().on_headers_complete()
         self._cycles = [one for one in self._cycles if not one.response_complete] + [self.cycle]
         self.cycle.keep_alive = self.cycle.keep_alive and not self._is_stopping
         self.scope[WRITER] = ChunkWriter(self.cycle, self.burst)  # type: ignore[literal-required]
+        self.scope[WEIGH] = partial(self.places.grow, self)  # type: ignore[literal-required]
         if self.scope["http_version"] != "1.1":
             self.cycle.send = partial(send_without_chunks, self.cycle)  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
+        if not self.places.grow(self, len(body)):
+            self._is_refused = True
+            raise ValueError  # as in `on_header`
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
         self._end_arrival()
+        self.places.arrived(self)
         super().on_message_complete()
         if self.cycle.response_complete:  # uvicorn has stopped the timer of idle connections
             self._begin_arrival()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not (self.transport.is_closing() or self.pipeline or not self.cycle.response_complete):
-            self.without_request[self] = None
+        if self.transport.is_closing():
+            self.places.leave(self)
+        elif self.cycle.response_complete:
+            self.places.end(self)
+            self.places.idle[self] = None
+        elif self.cycle.more_body and not self.pipeline:
+            self.places.arrives(self)
 
     def shutdown(self) -> None:
         """Close the connection after its requests, one that may be arriving included."""
@@ -216,13 +249,24 @@ class LimitedProtocol(HttpToolsProtocol):
         """Refuse what the parser can't read; uvicorn's answer has plain text and is always 400."""
         if self._num_header_bytes > self.limits.max_header_bytes:
             self._refuse_headers()
+        elif self._is_refused:
+            self.give_way()
         else:
             self._refuse(400, "the request is not valid HTTP/1.1, with one header Host")
+
+    def give_way(self) -> None:
+        """Refuse the request that is arriving, and close the connection."""
+        self._refuse(503, _OVERLOADED)
+
+    @property
+    def due(self) -> float:
+        """Moment at which the request must have arrived."""
+        return self.began + self.limits.read_seconds + self._num_bytes / MIN_READ_RATE
 
     def _begin_arrival(self) -> None:
         if self._read_timer is None:
             self._num_bytes = self._num_body_bytes = 0
-            self._began = self.loop.time()
+            self.began = self.loop.time()
             self._read_timer = self.loop.call_later(self.limits.read_seconds, self._check_time)
 
     def _end_arrival(self) -> None:
@@ -235,11 +279,11 @@ class LimitedProtocol(HttpToolsProtocol):
         now, limit = self.loop.time(), self.limits.read_seconds
         due = now + limit  # nothing is read now
         if not self.flow.read_paused:
-            due = self._began + limit + self._num_bytes / MIN_READ_RATE
+            due = self.due
         if now < due:
             self._read_timer = self.loop.call_at(due, self._check_time)
         elif self._num_bytes:
-            self._refuse(408, f"the request did not arrive within {due - self._began:.3g} s")
+            self._refuse(408, f"the request did not arrive within {due - self.began:.3g} s")
         else:
             self.transport.close()
 
@@ -263,12 +307,15 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def refusal(status: int, message: str) -> bytes:
     """Return a response with an error, after which the connection is closed."""
-    body = msgspec.json.encode(ApiError(status, message).body)
+    error = ApiError(status, message)
+    body = msgspec.json.encode(error.body)
     head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+    head += b"".join(f"{name}: {value}\r\n".encode() for name, value in error.headers.items())
     return b"%b%bconnection: close\r\n\r\n%b" % (STATUS_LINE[status], head, body)
 
 
 def limited_protocol(limits: Limits) -> type[LimitedProtocol]:
     """Return the class of one server's connections."""
-    shared: dict[str, Any] = {"limits": limits, "without_request": {}, "burst": WriteBurst()}
+    places = Places(limits.max_connections, limits.max_requests, limits.max_open_bytes)
+    shared: dict[str, Any] = {"limits": limits, "places": places, "burst": WriteBurst()}
     return type("LimitedProtocol", (LimitedProtocol,), shared)

@@ -13,16 +13,25 @@ STATUS_TIMEOUT = 2.0
 
 
 class HealthCheck:
-    """Checks of the pipeline on request; the previous check is remembered."""
+    """Checks of the pipeline on request, one at a time; the previous check is remembered."""
 
     def __init__(self, client: AsyncClient, step_timeout: float) -> None:
         self._client = client
         self._step_timeout = step_timeout
         self._since: dict[tuple[int, int], float] = {}
         """(epoch of a scheduler, its running step) → the time when that was first seen"""
+        self._running: asyncio.Future[None] | None = None
 
     async def check(self) -> None:
-        """Raise ApiError (503) if a stage is missing or a step takes too long."""
+        """Raise ApiError (503) if a stage is missing or a step takes too long.
+
+        Who asks while a check runs gets its result: the gateway answers a few at a time.
+        """
+        if self._running is None or self._running.done():
+            self._running = asyncio.ensure_future(self._check())
+        await asyncio.shield(self._running)
+
+    async def _check(self) -> None:
         try:
             status = await status_of(self._client, fresh=True)
         except ApiError:

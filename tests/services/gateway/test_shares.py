@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.messages.client import ChatMessage, ErrorReply, TokenizePromptRequest
 from penstock.protocol.messages.codec import JSON
+from penstock.protocol.shares import RESERVED, exceeds
 from penstock.services.gateway.client import Client
 from penstock.services.gateway.clients.connections import Connections
-from penstock.services.gateway.requests.admission import RESERVED, exceeds
 from penstock.services.gateway.requests.tokenizers import MAX_BYTES
 from tests.services.gateway.conftest import GatewayHarness, request
 

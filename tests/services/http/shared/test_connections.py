@@ -41,8 +41,8 @@ def silent(request: Request) -> list[Reply]:
 def connect() -> Iterator[Callable[[Served], socket.socket]]:
     with ExitStack() as stack:
 
-        def one(served: Served) -> socket.socket:
-            made = socket.create_connection(served.address, timeout=60)
+        def one(served: Served, host: str = "127.0.0.1") -> socket.socket:
+            made = socket.create_connection(served.address, 60, source_address=(host, 0))
             return stack.enter_context(closing(made))
 
         yield one
@@ -71,7 +71,7 @@ def sent_until_closed(connection: socket.socket, piece: bytes) -> int:
     return sent
 
 
-Connect = Callable[[Served], socket.socket]
+Connect = Callable[..., socket.socket]
 
 
 def connect_and_send(served: Served, connect: Connect, data: bytes) -> socket.socket:
@@ -276,6 +276,115 @@ def test_a_new_connection_takes_the_place_of_the_oldest_without_request(
     get_version(fourth)
     served.stop()
     assert rest(busy).startswith(b"HTTP/1.1 503 ")
+
+
+def begin_body(connection: socket.socket, body: bytes = b"{", size: int = 200_000) -> socket.socket:
+    """Send a part of a body, of which the server has taken note."""
+    head = POST + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % size
+    connection.sendall(head)
+    assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
+    connection.sendall(body)
+    return connection
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Return whether the server, which has handled all before, has neither answered nor closed."""
+    connection.setblocking(False)
+    try:
+        connection.recv(1)
+    except BlockingIOError:
+        return True
+    return False
+
+
+def test_slow_bodies_give_way(serve: Serve, connect: Connect) -> None:
+    served = serve(limits=Limits(max_connections=8))
+    slow = [begin_body(connect(served)) for _ in range(12)]
+    for connection in slow[:6]:
+        assert b"HTTP/1.1 503 " in (answer := rest(connection))
+        assert b"Retry-After: 1\r\n" in answer
+    new = connect(served)
+    get_version(new)
+    new.sendall(WHOLE)
+    assert new.recv(1000).startswith(b"HTTP/1.1 200 OK")
+    assert sum(map(is_open, slow[6:])) == 5
+
+
+def test_the_slowest_body_gives_way(serve: Serve, connect: Connect) -> None:
+    served = serve(limits=Limits(max_connections=8))
+    fast = begin_body(connect(served), BODY + b" " * 100_000)
+    for _ in range(12):
+        begin_body(connect(served))
+    fast.sendall(b" " * (200_000 - 100_000 - len(BODY)))
+    assert fast.recv(1000).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_bodies_of_one_address_do_not_push_out_those_of_another(
+    serve: Serve, connect: Connect
+) -> None:
+    served = serve(limits=Limits(max_connections=8))
+    other = begin_body(connect(served, host="127.0.0.2"), BODY)
+    for _ in range(20):
+        begin_body(connect(served))
+    other.sendall(b" " * (200_000 - len(BODY)))
+    assert other.recv(1000).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_health_check_has_a_place_where_all_are_taken(serve: Serve, connect: Connect) -> None:
+    limits = Limits(max_connections=8, open_paths=frozenset([b"/version"]))
+    served = serve(silent, limits=limits, drain_timeout=0)
+    for _ in range(limits.max_requests):
+        connect(served).sendall(WHOLE)
+    served.asked.wait_for(NUM_AT_START + limits.max_requests)
+    refused = connect(served)
+    refused.sendall(WHOLE)
+    assert b"HTTP/1.1 503 " in (answer := rest(refused))
+    assert b"Retry-After: 1\r\n" in answer
+    get_version(connect(served))
+    other = connect(served, host="127.0.0.2")
+    other.sendall(WHOLE)
+    served.asked.wait_for(NUM_AT_START + limits.max_requests + 1)
+
+
+def test_a_body_after_a_request_on_one_connection_gives_way(serve: Serve, connect: Connect) -> None:
+    served = serve(limits=Limits(max_connections=8))
+    for _ in range(12):
+        connection = connect(served)
+        head = POST + b"Content-Length: 100\r\n\r\n"
+        connection.sendall(GET + b"\r\n" + head)
+        receive_version(connection)
+    new = connect(served)
+    new.sendall(WHOLE)
+    assert new.recv(1000).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_the_bytes_of_arriving_bodies_have_a_limit(serve: Serve, connect: Connect) -> None:
+    served = serve(limits=Limits(max_open_bytes=200_000))
+    slow = [begin_body(connect(served), b" " * 90_000) for _ in range(4)]
+    for connection in slow[:2]:
+        assert b"HTTP/1.1 503 " in rest(connection)
+    new = connect(served)
+    body = BODY + b" " * 20_000
+    new.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    assert new.recv(1000).startswith(b"HTTP/1.1 200 OK")
+    assert b"HTTP/1.1 503 " in rest(slow[2])
+    assert is_open(slow[3])
+
+
+def test_what_a_body_becomes_counts_until_it_is_answered(serve: Serve, connect: Connect) -> None:
+    served = serve(silent, limits=Limits(max_open_bytes=5_000_000), drain_timeout=0)
+    untyped = b",".join([b"{}"] * 60_000)
+    body = b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": [%b]}}'
+    body %= untyped
+    head = POST.replace(b"completions", b"chat/completions")
+    whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    first, second = connect(served), connect(served)
+    first.sendall(whole)
+    served.asked.wait_for(NUM_AT_START + 1)
+    second.sendall(whole)
+    assert second.recv(1000).startswith(b"HTTP/1.1 503 ")
+    connect(served).sendall(WHOLE)
+    served.asked.wait_for(NUM_AT_START + 2)
 
 
 def test_there_are_fewer_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:

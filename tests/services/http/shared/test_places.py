@@ -1,0 +1,87 @@
+"""Places of HTTP requests: what is counted, whatever happens in whatever order."""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.services.http.shared.places import Places, decoded_bytes
+
+MAX_CONNECTIONS, MAX_REQUESTS, MAX_BYTES = 8, 5, 1000
+MOST_REQUESTS, MOST_BYTES = 6, 1125
+"""with the reserve"""
+
+
+class Occupant:
+    """A connection that remembers whether it was refused."""
+
+    def __init__(self, host: str, number: int) -> None:
+        self.host = host
+        self.began = self.due = float(number)
+        self.gave_way = False
+
+    def give_way(self) -> None:
+        self.gave_way = True
+
+
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(["connect", "begin", "check", "grow", "arrived", "end", "leave"]),
+        st.sampled_from("abc"),
+        st.integers(0, 20),
+        st.integers(1, 700),
+    ),
+    max_size=120,
+)
+
+
+def end(places: Places, one: Occupant) -> bool:
+    places.end(one)
+    places.idle[one] = None
+    return True
+
+
+def move(places: Places, name: str, one: Occupant, num_bytes: int) -> bool:
+    """Do something on a connection; False if the connection is closed."""
+    match name:
+        case "begin":
+            return places.begin(one, must_have=False)
+        case "check":
+            return places.begin(one, must_have=True) and end(places, one)
+        case "grow":
+            return places.grow(one, num_bytes)
+        case "arrived":
+            places.arrived(one)
+        case "end":
+            end(places, one)
+    return name != "leave"
+
+
+@settings(max_examples=300)
+@given(moves)
+def test_counts_and_limits(moves: list[tuple[str, str, int, int]]) -> None:
+    places = Places(MAX_CONNECTIONS, MAX_REQUESTS, MAX_BYTES)
+    known: list[Occupant] = []
+    for number, (name, host, which, num_bytes) in enumerate(moves):
+        closed = None
+        if name == "connect":
+            known.append(new := Occupant(host, number))
+            closed = places.connect(new)
+        elif known and not move(places, name, one := known[which % len(known)], num_bytes):
+            closed = one
+        if closed:
+            places.leave(closed)
+        known = [one for one in known if one is not closed and not one.gave_way]
+        counted = {host: share.num_open for host, share in places._shares.items()}
+        assert counted == Counter(one.host for one in places._open)
+        assert places._total.num_open == len(places._open) <= MOST_REQUESTS
+        assert places._total.num_bytes == sum(places._open.values()) <= MOST_BYTES
+        assert set(places._arriving) <= set(places._open) <= set(known)
+        assert not set(places.idle) & set(places._open)
+    for one in known:
+        places.leave(one)
+    assert not (places.idle or places._open or places._arriving or places._shares)
+
+
+def test_parts_of_a_body_are_counted() -> None:
+    assert decoded_bytes(b'{"a": [{}, {}]}') == 2 * 15 + 64 * 5
