@@ -130,7 +130,7 @@ class Entry:
 
     @property
     def request(self) -> GenerateRequest:
-        """Return the request, decoded anew."""
+        """Return the request, decoded from its bytes."""
         return _decode(self.frame)
 
     def rewind(self) -> None:

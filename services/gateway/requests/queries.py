@@ -32,7 +32,7 @@ class Query:
 
     @property
     def request(self) -> TokenizerRequest:
-        """Return the request, decoded anew."""
+        """Return the request, decoded from its bytes."""
         return _decode(self.frame)
 
     @property
