@@ -143,6 +143,9 @@ class ControlServer:
         stop, start = partial(self._processes.stop, names), partial(self._processes.restart, names)
         await restart(self._connect, set(names), stop, start)
         await self._processes.wait_spawned(names)
+        for name in names:
+            if kind_of(name) == "http":  # the pipeline is ready without it
+                await self._processes.by_name[name].has_started.wait()
         return ControlReply()
 
 

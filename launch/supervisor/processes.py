@@ -46,6 +46,8 @@ class ManagedProcess(ABC):
         """it neither runs nor is being started"""
         self.spawned = asyncio.Event()
         """it was started, or is not to be started"""
+        self.has_started = asyncio.Event()
+        """it has sent a heartbeat since then"""
         self.task: asyncio.Task[None]
 
     @abstractmethod
@@ -173,6 +175,7 @@ class Processes(ABC):
             process.spawned.set()
             process.end = await process.wait()
             process.spawned.clear()
+            process.has_started.clear()
             process.last_pid, process.pid = process.pid, 0
             self._policy.exited(process)
         process.spawned.set()

@@ -174,6 +174,7 @@ class Watchdog:
     def _on_heartbeat(self, one: _Watched, heartbeat: SupervisorHeartbeat) -> None:
         one.heartbeat, one.is_unreachable = heartbeat, False
         one.has_started, one.heard_at = True, self._loop.time()
+        one.process.has_started.set()
         if heartbeat.busy_seconds > self._step_timeout:
             self._kill(one, f"has been at one step for {heartbeat.busy_seconds:.0f} s")
 

@@ -28,6 +28,8 @@ MAX_GRACE = 4
 RETURN = 1
 """seconds of them if the gateway does not run. One that died is back by then; one that has drained
 answers nothing any more"""
+BACKLOG = 2048
+"""connections that wait until they are accepted"""
 LAST_ANSWERS = 0.5
 """seconds to send errors for unfinished requests"""
 KEEP_ALIVE = 75
@@ -54,9 +56,11 @@ class Server(uvicorn.Server):
 
         Wait for the errors of requests that uvicorn cancels; their client must still be open.
         """
-        waiting = [one for listener in sockets or [] for one in accept_all(listener)]
+        opened = (one for one in sockets or [] if one.fileno() >= 0)
+        listeners = [one.dup() for one in opened]  # which listen until all are accepted
         for server in self.servers:
             server.close()
+        waiting = [one for listener in listeners for one in accept_all(listener)]
         connect = asyncio.get_running_loop().connect_accepted_socket
         for one in waiting:
             await connect(self._protocol, one)
@@ -74,8 +78,8 @@ class Server(uvicorn.Server):
 
 
 def accept_all(listener: socket.socket) -> Iterator[socket.socket]:
-    """Yield the connections that wait at a listener which does not block."""
-    with contextlib.suppress(OSError):  # none is left, or it is closed
+    """Yield the connections that wait at a listener which does not block, and close it at once."""
+    with listener, contextlib.suppress(OSError):  # none is left
         while True:
             yield listener.accept()[0]
 
@@ -106,7 +110,8 @@ async def serve(process: Process) -> None:
         server = Server(uvicorn_config(config, models), client)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
-        heartbeat()
+        listener.listen(BACKLOG)
+        heartbeat()  # the first one says that this process listens
         process.log.info("listening on http://%s:%d", config.http_host, config.http_port)
         await run(server, models, listener)
     heartbeats.stop()

@@ -5,7 +5,9 @@ import json
 import os
 import re
 import signal
+import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -91,6 +93,20 @@ def test_sigterm_lets_answers_be_finished(served: tuple[Pipeline, str]) -> None:
             pipeline.wait_for(rf"{re.escape(name)} +\| I listening", begin)
         reply = client.post(f"{url}/v1/completions", json=body | {"prompt": "17+25="})
     assert reply.json()["choices"][0]["text"] == "42"
+
+
+def test_a_new_connection_is_always_accepted_while_both_restart(
+    served: tuple[Pipeline, str],
+) -> None:
+    pipeline, url = served
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    with ThreadPoolExecutor(1) as thread:
+        restart = thread.submit(pipeline.run, "restart", "http")
+        while not restart.done():
+            with socket.create_connection(address, START_TIMEOUT) as connection:
+                connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+    assert restart.result().stdout == "http.1: back\nhttp.2: back\n"
 
 
 def test_an_answer_goes_on_where_the_gateway_dies(served: tuple[Pipeline, str]) -> None:

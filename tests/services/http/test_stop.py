@@ -45,6 +45,25 @@ def test_a_connection_that_waits_is_served(serve: Callable[..., Served]) -> None
     assert b"connection: close" in answer
 
 
+def test_a_connection_that_comes_while_the_server_closes_is_served(
+    serve: Callable[..., Served], connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has been accepted by the kernel when the event loop lets go of the listener."""
+    served, late = serve(), []
+    close = asyncio.base_events.Server.close
+
+    def connect_and_close(self: asyncio.base_events.Server) -> None:
+        if not late:
+            late.append(connect(served))
+            late[0].sendall(REQUEST)
+        close(self)
+
+    monkeypatch.setattr(asyncio.base_events.Server, "close", connect_and_close)
+    served.stop()
+    served.join()
+    assert rest(late[0]).startswith(ANSWER)
+
+
 @pytest.mark.parametrize("beginning", [0, 1, len(GET)])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_request_that_is_arriving_is_answered(
