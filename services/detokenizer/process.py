@@ -163,13 +163,13 @@ class DetokenizerProcess:
         self.name = process.name
         table = token_bytes(process.config.model_folder)
         self.tracer = Tracer(process.config, process.name)
-        self.began: dict[str, float] = {}
-        """when each stream was opened, for traces"""
         context = process.context
         results = process.endpoints.results
         self.gateway = context.connect(zmq.PUSH, results, on_reconnect=self.reopen_all)
         self.heartbeats = HeartbeatThread(process, to_peers=self.on_heartbeat)
         self.loop = EventLoop(process.context, self.on_heartbeat, self.heartbeats)
+        self.traced: dict[Detokenizer, dict[int, tuple[str, float]]] = {}
+        """streams of each replica → id of the request, and when it was opened; for traces"""
         self.tokens: list[Channel[ToDetokenizer]] = []
         self.detokenizers: list[Detokenizer] = []
         """of each replica"""
@@ -206,7 +206,7 @@ class DetokenizerProcess:
             for stop in stops:
                 scheduler.send(stop)
             if self.tracer.is_on:
-                self.trace(message, deltas)
+                self.trace(self.traced.setdefault(detokenizer, {}), message)
 
     def reopen(self, tokens: Channel[ToDetokenizer], detokenizer: Detokenizer) -> None:
         """Have a scheduler open all its streams again: tokens, or texts, may be lost."""
@@ -218,12 +218,15 @@ class DetokenizerProcess:
         for tokens, detokenizer in zip(self.tokens, self.detokenizers, strict=True):
             self.reopen(tokens, detokenizer)
 
-    def trace(self, message: StepTokens, deltas: list[TextDelta]) -> None:
+    def trace(self, streams: dict[int, tuple[str, float]], message: StepTokens) -> None:
+        """Write the span of each stream that has ended, or was closed before its end."""
+        if message.number == 1:  # all streams are opened after it
+            streams.clear()
         for opened in message.opened:
-            self.began[opened.request_id] = monotonic()
-        for delta in deltas:
-            if delta.finish_reason and (begin := self.began.pop(delta.request_id, None)):
-                self.tracer.span("detokenize", delta.request_id, begin)
+            streams[opened.stream_id] = opened.request_id, monotonic()
+        for stream_id in (*message.closed, *(number for number, _ in message.finished)):
+            if ended := streams.pop(stream_id, None):
+                self.tracer.span("detokenize", *ended)
 
     def on_heartbeat(self) -> None:
         self.send_to_schedulers(Heartbeat(self.name))

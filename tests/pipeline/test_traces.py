@@ -28,11 +28,13 @@ def collector() -> Iterator[Collector]:
     one.close()
 
 
-def test_each_process_tells_its_part(
-    collector: Collector, pipeline: Callable[..., Pipeline]
-) -> None:
-    one = pipeline("--otlp-endpoint", collector.address)
-    with Client(one.endpoint, timeout=START_TIMEOUT) as client:
+@pytest.fixture(scope="module")
+def traced(collector: Collector, pipeline: Callable[..., Pipeline]) -> Pipeline:
+    return pipeline("--otlp-endpoint", collector.address)
+
+
+def test_each_process_tells_its_part(collector: Collector, traced: Pipeline) -> None:
+    with Client(traced.endpoint, timeout=START_TIMEOUT) as client:
         client.generate("count from 3 to 9", request_id="a")
     spans, tellers = {}, {}
     while len(spans) < len(PARTS):
@@ -49,3 +51,15 @@ def test_each_process_tells_its_part(
     order = [spans[name] for name in ("tokenize", "queue", "prefill", "decode")]
     for before, after in pairwise(order):
         assert before.start_time_unix_nano <= after.start_time_unix_nano
+
+
+def test_an_aborted_request_has_all_its_parts(collector: Collector, traced: Pipeline) -> None:
+    """None of its processes keeps it."""
+    with Client(traced.endpoint, timeout=START_TIMEOUT) as client:
+        stream = client.stream("count from 1 to 99", max_tokens=2000, request_id="b")
+        next(iter(stream))
+        stream.abort()
+    trace_id = trace_ids("b")[0].to_bytes(16)
+    names: set[str] = set()
+    while names != set(PARTS):
+        names |= {span.name for span in collector.receive()[1] if span.trace_id == trace_id}
