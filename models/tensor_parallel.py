@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import cycle
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -71,7 +72,10 @@ class TensorParallel:
         device: torch.device = CPU,
         spans_nodes: bool = False,
     ) -> "TensorParallel":
-        """Wait for the other ranks at `rendezvous`, tcp://host:port. Raises GroupError."""
+        """Wait for the other ranks at `rendezvous`: tcp://host:port, or file:///path.
+
+        The file is removed. Raises GroupError.
+        """
         group = cls(rank, size, device, spans_nodes)
         if size > 1:
             backend, device_id = ("nccl", device) if group.on_gpus else ("gloo", None)
@@ -83,6 +87,10 @@ class TensorParallel:
                 group.spans_nodes = not group.have_peer_access()
                 if group.spans_nodes:
                     log.warning("GPUs lack peer access (`nvidia-smi topo -p2p rw`): NCCL is used")
+            if rendezvous.startswith("file://"):
+                with group._exchange():
+                    dist.barrier()  # all have read it
+                Path(rendezvous.removeprefix("file://")).unlink(missing_ok=True)
             # gloo's threads abort the interpreter unless they end before it
             atexit.register(dist.destroy_process_group)
         return group

@@ -46,8 +46,7 @@ def _run(process: Process, load: Load) -> None:
     worker = Worker(process, load)
     worker.heartbeats.start()
     process.context.on_connected(worker.channel, worker.send_state)
-    if process.context.node_id:
-        use_interface_of(process.context.host)
+    use_interface_of(process.context.host, spans_nodes=bool(process.context.node_id))
     worker.loop.run()
 
 

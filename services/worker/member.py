@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 
@@ -59,7 +60,7 @@ class Member:
         state.standby = self._is_standby
         state.epoch, state.num_plans_before = self._epoch, self._num_plans_before
         if not self._group:
-            state.rendezvous = free_rendezvous(self._process.context.host)
+            state.rendezvous = self._new_rendezvous()
         if self._runner:
             state.num_blocks, state.block_size = self._runner.num_blocks, self._runner.block_size
             state.idle_us, state.memory_id = self._runner.idle_us(), self._runner.memory_id
@@ -70,6 +71,17 @@ class Member:
         self.channel.send(state)
         self.heartbeats.sender.count()
         self._sent_state_at = time.monotonic()
+
+    def _new_rendezvous(self) -> str:
+        """Return where the ranks of a group find each other.
+
+        CPUs of one machine meet in a file: an address makes torch look up its host's name, which
+        waits and warns where no name server answers.
+        """
+        context, config = self._process.context, self._process.config
+        if context.node_id or (config.device != "cpu" and torch.cuda.is_available()):
+            return free_rendezvous(context.host)
+        return f"file://{config.run_folder}/rendezvous-{uuid.uuid4().hex}"
 
     def _counters(self) -> dict[str, float]:
         return {"standby_ready": float(self._is_standby and self._is_prepared)}
@@ -196,14 +208,16 @@ def free_rendezvous(host: str) -> str:
     return f"tcp://{host_and_port(host, port)}"
 
 
-def use_interface_of(host: str) -> None:
+def use_interface_of(host: str, *, spans_nodes: bool) -> None:
     """Make gloo and NCCL use the interface with this machine's address, unless the user chose one.
 
-    By default they use the first interface, which may not reach the peers. Raises ConnectionError.
+    By default they use the first interface, which may not reach the peers, and gloo looks up this
+    machine's name. On one machine NCCL needs no interface. Raises ConnectionError.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == host for one in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+            if spans_nodes:
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
             return
     raise ConnectionError(f"host: got {host}, expected an address of this machine's interfaces")

@@ -57,6 +57,19 @@ def test_says_who_it_is_and_then_what_it_holds(talk: Talk) -> None:
     assert talk.answer() == hello("worker.1", "g", 1, 5, 16, (3.0, 4.0), epoch=1)
 
 
+@pytest.mark.parametrize(("has_gpus", "scheme"), [(False, "file:///"), (True, "tcp://127.0.0.1:")])
+def test_ranks_on_cpus_of_one_machine_meet_in_a_file(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch, has_gpus: bool, scheme: str
+) -> None:
+    """For torch looks up the name of an address."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpus)
+    talk.context.node_id = ""
+    talk.worker.send_state()
+    hello = talk.answer()
+    assert isinstance(hello, WorkerState)
+    assert hello.rendezvous.startswith(scheme)
+
+
 def test_says_hello_while_it_loads(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.services.worker.member.HEARTBEAT_INTERVAL", 0.0)
     talk.num_progress_calls = 2

@@ -150,7 +150,9 @@ def test_every_rank_decodes_the_tokens_of_rows_that_ask(pair: Workers, folder: P
     Penalties count on both what the row says, whether rank 0 samples it (logprobs) or not.
     """
     workers = pair
-    workers.seat(1, free_rendezvous())
+    rendezvous = next(iter(workers.rendezvous.values()))
+    workers.seat(1, rendezvous)
+    assert not Path(rendezvous.removeprefix("file://")).exists()  # once the ranks have met
     prompt = PROMPTS[1]
     extras = RowExtras(20, logit_bias={7: 100.0}, num_logprobs=0, num_prompt_logprobs=0)
     added = [row(0, PROMPTS[0], range(10)), row(3, prompt, range(10, 20), extras=extras)]
