@@ -7,6 +7,7 @@ packed in one way for GPUs and another for CPUs, or where that is not possible, 
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,11 +40,14 @@ def load_weights(
     folder: Path,
     on_progress: Callable[[], None],
     weight_format: WeightFormat | None = None,
+    *,
+    log_files: bool = False,
 ) -> None:
     """Fill the weight of every `Layer` in `model`, converting to its dtype.
 
-    Calls `on_progress` after each tensor. weight_format: of weights of integers. Raises ModelError
-    for a tensor that is missing, unknown or of another shape, and for a file that can't be read.
+    Calls `on_progress` after each tensor. weight_format: of weights of integers. log_files: log
+    the end of each of several files. Raises ModelError for a tensor that is missing, unknown or of
+    another shape, and for a file that can't be read.
     """
     tensors = CheckpointTensors(folder)
     if not getattr(model, "has_head", True) and BARE in tensors:
@@ -52,12 +56,18 @@ def load_weights(
     slices = [part for name, layer in layers for part in layer.slices(name)]
     check_names(folder, {part.name for part in slices}, tensors.weights())
     dequantized = []
-    for part in sorted(slices, key=lambda part: tensors.file(tensors.matrix(part.name))):
-        if part.start < part.stop:
-            if _load(tensors, part, weight_format):
-                dequantized.append(part)
-            _check_numbers(tensors, part)
-        on_progress()
+    by_file = defaultdict(list)
+    for part in slices:
+        by_file[tensors.file(tensors.matrix(part.name))].append(part)
+    for number, file in enumerate(sorted(by_file), 1):
+        for part in by_file[file]:
+            if part.start < part.stop:
+                if _load(tensors, part, weight_format):
+                    dequantized.append(part)
+                _check_numbers(tensors, part)
+            on_progress()
+        if log_files and len(by_file) > 1:
+            log.info("weights: %d of %d files", number, len(by_file))
     if dequantized and weight_format:
         first, rest = dequantized[0], (len(dequantized), len(slices))
         reason = why_dequantized(first.name, first.target.shape[1], weight_format)

@@ -16,6 +16,7 @@ from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
 from penstock.protocol.transport.asyncio_handlers import attend
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
+from penstock.protocol.transport.context import host_and_port
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process, tune_collector
 from penstock.services.http.app import make_app
@@ -23,6 +24,7 @@ from penstock.services.http.routes import OPERATIONS
 from penstock.services.http.shared.app_state import Models
 from penstock.services.http.shared.connections import Limits, limited_protocol, limits_for
 
+_log = logging.getLogger("http")
 MAX_GRACE = 4
 """seconds that running requests have after SIGTERM, up to --drain-timeout: SIGKILL comes after 5"""
 RETURN = 1
@@ -112,17 +114,23 @@ async def serve(process: Process) -> None:
             loop.add_signal_handler(number, server.stop)
         listener.listen(BACKLOG)
         heartbeat()  # the first one says that this process listens
-        process.log.info("listening on http://%s:%d", config.http_host, config.http_port)
         await run(server, models, listener)
     heartbeats.stop()
 
 
 async def run(server: Server, models: Models, listener: socket.socket) -> None:
     """Serve until the server stops."""
-    start = asyncio.create_task(models.start())
+    start = asyncio.create_task(_start(models))
     tune_collector()
     await server.serve([listener])
     start.cancel()
+
+
+async def _start(models: Models) -> None:
+    """Wait for the models, before which requests wait or are refused, and log the address."""
+    await models.start()
+    config = models.config
+    _log.info("serving http://%s", host_and_port(config.http_host, config.http_port))
 
 
 def uvicorn_config(config: Config, models: Models, limits: Limits | None = None) -> uvicorn.Config:

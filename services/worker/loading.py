@@ -149,7 +149,13 @@ def _load_model(rank: Rank, on_progress: Callable[[], None]) -> Qwen3:
             )
 
     def fill(model: Qwen3) -> None:
-        load_weights(model, config.model_folder, on_progress, model_config.weight_format)
+        load_weights(
+            model,
+            config.model_folder,
+            on_progress,
+            model_config.weight_format,
+            log_files=rank.assignment.rank == 0,
+        )
         if on_cpu and may_compile(config) and not model_config.fp8:
             narrow_weights(model)
 

@@ -1,5 +1,6 @@
 """Checkpoints of every form are loaded, wrong ones refused by name, and no rank reads too much."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,16 @@ def test_progress_is_told_for_every_tensor(tmp_path: Path) -> None:
     model = load_model(tmp_path)
     weights.load_weights(model, tmp_path, lambda: calls.append(None))
     assert len(calls) == len(reference.state_dict())
+
+
+def test_each_file_of_several_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, weights.__name__)
+    save_checkpoint(tmp_path, max_shard_size="40KB")
+    model = load_model(tmp_path)
+    assert not caplog.messages
+    weights.load_weights(model, tmp_path, lambda: None, log_files=True)
+    number = len(list(tmp_path.glob("*.safetensors")))
+    assert caplog.messages == [f"weights: {n} of {number} files" for n in range(1, number + 1)]
 
 
 @pytest.mark.parametrize("tie_word_embeddings", [False, True])

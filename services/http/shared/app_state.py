@@ -1,6 +1,7 @@
 """State that all routes share, for each model."""
 
 import asyncio
+import math
 import time
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ MAX_BATCH = 8
 """requests of the greatest length that one body with several inputs may have"""
 START_TIMEOUT = 5.0
 """seconds that a request waits for a pipeline that is starting"""
+MAX_RETRY_AFTER = 60  # seconds
 
 
 class Singletons:
@@ -61,6 +63,7 @@ class AppState:
         """tokens of a block of the prefix cache; 0 without one"""
         self.singletons = singletons
         self._was_ready = asyncio.Event()
+        self._started_at = time.monotonic()
 
     async def start(self) -> None:
         """Wait for the model, and examine its vocabulary."""
@@ -83,8 +86,10 @@ class AppState:
         try:
             await asyncio.wait_for(self._was_ready.wait(), START_TIMEOUT)
         except TimeoutError:
+            # nothing is known but how long the start has taken: it may take as long again
+            seconds = min(math.ceil(time.monotonic() - self._started_at), MAX_RETRY_AFTER)
             sentence = "the pipeline is starting; /health reports what is missing"
-            raise ApiError(503, sentence) from None
+            raise ApiError(503, sentence, headers={"Retry-After": str(seconds)}) from None
 
 
 class Models:
