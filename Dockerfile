@@ -1,11 +1,13 @@
 # Penstock on CPUs: for tests, and for the demo model. Dockerfile.cuda is for GPUs.
-#   docker build --tag penstock:cpu --build-arg PIP_EXTRA_INDEX_URL=INDEX_OF_PYTORCH_CPU_BUILDS .
-# Without the argument the default build of torch is installed, with CUDA: several gigabytes.
+#   docker build --tag penstock:cpu .
 FROM python:3.12-slim-bookworm AS build
-ARG PIP_EXTRA_INDEX_URL=""
+# of the CPU build of torch; the build on PyPI has several gigabytes more, with CUDA
+ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
 COPY . .
 RUN python -m venv /opt/penstock \
+    && /opt/penstock/bin/pip install --no-cache-dir --constraint constraints.txt \
+        --no-deps --index-url "${TORCH_CPU_INDEX}" torch \
     && /opt/penstock/bin/pip install --no-cache-dir --constraint constraints.txt .
 
 FROM python:3.12-slim-bookworm

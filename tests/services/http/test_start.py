@@ -1,4 +1,4 @@
-"""What HTTP clients and the log get while the pipeline starts."""
+"""The start of the pipeline, as HTTP clients and the log see it."""
 
 import asyncio
 import logging
