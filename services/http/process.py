@@ -24,7 +24,6 @@ from penstock.services.http.routes import OPERATIONS
 from penstock.services.http.shared.app_state import Models
 from penstock.services.http.shared.connections import Limits, limited_protocol, limits_for
 
-_log = logging.getLogger("http")
 MAX_GRACE = 4
 """seconds that running requests have after SIGTERM, up to --drain-timeout: SIGKILL comes after 5"""
 RETURN = 1
@@ -114,23 +113,18 @@ async def serve(process: Process) -> None:
             loop.add_signal_handler(number, server.stop)
         listener.listen(BACKLOG)
         heartbeat()  # the first one says that this process listens
+        address = host_and_port(config.http_host, config.http_port)
+        process.log.info("http://%s is open; requests wait until the model is ready", address)
         await run(server, models, listener)
     heartbeats.stop()
 
 
 async def run(server: Server, models: Models, listener: socket.socket) -> None:
     """Serve until the server stops."""
-    start = asyncio.create_task(_start(models))
+    start = asyncio.create_task(models.start())
     tune_collector()
     await server.serve([listener])
     start.cancel()
-
-
-async def _start(models: Models) -> None:
-    """Wait for the models, before which requests wait or are refused, and log the address."""
-    await models.start()
-    config = models.config
-    _log.info("serving http://%s", host_and_port(config.http_host, config.http_port))
 
 
 def uvicorn_config(config: Config, models: Models, limits: Limits | None = None) -> uvicorn.Config:

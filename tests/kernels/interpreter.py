@@ -28,9 +28,16 @@ def speed_up() -> None:
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     interpreter._get_np_dtype = _numpy_type
+    type(builder).create_masked_store = _store
     core.block_type.__init__ = _make_block_type
     core.block_type.name = property(lambda kind: f"<{kind.shape}, {kind.element_ty}>")
     core.tensor.__init__ = _make_tensor
+
+
+def _store(_: object, pointers: Any, value: Any, mask: Any, *__: object) -> Any:
+    """Store, also what was broadcast: Triton 3.7 refuses such arrays, which are read-only."""
+    arrays = (np.require(handle.data, requirements="W") for handle in (pointers, value, mask))
+    return interpreter._interpreter.store(*arrays)
 
 
 def _numpy_type(kind: core.dtype) -> np.dtype[Any]:
