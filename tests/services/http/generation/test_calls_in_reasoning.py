@@ -15,6 +15,7 @@ from penstock.services.http.messages.events import MessageEvents
 from penstock.services.http.responses.events import ResponseEvents
 from penstock.services.http.responses.routes import begun
 from penstock.services.http.responses.schema import ResponsesRequest
+from penstock.services.http.responses.tools import offer
 from penstock.services.http.shared.json_response import ENCODER
 from penstock.services.http.shared.tool_format import ToolFormat
 from tests.search import scaled
@@ -99,8 +100,9 @@ def response_parts(
     form: Any, asked: ChatRequest, pieces: list[TextDelta], end: GenerateReply
 ) -> Parts:
     choice = ChatChoice(0, asked, ToolFormat(form))
-    response = begun(ResponsesRequest(input="hi", temperature=0.5, top_p=1.0), "m")
-    events = ResponseEvents(response, choice, [END_THINK], lambda _: None)
+    tools = offer([])
+    response = begun(ResponsesRequest(input="hi", temperature=0.5, top_p=1.0), tools, "m")
+    events = ResponseEvents(response, choice, tools.names, [END_THINK], lambda _: None)
     for new in pieces or [end]:
         list(events.events(new, None))
     list(events.events(None, end))

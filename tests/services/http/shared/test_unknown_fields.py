@@ -164,7 +164,7 @@ def test_a_mistyped_field_of_an_object(given: dict[str, Any], path: str | None, 
 
 
 # names of other servers' fields
-FOREIGN = """chat_format client_metadata conversation_id extra_body generation_config logit_scale
+FOREIGN = """chat_format conversation_id extra_body generation_config logit_scale
 max_retries max_tools max_turns min_keep model_id model_name n_keep num_ctx prompt_template
 reasoning_format response_mime_type safety_settings session stream_mode stream_usage timeout
 tool_config tool_prompt trace_id user_id"""

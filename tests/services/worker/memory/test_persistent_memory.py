@@ -117,7 +117,7 @@ def test_the_next_worker_has_weights_and_kv(
 def test_what_was_loaded_in_part_is_not_kept(
     folder: Path, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ModelError("killed while it loads")
 
     monkeypatch.setattr("penstock.services.worker.loading.load_weights", fail)
