@@ -81,7 +81,7 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
         else:
             lark = self._lark()
         lark = within_limit(lark)
-        if _TAG.search(lark):
+        if _has_token_name(lark):
             lark = f"{NO_FORCING}\n{lark}"
         return msgspec.json.encode({"grammars": [{"lark_grammar": lark}]}).decode()
 
@@ -94,8 +94,10 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
         return f"start: CHOICE\nCHOICE: {' | '.join(texts)}"
 
 
-# what may be the name of a special token
-_TAG = re.compile(r"<[^<>\s]+>")
+# names of Qwen's special tokens
+_NAME = re.compile(r"<\|\w+\|>|</?(?:think|tool_call|tool_response)>")
+# a string or a regex in Lark, or a string in JSON
+_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)+/')
 # Text that must follow is allowed in any tokens. Otherwise it is forced in the tokenizer's own:
 # then a special token's name would be that token instead of text
 NO_FORCING = '%llguidance {"no_forcing": true}'
@@ -105,3 +107,8 @@ _UNSAFE = re.compile(r"\\?\n|\\.|/")
 
 def _escape(found: re.Match[str]) -> str:
     return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(found[0], found[0])
+
+
+def _has_token_name(lark: str) -> bool:
+    """Return whether a text in a grammar has the name of a special token."""
+    return bool(_NAME.search(lark)) and any(_NAME.search(one[0]) for one in _TEXT.finditer(lark))

@@ -120,6 +120,7 @@ class GrammarIndex:
             is_known = self._known.get(grammar.key) is grammar
             if not is_known or isinstance(grammar.key, Sequence):
                 self._drop(grammar)
+            self._evict()
 
     def _drop(self, grammar: _Grammar) -> None:
         self._queue.remove(grammar)
@@ -141,7 +142,6 @@ class GrammarIndex:
             grammar.number = next(self._numbers)
             self._sent[grammar.number] = self._compiling[grammar.number] = grammar
             added.append((grammar.number, grammar.wanted))
-        self._evict()
         removed, self._removed = self._removed, []
         return CompileGrammars(epoch, added, removed) if added or removed else None
 

@@ -6,7 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.protocol.messages.structured import JSON_STYLE, MAX_GRAMMAR_BYTES, StructuredOutputs
+from penstock.protocol.messages.structured import (
+    JSON_STYLE,
+    MAX_GRAMMAR_BYTES,
+    NO_FORCING,
+    StructuredOutputs,
+)
 
 
 def decode(**fields: Any) -> StructuredOutputs:
@@ -67,6 +72,24 @@ def test_a_schema_keeps_its_order_and_gets_the_style() -> None:
 def schema_of(**fields: Any) -> dict[str, Any]:
     lark = grammar(**fields)["lark_grammar"]
     return dict(json.loads(lark.removeprefix("start: %json ")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_name"),
+    [
+        ({"choice": ["a</think>b"]}, True),
+        ({"regex": "a(<tool_call>|b)"}, True),
+        ({"json": {"properties": {"<|im_end|>": {}}}}, True),
+        ({"json": {"enum": ["<b>x</b>"]}}, False),
+        ({"grammar": 'start: <tool_call> "\\"x" </tool_call>'}, False),
+        ({"grammar": 'start: "\\"" "<think>"'}, True),
+    ],
+)
+def test_a_text_with_a_special_tokens_name_is_not_forced(
+    fields: dict[str, Any], has_name: bool
+) -> None:
+    """Other grammars are: models continue best in the tokenizer's own tokens."""
+    assert grammar(**fields)["lark_grammar"].startswith(NO_FORCING) == has_name
 
 
 INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
