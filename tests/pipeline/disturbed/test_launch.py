@@ -21,6 +21,7 @@ from penstock.launch.pipeline.procfile import PROCFILE
 from penstock.protocol.client.client import Client
 from penstock.protocol.config import Config, run_folder
 from tests.pipeline.conftest import LAUNCH, START_TIMEOUT, Pipeline
+from tests.pipeline.ports import free_port
 
 pytestmark = pytest.mark.pipeline
 Start = Callable[..., Pipeline]
@@ -259,7 +260,7 @@ def test_another_runner_runs_the_procfile() -> None:
     name = f"test-{uuid.uuid4().hex[:8]}"
     endpoint = free_tcp_endpoint()
     options = {"NAME": name, "ENDPOINT": endpoint, "TP": "2"}
-    options |= {"NUM_THREADS": "1", "KV_CACHE_GIB": "0.1"}
+    options |= {"NUM_THREADS": "1", "KV_CACHE_GIB": "0.1", "HTTP_PORT": str(free_port())}
     environment = os.environ | {f"PENSTOCK_{key}": value for key, value in options.items()}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = [sys.executable, "-m", "honcho", "-f", str(PROCFILE), "start", "-c", "worker=2"]

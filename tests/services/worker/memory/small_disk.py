@@ -56,7 +56,7 @@ def read_only(path: Path) -> None:
     partial = files(path)[A].with_suffix(".old.partial")
     partial.write_text("")
     os.utime(partial, (0, 0))
-    subprocess.run(["mount", "-o", "remount,ro", path], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", path], check=True)
     again = Tier(path)
     again.wait_for("added", A, B)
     again.fetch(B, 3)
@@ -69,7 +69,7 @@ def read_only(path: Path) -> None:
         fewer.fetch(hash_, slot)
     fewer.wait_for("fetched", A, B)
     assert partial.exists()
-    subprocess.run(["mount", "-o", "remount,rw", path], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,rw", path], check=True)
     again.store(D, 0)
     again.wait_for("added", D)
 
