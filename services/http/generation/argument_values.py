@@ -13,7 +13,8 @@ import msgspec
 from penstock.protocol.transport.channel import DECODE_ERRORS
 
 MAX_CHECKS = 4096
-"""subschemas that one value is checked by; then the checks end, and the value is taken"""
+"""subschemas and entries of their lists that the readings of one text are checked by; then the
+reading that is being checked is taken"""
 MAX_PYTHON = 1 << 16
 """characters that are read as Python, whose parser takes much memory"""
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -46,6 +47,7 @@ _NAMES = {"true": True, "false": False, "null": None, "none": None}
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}(?:\.0*)?")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _COMBINED = ("enum", "const", "$ref", "allOf", "anyOf", "oneOf", "not")
+_LISTS = ("enum", "required", "type", "allOf", "anyOf", "oneOf", "prefixItems")
 _ONLY_STRING = {"type": "string"}
 _LIMITS: dict[str, Callable[[Any, Any], bool]] = {
     "minimum": operator.ge,
@@ -74,7 +76,17 @@ class ArgumentSchema:
 
     def of(self, key: str) -> Any:
         """Return the schema of an argument: a string where it is not described."""
-        return next(self._described(self._root, key, 8), _ONLY_STRING)
+        waiting, seen = [self._root], set()
+        while waiting:
+            schema = waiting.pop()
+            if not isinstance(schema, Mapping) or id(schema) in seen:
+                continue
+            seen.add(id(schema))
+            properties = schema.get("properties")
+            if isinstance(properties, Mapping) and key in properties:
+                return properties[key]
+            waiting += [self.target(schema.get("$ref")), *_parts(schema)]
+        return _ONLY_STRING
 
     def is_text(self, schema: Any) -> bool:
         """Return whether every text is a value of this schema, as it is written."""
@@ -93,20 +105,12 @@ class ArgumentSchema:
         If it permits none, return one of a permitted type, and if there is none, the text.
         """
         readings = list(_readings(text, is_json="string" not in permitted_types(schema)))
-        for level in ("strict", "exact", "types"):
+        check = _Check(self)
+        for check.level in ("strict", "exact", "types"):
             for value, encoded_value in readings:
-                if _Check(self, level).permits(schema, value):
+                if check.permits(schema, value):
                     return encoded_value
         return encoded(text)
-
-    def _described(self, schema: Any, key: str, depth: int) -> Iterator[Any]:
-        if not isinstance(schema, Mapping) or not depth:
-            return
-        properties = schema.get("properties")
-        if isinstance(properties, Mapping) and key in properties:
-            yield properties[key]
-        for part in (self.target(schema.get("$ref")), *_parts(schema)):
-            yield from self._described(part, key, depth - 1)
 
     def target(self, reference: Any) -> Any:
         """Return the schema that a reference points to; one that permits all if there is none."""
@@ -119,10 +123,11 @@ class ArgumentSchema:
 
 
 class _Check:
-    """Check of one value."""
+    """Check of the readings of one text."""
 
-    def __init__(self, schemas: ArgumentSchema, level: Level) -> None:
-        self._schemas, self._level = schemas, level
+    def __init__(self, schemas: ArgumentSchema) -> None:
+        self._schemas = schemas
+        self.level: Level = "strict"
         self._num_left = MAX_CHECKS
 
     def permits(self, schema: Any, value: Any) -> bool:
@@ -132,22 +137,22 @@ class _Check:
             return True
 
     def _permits(self, schema: Any, value: Any) -> bool:
-        self._num_left -= 1
-        if self._num_left < 0:
-            raise RecursionError
         if not isinstance(schema, Mapping):
             return schema is not False
+        self._num_left -= 1 + sum(len(_list(schema.get(key))) for key in _LISTS)
+        if self._num_left < 0:
+            raise RecursionError
         if "$ref" in schema and not self._permits(self._schemas.target(schema["$ref"]), value):
             return False
         names = _type_names(schema)
         if names and not any(self._is_of(value, name) for name in names):
             return False
         return self._combined(schema, value) and (
-            self._level == "types" or (self._is_listed(schema, value) and self._fits(schema, value))
+            self.level == "types" or (self._is_listed(schema, value) and self._fits(schema, value))
         )
 
     def _is_of(self, value: Any, name: str) -> bool:
-        if name == "integer" and type(value) is float and self._level != "strict":
+        if name == "integer" and type(value) is float and self.level != "strict":
             return value.is_integer()
         return type(value) in _TYPES.get(name, (type(value),))
 
@@ -156,7 +161,7 @@ class _Check:
             return False
         if "anyOf" in schema and not any(self._permits(part, value) for part in schema["anyOf"]):
             return False
-        if self._level == "types":
+        if self.level == "types":
             parts = schema.get("oneOf", [True])
             return any(self._permits(part, value) for part in parts)
         number = sum(self._permits(part, value) for part in schema.get("oneOf", [True]))

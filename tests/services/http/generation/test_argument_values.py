@@ -153,6 +153,17 @@ def test_a_schema_with_many_paths_ends() -> None:
     assert json.loads(arguments.value(arguments.of("a"), "5")) == 5
 
 
+def test_the_schema_of_an_argument_is_found_once_in_each_place() -> None:
+    """A thousand references to the whole schema: 1,000^n paths."""
+    root = {"allOf": [{"$ref": "#"}] * 1000}
+    assert ArgumentSchema(root).of("a") == STRING
+
+
+def test_long_lists_end() -> None:
+    many = {"allOf": [{"enum": [*range(100_000)], "required": [*map(str, range(1000))]}] * 1000}
+    assert value_of(many, "5") == "5"
+
+
 # ---- any schema and text ---------------------------------------------------------------------
 
 SCALARS = st.sampled_from([0, 1, -7, 1.5, 3.0, True, False, None, "", "a", "5", "null", "[1]"])
