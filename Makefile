@@ -60,7 +60,7 @@ docs: $(VENV)/.dev  ## the reference pages from the code, and the site in build/
 
 # uv is faster, but reads neither pip's configuration nor PIP_INDEX_URL and the like
 define INSTALL
-if command -v uv >/dev/null && ! $(BIN)/pip config list | grep -Eq 'index|links|constraint|cert|proxy'; \
+if command -v uv >/dev/null && ! $(BIN)/pip config list | grep -E 'index|links|constraint|cert|proxy' >/dev/null; \
 then set -- uv pip install --python $(BIN)/python; \
 else set -- $(BIN)/pip install --disable-pip-version-check; fi; \
 "$$@" --constraint constraints.txt
