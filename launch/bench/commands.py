@@ -67,6 +67,11 @@ SUBJECTS = {
         serve_table,
     ),
 }
+NAMES_OF_VLLM = {
+    "num_requests": "--num-prompts",
+    "input_tokens": "--random-input-len",
+    "output_tokens": "--random-output-len",
+}
 NOT_OWN = ("name", "endpoint", "http")
 
 
@@ -79,7 +84,9 @@ def add_arguments(command: ArgumentParser) -> None:
         subject = subjects.add_parser(name, help=one.text, description=text, allow_abbrev=False)
         subject.set_defaults(run=partial(_run, one))
         fields = one.options.__struct_fields__
-        add_options(subject, one.options, [field for field in fields if field != "goodput"])
+        names = NAMES_OF_VLLM if name == "serve" else {}
+        chosen = [field for field in fields if field != "goodput"]
+        add_options(subject, one.options, chosen, names=names)
         text = "print JSON instead of the table, or print the table and write JSON to FILE"
         subject.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
         if name == "serve":
@@ -88,6 +95,12 @@ def add_arguments(command: ArgumentParser) -> None:
             subject.add_argument("--goodput", default=SUPPRESS, help=text, **limits)
         if has_model:
             _add_target(subject)
+        if name == "serve":
+            text = (
+                "measure the server at this address over HTTP, such as http://127.0.0.1:8000; it "
+                "may be any that has OpenAI's API. --model is its name of the model then"
+            )
+            subject.add_argument("--base-url", metavar="URL", help=text)
     text = "write a checkpoint of a published shape with random weights, to be measured"
     add_make_model(
         subjects.add_parser("make-model", help=text, description=text, allow_abbrev=False)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from penstock.protocol.client.session import Answer
-from penstock.protocol.messages.client import GenerateReply
+from penstock.protocol.messages.client import GenerateReply, Usage
 
 Figures = dict[str, float]
 PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
@@ -15,13 +15,15 @@ PERCENTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 class Stamps:
     """Times at which the messages with tokens came, of a stream that was sent at `start`."""
 
-    def __init__(self, start: float, answer: Answer) -> None:
+    def __init__(self, start: float, answer: Answer | None = None) -> None:
+        """answer: of a pipeline's client; without it, `add` is called with tokens."""
         self.start = start
         self.times: list[float] = []
         self.num_tokens = 0
-        self.answer = answer
-        answer.on_change = self._stamp
-        self._stamp()  # what came while it was sent
+        if answer:
+            self.answer = answer
+            answer.on_change = self._stamp
+            self._stamp()  # what came while it was sent
 
     @property
     def ttft(self) -> float:
@@ -42,28 +44,37 @@ class Stamps:
         """Return whether the request kept its limits: milliseconds by property."""
         return not any(getattr(self, name) * 1e3 > limit for name, limit in limits.items())
 
+    def add(self, num_tokens: int) -> None:
+        """Record a message with tokens, which comes now."""
+        self.times.append(time.perf_counter())
+        self.num_tokens += num_tokens
+
     def _stamp(self) -> None:
         while delta := self.answer.take_delta():
             if delta.token_ids:
-                self.times.append(time.perf_counter())
-                self.num_tokens += len(delta.token_ids)
+                self.add(len(delta.token_ids))
 
 
 def run_figures(replies: Sequence[GenerateReply], seconds: float, preemptions: int) -> Figures:
     """Return the figures of one run. seconds: from the first request sent to the last answer."""
-    num_inputs = sum(reply.usage.prompt_tokens for reply in replies)
-    num_outputs = sum(len(reply.token_ids) for reply in replies)
+    usages = [reply.usage for reply in replies]
+    return usage_figures(usages, seconds) | {"preemptions": preemptions}
+
+
+def usage_figures(usages: Sequence[Usage], seconds: float) -> Figures:
+    """Return the figures of one run that every server reports, of its answers."""
+    num_inputs = sum(usage.prompt_tokens for usage in usages)
+    num_outputs = sum(usage.output_tokens for usage in usages)
     return {
-        "completed": len(replies),
+        "completed": len(usages),
         "failed": 0,
         "total_input_tokens": num_inputs,
-        "cached_tokens": sum(reply.usage.cached_tokens for reply in replies),
+        "cached_tokens": sum(usage.cached_tokens for usage in usages),
         "total_output_tokens": num_outputs,
         "duration": seconds,
-        "request_throughput": len(replies) / seconds,
+        "request_throughput": len(usages) / seconds,
         "output_throughput": num_outputs / seconds,
         "total_token_throughput": (num_inputs + num_outputs) / seconds,
-        "preemptions": preemptions,
     }
 
 

@@ -53,12 +53,22 @@ class Meter(LocalClient):
             self.wait_for(stamps[-1].answer, GenerateReply)
         return stream_figures(stamps)
 
-    def run_load(self, items: list[Item], times: list[float]) -> tuple[Figures, list[Stamps]]:
-        """Measure streams, sent at `times` in seconds, the first at 0, whatever is unanswered."""
+    def run_load(
+        self, items: list[Item], times: list[float], max_concurrency: int = 0
+    ) -> tuple[Figures, list[Stamps]]:
+        """Measure streams, sent at `times` in seconds, the first at 0.
+
+        max_concurrency: unanswered requests at which a next one waits; 0: any number.
+        """
         start, stamps = time.perf_counter(), []
+        open_answers: list[Answer] = []
         for item, seconds in zip(items, times, strict=True):
             self.take_until(start + seconds)
+            while max_concurrency and len(open_answers) >= max_concurrency:
+                self.wait()
+                open_answers = [answer for answer in open_answers if not answer.final]
             stamps.append(self._stream(item))
+            open_answers.append(stamps[-1].answer)
         for one in stamps:
             while not one.answer.final:
                 self.wait()

@@ -102,6 +102,8 @@ class ServeOptions(ModelOptions):
     """share of requests with a long prompt, from 0 to 1"""
     output_tokens: Count = 256
     """tokens of each output"""
+    max_concurrency: Annotated[int, Meta(ge=0)] = 0
+    """most requests in flight; without --request-rate, as many are all the time; 0: any number"""
     goodput: dict[str, float] = {}
 
     def __post_init__(self) -> None:

@@ -136,8 +136,11 @@ def table(columns: Iterable[str], rows: list[list[str]]) -> list[str]:
 def _headline(report: dict[str, Any]) -> str:
     """Return the model, hardware, versions, workload and options in one line."""
     gpus, cpus = report["hardware"]["gpus"], report["hardware"]["cpus"]
+    where = ", ".join([*gpus, f"{cpus} CPU cores"])
+    if url := report.get("base_url"):
+        where = f"{url}, measured from {where}"
     facts = [
-        f"{report['model']} on {', '.join([*gpus, f'{cpus} CPU cores'])}",
+        f"{report['model']} on {where}",
         ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
         ", ".join(f"{name} {_shown(its)}" for name, its in report["workload"].items() if its != {}),
     ]

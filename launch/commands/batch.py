@@ -132,7 +132,7 @@ def _with_http(config: Config) -> Config:
 
 
 @contextlib.contextmanager
-def _open(arguments: Namespace) -> Iterator[tuple[Iterator[bytes], BinaryIO]]:
+def _open(arguments: Namespace) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     try:
         with arguments.input.open("rb") as lines, arguments.output.open("a+b") as output:
             yield lines, output
@@ -158,10 +158,17 @@ class Batch:
         errors = {"bad": len(self._earlier.bad), "refused": len(self._earlier.refused)}
         self._counts = Counter({f"{what} {EARLIER}": n for what, n in errors.items() if n})
 
-    async def run(self, lines: Iterator[bytes], concurrency: int) -> Counter[str]:
-        """Run up to `concurrency` requests at once; return the number of lines by result."""
+    async def run(self, lines: BinaryIO, concurrency: int) -> Counter[str]:
+        """Run up to `concurrency` requests at once; return the number of lines by result.
+
+        A pipe can be read once only, so that the progress has no total.
+        """
+        total = None
+        if lines.seekable():
+            total = sum(not line.isspace() for line in lines)
+            lines.seek(0)
         numbered = enumerate(lines, 1)
-        with tqdm(desc="requests", dynamic_ncols=True) as self._bar:
+        with tqdm(desc="requests", total=total, dynamic_ncols=True) as self._bar:
             async with _client(self._config, concurrency) as client:
                 workers = (self._work(client, numbered) for _ in range(concurrency))
                 await asyncio.gather(*workers)
@@ -177,14 +184,18 @@ class Batch:
         try:
             line = self._decode(number, text)
         except DECODE_ERRORS as error:
-            if name not in self._earlier.bad:
-                reason = {"code": "invalid_line", "message": str(error)}
-                self._write("bad", Outcome(name, _custom_id(text), None, reason))
+            if name in self._earlier.bad:
+                self._pass_over()
+                return
+            reason = {"code": "invalid_line", "message": str(error)}
+            self._write("bad", Outcome(name, _custom_id(text), None, reason))
             return
         if line.custom_id in self._earlier.done:
             self._counts["skipped"] += 1
+            self._pass_over()
             return
         if line.custom_id in self._earlier.refused:  # which is counted already
+            self._pass_over()
             return
         answer = await _post(client, line)
         response = {
@@ -194,6 +205,11 @@ class Batch:
         }
         what = "done" if answer.status_code == httpx.codes.OK else "refused"
         self._write(what, Outcome(name, line.custom_id, response, None))
+
+    def _pass_over(self) -> None:
+        """Show a line with an earlier result as done, without a part in the speed."""
+        self._bar.initial += 1
+        self._bar.update()
 
     def _decode(self, number: int, text: bytes) -> Line:
         """Return a line of the input. Raises ValidationError, also for a repeated custom_id."""

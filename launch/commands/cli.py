@@ -17,6 +17,7 @@ from penstock.protocol.config import Config
 
 COMMANDS = {
     "all": "start a pipeline and keep it running",
+    "serve": "do the same as `launch all`, by the name of vLLM's command",
     **{kind: f"run one more {kind} process in this terminal" for kind in read_procfile()},
     "scale": "change the number of tokenizers, detokenizers or http",
     "restart": "restart processes one after the other, while requests continue",
@@ -31,11 +32,14 @@ COMMANDS = {
     "tune": "find the fastest matrix products for a model on this GPU, and use them from now on",
     "bench": "measure throughput and latency, with a model or without",
     "chaos": "kill processes at random under load, and check every answer",
+    "collect-env": "print versions, hardware and limits, for a report of a problem",
+    "completion": "print a script that completes commands in bash, zsh or fish",
+    "help": "print the help of a command",
 }
 """name: description"""
 MODULES = {
     **dict.fromkeys(read_procfile(), "commands.service"),
-    "all": "commands.start",
+    **dict.fromkeys(("all", "serve"), "commands.start"),
     "bench": "bench.commands",
     "chaos": "chaos.run",
 }
@@ -46,12 +50,13 @@ FIRST_STEPS = """\
 Penstock serves Qwen3 models from a pipeline of small processes.
 
   launch all                  serve the demo model, on the CPU if there is no GPU
-  launch all --model MODEL    serve a Qwen3 checkpoint: its folder, or its name on the
+  launch serve MODEL          serve a Qwen3 checkpoint: its folder, or its name on the
                               Hugging Face Hub, such as Qwen/Qwen3-8B
   launch ask "17+25="         send a prompt from another terminal; or open
                               http://127.0.0.1:8000 in a browser
+  launch chat                 chat in the terminal
   launch status               print the processes and the queues
-  launch --help               list all commands; launch COMMAND --help, its options"""
+  launch help                 list all commands; launch help COMMAND, its options"""
 
 
 def main() -> NoReturn:
@@ -61,7 +66,8 @@ def main() -> NoReturn:
     is stopped by these signals, so that `launch all` then exits with 0, however far it has come.
     """
     _prepare_streams()
-    is_server = next((word for word in sys.argv[1:] if word in COMMANDS), "") == "all"
+    command = next((word for word in sys.argv[1:] if word in COMMANDS), "")
+    is_server = command in ("all", "serve")
     # by an exception, so that blocks end what they have started
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(0 if is_server else 128 + number))
     try:
@@ -136,5 +142,6 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.module = f"penstock.launch.{MODULES.get(name, f'commands.{name}')}"
+        module = MODULES.get(name, f"commands.{name.replace('-', '_')}")
+        command.module = f"penstock.launch.{module}"
     return parser

@@ -1,7 +1,9 @@
 """Options of the commands that send requests: which pipeline, which key, sampling parameters."""
 
+import math
 import socket
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
@@ -25,14 +27,26 @@ SILENCE = 2.0
 class WaitingClient(Client):
     """A client that waits without end, and reports on stderr that nothing answers."""
 
-    def __init__(self, endpoint: str, keys: str | None, client: str) -> None:
-        """Raise ClientError for unreadable keys and an invalid address."""
-        super().__init__(endpoint, timeout=SILENCE, keys=keys, client=client)
+    def __init__(
+        self, endpoint: str, keys: str | None, client: str, seconds: float = math.inf
+    ) -> None:
+        """Raise ClientError for unreadable keys and an invalid address.
+
+        seconds: from the first `wait` until it raises NoAnswer.
+        """
+        super().__init__(endpoint, timeout=min(SILENCE, seconds), keys=keys, client=client)
         self._endpoint = endpoint
+        self._seconds = seconds
+        self._deadline = math.inf
         self._has_reported = False
 
     def wait(self) -> None:
         """Wait for a sign of the pipeline; report once that it is not connected."""
+        self._deadline = min(self._deadline, time.monotonic() + self._seconds)
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise NoAnswer(f"no whole answer within {self._seconds:g} s")
+        self._timeout = min(SILENCE, left)
         try:
             super().wait()
         except NoAnswer:
@@ -60,6 +74,7 @@ def add_client_options(command: ArgumentParser) -> None:
         help="name of the client key (default: %(default)s)",
     )
     command.add_argument("--model", help="name of the model (default: the first one)")
+    command.add_argument("--system", metavar="TEXT", help="system prompt")
     fields = [field for field in SamplingParams.__struct_fields__ if field != "n"]
     add_options(command, SamplingParams, fields)
 
@@ -67,6 +82,11 @@ def add_client_options(command: ArgumentParser) -> None:
 def request_fields(arguments: Namespace) -> dict[str, Any]:
     """Return the fields of requests that were given."""
     return given_options(arguments, SamplingParams) | {"model": arguments.model}
+
+
+def system_messages(arguments: Namespace) -> list[dict[str, str]]:
+    """Return the messages that begin a conversation."""
+    return [{"role": "system", "content": arguments.system}] if arguments.system else []
 
 
 def connect_client(arguments: Namespace) -> Client:
@@ -80,7 +100,8 @@ def connect_client(arguments: Namespace) -> Client:
         check_addresses(endpoint)
         if arguments.endpoint:
             _check_hosts(endpoint)
-        return WaitingClient(endpoint, keys, arguments.client)
+        seconds = getattr(arguments, "timeout", math.inf)
+        return WaitingClient(endpoint, keys, arguments.client, seconds)
     except ClientError as error:
         raise LaunchError(str(error)) from error
 

@@ -63,6 +63,8 @@ RUN_FOLDER_VARIABLES = ("XDG_RUNTIME_DIR", "TMPDIR", "TEMP", "TMP")
 def add_arguments(command: ArgumentParser) -> None:
     """Add the arguments."""
     command.set_defaults(run=_run_all)
+    text = "what to serve, as --model takes it"
+    command.add_argument("positional_model", metavar="MODEL", nargs="?", help=text)
     add_options(command, Config, actions={"model": NextModel})
     text = "what to run (default: penstock's own)"
     command.add_argument("--procfile", type=Path, default=PROCFILE, help=text)

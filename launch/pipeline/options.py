@@ -43,17 +43,18 @@ def add_options(
     struct: type[Struct],
     fields: Iterable[str] = (),
     actions: Mapping[str, type[argparse.Action]] = MappingProxyType({}),
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Add a flag for each field, or for those named. What is not given is not set.
 
-    actions: by field, in place of storing its value.
+    actions: by field, in place of storing its value; names: second flags, by field.
     """
     hints = get_type_hints(struct, include_extras=True)
     for field in fields or struct.__struct_fields__:
         hint = hints[field]
         own = {"action": actions[field]} if field in actions else {}
         parser.add_argument(
-            flag(field),
+            *filter(None, (flag(field), names.get(field))),
             dest=field,
             default=argparse.SUPPRESS,
             help=_help(struct, field),

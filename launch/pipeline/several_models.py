@@ -37,8 +37,18 @@ class NextModel(argparse.Action):
 
 
 def options_by_model(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the options that were given, those of the pipeline for each model again."""
+    """Return the options that were given, those of the pipeline for each model again.
+
+    Raises LaunchError for a model without `--model` next to another.
+    """
     before: list[dict[str, Any]] = getattr(arguments, "before", [])
+    if (model := getattr(arguments, "positional_model", None)) is not None:
+        if before:
+            raise LaunchError(
+                f"MODEL: got {model!r} and --model {arguments.model}, expected one of them; "
+                "several models are --model A --model B"
+            )
+        arguments.model = model
     common, *own = [*before, given_options(arguments, ModelOptions)]
     given = given_options(arguments, Config)
     pipeline = {field: given[field] for field in given if field not in _FIELDS}

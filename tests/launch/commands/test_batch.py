@@ -99,6 +99,16 @@ def test_errors_of_an_earlier_run_are_counted_and_fail(
     assert capsys.readouterr().err.endswith(": 1 done, 2 skipped\n")
 
 
+def test_the_progress_has_the_number_of_lines(
+    runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lines with a result of an earlier run count as done."""
+    runner.run(("a", 200), ("b", 400), ("a", 200))
+    assert "| 3/3 [" in capsys.readouterr().err
+    runner.run(("a", 200), ("b", 400), ("a", 200), ("c", 200))
+    assert "| 4/4 [" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("size", [1, 10, len(RESULT) - 1])
 def test_an_incomplete_last_line_is_cut_off(tmp_path: Path, size: int) -> None:
     path = tmp_path / "out"

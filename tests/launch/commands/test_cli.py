@@ -43,6 +43,13 @@ def test_it_starts_without_what_it_does_not_need() -> None:
     [
         (["all", "--tp", "0"], "--tp: got '0', expected `int` >= 1"),
         (["all", "--model", "/none"], "--model: got '/none', expected an existing"),
+        (["all", "/none", "--tp", "2"], "--model: got '/none', expected an existing"),
+        (["serve", "--tp", "2", "/none"], "--model: got '/none', expected an existing"),
+        (["help", "stats"], "unknown command 'stats' (did you mean 'status'?)"),
+        (["help", "bench", "ofline"], "unknown command 'ofline' (did you mean 'offline'?)"),
+        (["completion", "csh"], "SHELL: got 'csh', expected one of bash, zsh, fish"),
+        (["bench", "serve", "--base-url", "x"], "--base-url: x/: Request URL is missing an"),
+        (["bench", "serve", "--base-url", "http://a", "--tp", "2"], "--tp: got it with --base-url"),
         (["all", "--procfile", "/none"], "--procfile: /none can't be read"),
         (["all", "--endpoint", "tcp://*:5555"], "--endpoint tcp://*:5555 may be reached"),
         (["keys", "/none/keys"], "keys can't be made in /none/keys: No such file or directory"),
@@ -126,6 +133,7 @@ def test_what_is_refused_is_one_sentence(
     [
         (["all"], (0, 0)),
         (["--name", "x", "all", "--tp", "2"], (0, 0)),
+        (["serve", "all"], (0, 0)),
         (["ask", "all"], (130, 143)),
         (["bench", "latency"], (130, 143)),
     ],
@@ -172,7 +180,7 @@ def test_alone_it_says_what_to_do_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch(monkeypatch) == 0
-    assert "launch all --model MODEL" in capsys.readouterr().out
+    assert "launch serve MODEL" in capsys.readouterr().out
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,6 +210,16 @@ def test_help_has_the_commands_own_options_first(
     assert own in before
     assert "--tp" not in before
     assert "--tp" in after
+
+
+@pytest.mark.parametrize("command", [[], ["ask"], ["bench", "serve"]])
+def test_help_is_a_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    assert launch(monkeypatch, *command, "--help") == 0
+    expected = capsys.readouterr().out
+    assert launch(monkeypatch, "help", *command) == 0
+    assert capsys.readouterr().out == expected
 
 
 def test_cuda_without_a_gpu_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

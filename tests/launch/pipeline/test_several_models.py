@@ -30,6 +30,15 @@ def test_with_one_model_the_order_changes_nothing() -> None:
     expected = [{"tp": 2, "http": 0, "model": "a"}]
     assert given("--http", "0", "--tp", "2", "--model", "a") == expected
     assert given("--model=a", "--http", "0", "--tp", "2") == expected
+    for words in (("a", "--tp", "2"), ("--tp", "2", "a")):
+        assert given(*words, "--http", "0") == expected
+
+
+def test_a_model_without_a_flag_is_the_only_model() -> None:
+    sentence = "^MODEL: got 'a' and --model b, expected one of them; several models are --model A"
+    for words in (("a", "--model", "b"), ("--model", "b", "a")):
+        with pytest.raises(LaunchError, match=sentence):
+            given(*words)
 
 
 def test_options_after_a_model_are_its_own() -> None:

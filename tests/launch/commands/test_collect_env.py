@@ -1,0 +1,60 @@
+"""`launch collect-env`: what it shows, and what it hides."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NVIDIA_SMI = """\
+#!/bin/sh
+case "$*" in
+    *query-gpu*) printf 'index, name\\n0, NVIDIA L4\\n1, NVIDIA L4\\n' ;;
+    topo*) echo GPU0 NV18 ;;
+    *) echo '| CUDA Version: 13.0 |' ;;
+esac
+"""
+
+
+def collect(environment: dict[str, str] | None = None) -> str:
+    code = (
+        "import sys; sys.argv = ['launch', 'collect-env']\n"
+        "from penstock.launch.commands.cli import main\n"
+        "try: main()\n"
+        "finally: assert not {'torch', 'triton', 'ray'} & set(sys.modules)"
+    )
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(
+        command, env=os.environ | (environment or {}), capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_secrets_are_hidden() -> None:
+    secrets = {"PENSTOCK_API_KEY": "hide-a", "HF_TOKEN": "hide-b", "AWS_SECRET_KEY": "hide-c"}
+    others = {"https_proxy": "http://me:hide-d@proxy:3128", "PENSTOCK_TP": "2"}
+    shown = collect(secrets | others)
+    assert "hide-" not in shown
+    assert "PENSTOCK_API_KEY:      (hidden)\n" in shown
+    assert "https_proxy:           http://(hidden)@proxy:3128\n" in shown
+    assert "PENSTOCK_TP:           2\n" in shown
+
+
+@pytest.mark.parametrize(
+    "name", ["python", "penstock", "torch", "pyzmq", "CPU", "memory", "cgroup"]
+)
+def test_a_fact_is_there(name: str) -> None:
+    (line,) = [line for line in collect().splitlines() if line.startswith(f"  {name}:")]
+    assert line.partition(":")[2].strip() not in ("", "not installed")
+
+
+def test_gpus_are_those_of_the_driver(tmp_path: Path) -> None:
+    assert "nvidia-smi:            not found\n" in collect({"PATH": str(tmp_path)})
+    program = tmp_path / "nvidia-smi"
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    shown = collect({"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    for text in ("1, NVIDIA L4\n", "CUDA of the driver:    13.0\n", "GPU0 NV18\n"):
+        assert text in shown
