@@ -1,13 +1,14 @@
 // One conversation: its turns, and the answer that is being received.
 //
 // A turn is plain data, which is stored as it is: {question, or results of tool calls, reasoning,
-// answer, calls, isUsable, summary, note}. What shows it is its view.
+// answer, calls, isUsable, isCut, summary, note, failure}. What shows it is its view.
 
 import { events, request, sentence } from "./api.js";
 import { $, format, make, setText } from "./dom.js";
 import { code, copyButton, showMarkdown } from "./render.js";
 import { requestFields, systemPrompt } from "./settings.js";
 
+const MIN_TOKENS = 20; // of an answer whose speed is shown: chance decides that of fewer
 const SAVE_MS = 2000; // between two saves of an answer that is being received
 
 let conversation = null;
@@ -32,10 +33,13 @@ export function show(next) {
 
 export const stop = () => stream?.abort();
 export const isBusy = () => stream !== null;
+/** Whether the user has begun to write within the conversation. */
+export const isEdited = () => [...$("log").querySelectorAll(".editor:not([hidden]), .results textarea")]
+  .some((element) => element.matches(".editor") || element.value);
 
 /** Sends a question, or results of tool calls. */
 export function ask({ question = null, results = null }) {
-  const turn = { question, results, reasoning: "", answer: "", calls: [], isUsable: false, summary: "", note: "" };
+  const turn = { question, results, reasoning: "", answer: "", calls: [], isUsable: false, isCut: false, summary: "", note: "", failure: "" };
   if (!conversation.turns.length) conversation.title = question.slice(0, 80);
   conversation.turns.push(turn);
   addView(turn);
@@ -67,7 +71,7 @@ function addView(turn) {
   view.retry.before(copy);
   view.retry.addEventListener("click", () => answer(turn));
   for (const { name, content } of turn.results ?? []) {
-    view.user.append(make("div", { className: "minor" }, `Result of ${name}`), make("div", {}, content));
+    view.user.append(make("div", { className: "minor" }, `Result of ${name}`), make("div", { dir: "auto" }, content));
   }
   if (turn.question !== null) addEditor(turn, view, part(".edit"));
   else part(".edit").remove();
@@ -151,11 +155,12 @@ function resultsForm(calls) {
 }
 
 /** Shows what a turn that isn't being answered offers. */
-function showEnd(turn, failure = "") {
+function showEnd(turn) {
   const { failure: place, retry, note } = views.get(turn);
+  const failure = turn.failure ?? ""; // of an older conversation
   place.hidden = !failure;
   setText(place, failure);
-  setText(note, turn.note);
+  setText(note, turn.isCut ? "not whole: the page was closed, or another tab receives it" : turn.note);
   setText(retry, failure || !turn.isUsable ? "Try again" : "Regenerate");
 }
 
@@ -207,7 +212,7 @@ function costs({ begin, first, finish, usage }) {
   const facts = [`first text after ${format(first - begin)} ms`];
   if (usage) {
     facts.unshift(`${format(usage.completion_tokens)} tokens`);
-    if (usage.completion_tokens > 1) facts.push(`${format((usage.completion_tokens - 1) / seconds)} tokens/s`);
+    if (usage.completion_tokens >= MIN_TOKENS) facts.push(`${format((usage.completion_tokens - 1) / seconds)} tokens/s`);
   }
   if (finish === "length") facts.push("ended at the maximum number of tokens");
   return facts.join(" · ");
@@ -234,7 +239,7 @@ async function answer(turn) {
   const own = conversation;
   const times = { begin: performance.now(), saved: performance.now() };
   for (const later of own.turns.splice(own.turns.indexOf(turn) + 1)) views.get(later).element.remove();
-  Object.assign(turn, { reasoning: "", answer: "", calls: [], isUsable: false, summary: "", note: "" });
+  Object.assign(turn, { reasoning: "", answer: "", calls: [], isUsable: false, isCut: false, summary: "", note: "", failure: "" });
   const [schedule, cancel] = painter(() => {
     keepingEnd(() => {
       showAnswer(turn);
@@ -247,6 +252,7 @@ async function answer(turn) {
   showAnswer(turn);
   showCalls(turn, false);
   showEnd(turn);
+  turn.isCut = true; // if nothing follows
   setBusy(turn, true, "The model answers.");
   changed(own);
   let failure = null;
@@ -276,11 +282,13 @@ function endTurn(turn, signal, failure, times) {
   const isWhole = failure === null;
   const isStopped = !isWhole && signal.aborted;
   turn.isUsable = isWhole || (isStopped && turn.answer !== "");
+  turn.isCut = false;
+  turn.failure = isWhole || isStopped ? "" : sentence(failure);
   turn.note = isStopped ? "stopped" : isWhole ? costs(times) : "";
   if (turn.reasoning && times.first) turn.summary ||= thoughtFor(times); // it may have ended while thinking
   showAnswer(turn);
   showCalls(turn, isWhole);
-  showEnd(turn, isWhole || isStopped ? "" : sentence(failure));
+  showEnd(turn);
   setBusy(turn, false, isWhole ? "The answer is complete." : isStopped ? "Stopped." : "The answer failed.");
 }
 

@@ -1,10 +1,11 @@
 // The list of conversations, and which of them is open.
 
-import { isBusy, onChange, show } from "./chat.js";
+import { isBusy, isEdited, onChange, show } from "./chat.js";
 import { $, make, setText } from "./dom.js";
 import { loadAll, remove, save } from "./store.js";
 
 const OPEN = "penstock-open"; // of this tab: the id of its conversation
+const others = new BroadcastChannel("penstock-conversations"); // other tabs of this browser
 const lastOpen = sessionStorage.getItem(OPEN);
 let all = [];
 let current = null;
@@ -39,6 +40,7 @@ async function forget(conversation) {
   if (conversation === current) open(all[0] ?? begin());
   else showList();
   await kept(remove(conversation.id));
+  others.postMessage({});
 }
 
 /** Waits for a change of the store; says it where the browser refuses. */
@@ -57,7 +59,19 @@ onChange((conversation) => {
   const isFirst = all[0] === conversation && $("conversation-list").firstChild?.textContent.startsWith(conversation.title);
   all = [conversation, ...all.filter((one) => one !== conversation)];
   if (!isFirst) showList();
-  kept(save(conversation));
+  const isWhole = !isBusy();
+  kept(save(conversation)).then(() => others.postMessage({ whole: isWhole ? conversation.id : null }));
+});
+
+/** Shows what another tab has changed; the open conversation as well, if its answer is whole and nothing is lost. */
+others.addEventListener("message", async ({ data }) => {
+  const loaded = await loadAll().catch(() => null);
+  if (!loaded) return;
+  const newer = loaded.find((one) => one.id === current.id);
+  const isReplaced = newer && data.whole === current.id && !isBusy() && !isEdited();
+  all = loaded.map((one) => (one === newer && !isReplaced ? current : one));
+  if (isReplaced) open(newer);
+  else showList();
 });
 
 $("new").addEventListener("click", () => {

@@ -1,9 +1,12 @@
-// Emphasis, code and links within a block of Markdown, in linear time. Unmatched marks stay text.
+// Emphasis, code, formulas and links within a block of Markdown, in linear time. Unmatched marks stay text.
+
+import { formula } from "./math.js";
 
 const URL = String.raw`https?:\/\/[\w\-.~:/?#[\]@!$&'()*+,;=%]+`;
 const TOKEN = new RegExp([
-  String.raw`(?<plain>(?:[^\\${"`"}*_~[\]!<h]|h(?!ttps?:\/\/))+)`,
-  String.raw`\\(?<escaped>[${"`"}*_~#|<>+.!-])`, // \( and \[ are LaTeX, which stays as it is
+  String.raw`(?<plain>(?:[^\\${"`"}*_~[\]!<h$]|h(?!ttps?:\/\/))+)`,
+  String.raw`(?<formula>\$\$?|\\[([])`,
+  String.raw`\\(?<escaped>[${"`"}*_~#|<>+.!$-])`,
   "(?<ticks>`+)",
   String.raw`(?<marks>\*+|_+|~+)`,
   String.raw`(?<open>!?\[)`,
@@ -14,6 +17,11 @@ const TOKEN = new RegExp([
 ].join("|"), "y");
 const TARGET = /\(\s*((?:https?:\/\/|mailto:)[^\s()<>]*(?:\([^\s()<>]*\)[^\s()<>]*)*)(?:\s+"[^"\n]*")?\s*\)/y;
 const TAGS = { "*": "em", _: "em", "**": "strong", __: "strong", "~~": "del" };
+const CLOSING = { "$$": "$$", "\\(": "\\)", "\\[": "\\]" };
+const MAX_IN_LINE = 1000; // characters of a formula between single dollars
+const PROSE = /\b[A-Za-z]{3,}[,.]? +[A-Za-z]{2,}/; // two words, as between two prices
+const NAMED_TEXT = /\\(?:text\w*|mathrm|operatorname|mbox)\s*\{[^{}]*\}/g;
+const AFTER_DOLLAR = /^(?:th|st|nd|rd|s)?(?![A-Za-z0-9])/;
 const MAX_OPEN = 32; // marks that are open at a time; further ones are text
 
 const isWord = (character) => character !== undefined && /[\p{L}\p{N}]/u.test(character);
@@ -21,13 +29,14 @@ const isSpace = (character) => character === undefined || /\s/.test(character);
 
 /** Returns the nodes of a text. */
 export function inline(text) {
-  const state = { text, at: 0, nodes: [], open: [], ticks: null };
+  const state = { text, at: 0, nodes: [], open: [], ticks: null, unclosed: new Set() };
   while (state.at < text.length) {
     const begin = (TOKEN.lastIndex = state.at);
     const { groups } = TOKEN.exec(text);
     state.at = TOKEN.lastIndex;
-    const { plain, escaped, ticks, marks, open, close, inside, url, other } = groups;
+    const { plain, formula: begins, escaped, ticks, marks, open, close, inside, url, other } = groups;
     if (ticks) addCode(state, ticks.length);
+    else if (begins) addFormula(state, begins, begin);
     else if (marks) addMarks(state, marks, begin);
     else if (open) addOpen(state, open);
     else if (close) addLink(state);
@@ -72,6 +81,36 @@ function addCode(state, length) {
   const isPadded = code.startsWith(" ") && code.endsWith(" ") && code.trim() !== "";
   state.nodes.push({ tag: "code", children: [isPadded ? code.slice(1, -1) : code] });
   state.at = end + length;
+}
+
+/** Adds a formula, or what would begin it if it has no end. */
+function addFormula(state, opening, begin) {
+  const end = opening === "$" ? dollarEnd(state, begin) : closingOf(state, opening);
+  if (end < 0) {
+    state.nodes.push(opening);
+    return;
+  }
+  const source = state.text.slice(state.at, end);
+  const isBlock = opening === "$$" || opening === "\\[";
+  state.nodes.push({ ...formula(source, isBlock), source, isBlock });
+  state.at = end + opening.length;
+}
+
+function closingOf(state, opening) {
+  if (state.unclosed.has(opening)) return -1;
+  const end = state.text.indexOf(CLOSING[opening], state.at);
+  if (end < 0) state.unclosed.add(opening); // nor do later ones end
+  return state.text.slice(state.at, end).trim() ? end : -1;
+}
+
+/** Returns where a formula between single dollars ends, by rules with which prices stay text; or -1. */
+function dollarEnd({ text, at }, begin) {
+  if (isSpace(text[at]) || /[A-Za-z0-9]/.test(text[begin - 1] ?? "")) return -1;
+  let end = at;
+  while (end < text.length && text[end] !== "$" && text[end] !== "\n") end += text[end] === "\\" ? 2 : 1;
+  const source = text.slice(at, end);
+  const isEnd = text[end] === "$" && source.length <= MAX_IN_LINE && !isSpace(text[end - 1]) && AFTER_DOLLAR.test(text.slice(end + 1, end + 4));
+  return isEnd && !source.includes("`") && !PROSE.test(source.replace(NAMED_TEXT, "")) ? end : -1;
 }
 
 /** Opens or closes emphasis; marks within words are text, except `**` and `~~`. */

@@ -1,8 +1,10 @@
 // Markdown as a tree of plain objects, in linear time. This module needs no browser.
 //
 // A node is a string (text) or {tag, children}; `a` has an href of http(s) or mailto, `ol` a start,
-// `code` blocks a language, cells an align. HTML in the text stays text.
+// `code` blocks a language, their `span` a kind, cells an align, `math` a source. HTML in the text
+// stays text.
 
+import { highlight } from "./highlight.js";
 import { inline } from "./inline.js";
 
 const FENCE = /^( {0,3})(`{3,}(?=[^`]*$)|~{3,})(.*)/;
@@ -11,6 +13,7 @@ const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
 const DIVIDER = /^ *\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?$/;
+const FORMULA = /^ {0,3}(\$\$|\\\[)/;
 const TASK = /^\[([ xX])\]\s/;
 const MAX_NESTING = 12; // lists and quotes that are deeper are text
 
@@ -55,7 +58,7 @@ const isTable = (lines, at) => lines[at].includes("|") && DIVIDER.test(lines[at 
 /** Whether a line ends the paragraph before it. */
 function startsBlock(lines, at, depth) {
   const line = lines[at];
-  if (FENCE.test(line) || HEADING.test(line) || RULE.test(line) || isTable(lines, at)) return true;
+  if (FENCE.test(line) || FORMULA.test(line) || HEADING.test(line) || RULE.test(line) || isTable(lines, at)) return true;
   if (depth >= MAX_NESTING) return false;
   const number = line.match(ITEM)?.[2];
   return QUOTE.test(line) || (number !== undefined && !(parseInt(number) > 1));
@@ -73,9 +76,21 @@ function blockAt(lines, start, depth) {
   if (isTable(lines, start)) return table(lines, start);
   if (depth < MAX_NESTING && QUOTE.test(first)) return quote(lines, start, depth);
   if (depth < MAX_NESTING && ITEM.test(first)) return list(lines, start, depth);
-  let end = start + 1;
+  let end = FORMULA.test(first) ? formulaEnd(lines, start) : start + 1;
   while (end < lines.length && !isBlank(lines[end]) && !startsBlock(lines, end, depth)) end += 1;
   return [end, { tag: "p", children: inline(lines.slice(start, end).join("\n").trim()) }];
+}
+
+/** Returns the line after a formula, whose lines begin no other block; without its end, it ends before a blank line. */
+function formulaEnd(lines, start) {
+  const opening = lines[start].match(FORMULA)[1];
+  const closing = opening === "$$" ? "$$" : "\\]";
+  const begin = lines[start].indexOf(opening) + opening.length;
+  let end = start;
+  for (; end < lines.length && !isBlank(lines[end]); end += 1) {
+    if (lines[end].includes(closing, end === start ? begin : 0)) return end + 1;
+  }
+  return end;
 }
 
 /** Code up to the closing fence, or to the end while it is still missing. */
@@ -89,7 +104,7 @@ function fence(lines, start) {
   while (end < lines.length && !closes(lines[end])) end += 1;
   const dedent = (line) => line.slice(Math.min(indent.length, indentOf(line)));
   const text = lines.slice(start + 1, end).map(dedent).join("\n");
-  return [Math.min(end + 1, lines.length), { tag: "pre", language: info.trim(), children: [text] }];
+  return [Math.min(end + 1, lines.length), { tag: "pre", language: info.trim(), children: highlight(text, info.trim()) }];
 }
 
 function quote(lines, start, depth) {

@@ -66,8 +66,8 @@ function showTiles(status, now) {
 
   const [sum, count] = [growth("ttftSum", MINUTE), growth("ttftCount", MINUTE)];
   setText($("ttft"), count ? `${format((sum / count) * 1000)} ms` : "–");
-  const { prompt_tokens: queries, prefix_cache_hits: hits, request_success, request_failed } = metrics ?? {};
-  const totals = [`${format(total(request_success))} answered`, `${format(total(request_failed))} refused or failed`];
+  const { prompt_tokens: queries, prefix_cache_hits: hits, request_success } = metrics ?? {};
+  const totals = [`${format(total(request_success))} answered`];
   if (queries) totals.push(`${format((100 * hits) / queries)} % of prompt tokens from the prefix cache`);
   setText($("totals"), totals.join(" · "));
 }

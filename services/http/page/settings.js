@@ -1,6 +1,6 @@
 // Settings of requests, which this browser keeps.
 
-import { $ } from "./dom.js";
+import { $, setText } from "./dom.js";
 
 const KEY = "penstock-settings";
 const FIELDS = ["system", "tools", "temperature", "max-tokens"];
@@ -44,6 +44,17 @@ function restore() {
   $("thinking").checked = kept.thinking ?? true;
 }
 
+/** Names in the heading of the folded settings what differs from the defaults. */
+function showSummary() {
+  const labels = { system: "system prompt", tools: "tools", temperature: "temperature", "max-tokens": "max tokens" };
+  const names = FIELDS.filter((name) => $(name).value.trim()).map((name) => labels[name]);
+  if (!$("thinking").checked) names.push("no thinking");
+  setText($("settings").querySelector("summary"), names.length ? `Settings: ${names.join(", ")}` : "Settings");
+}
+
 restore();
-$("settings").addEventListener("change", keep);
-if (matchMedia("(max-width: 560px)").matches) $("settings").open = false;
+showSummary();
+$("settings").addEventListener("change", () => {
+  keep();
+  showSummary();
+});

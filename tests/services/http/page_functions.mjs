@@ -4,7 +4,7 @@ import { createInterface } from "node:readline";
 
 const modules = {};
 const page = new URL("../../../services/http/page/", import.meta.url);
-for (const name of ["markdown", "metrics"]) modules[name] = await import(new URL(`${name}.js`, page));
+for (const name of ["markdown", "math", "metrics"]) modules[name] = await import(new URL(`${name}.js`, page));
 
 const { parse, reparse } = modules.markdown;
 modules.test = {

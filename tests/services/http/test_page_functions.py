@@ -1,4 +1,4 @@
-"""Functions of the page that need no browser, run by Node.js: Markdown and metrics."""
+"""Functions of the page that need no browser, run by Node.js: Markdown, formulas and metrics."""
 
 import json
 import re
@@ -26,12 +26,36 @@ Call = Callable[..., Any]
 TAGS = {
     *("a", "blockquote", "code", "del", "em", "hr", "li", "ol", "p", "pre", "strong", "ul"),
     *("table", "tbody", "td", "th", "thead", "tr"),
-    *("h3", "h4", "h5", "h6"),
+    *("h3", "h4", "h5", "h6", "span"),
+}
+MATH_TAGS = {
+    *("math", "mfrac", "mi", "mn", "mo", "mover", "mroot", "mrow", "mspace", "msqrt"),
+    *("msub", "msubsup", "msup", "mtable", "mtd", "mtext", "mtr", "munder", "munderover"),
+}
+ATTRIBUTES = {
+    *("accent", "accentunder", "class", "display", "linethickness", "lspace", "mathvariant"),
+    *("rspace", "stretchy", "width"),
 }
 FRAGMENTS = (
     *("word ", "x", " ", "\n", "\n\n", "  ", "    ", "*", "**", "***", "_", "__", "~~", "`", "``"),
     *("```", "````python\n", "\n```\n", "~~~\n", "# ", "###", "---\n", "- ", "1. ", "23) ", "> "),
     *("| a | b |\n", "|---|:-:|\n", "|", "[", "](", ")", "![", "](https://a.b/c)", "\\", "\\*"),
+    *(
+        "$",
+        "$$",
+        "\n$$\n",
+        "\\(",
+        "\\)",
+        "\\[",
+        "\n\\]",
+        "\\frac{1}",
+        "x^2_i",
+        "&",
+        "\\\\",
+        "{",
+        "}",
+    ),
+    *("\\begin{cases}", "\\end{cases}", "\\left(", "\\sqrt[", "\\text{", "\\boxed", "5"),
     *("(javascript:alert(1))", "https://a.b/(c).", "<https://a.b>", "<b>", "[ ] ", "重点：", "é"),
 )
 
@@ -89,7 +113,7 @@ def html_of(tree: list[Any]) -> str:
         ("**重点：**内容", "<p><strong>重点：</strong>内容</p>"),
         ("**a **b** c", "<p>**a <strong>b</strong> c</p>"),
         ("`` a ` b `` `c", "<p><code>a ` b</code> `c</p>"),
-        (r"\*a\* \(x_1\)", r"<p>*a* \(x_1\)</p>"),
+        (r"\*a\* \(x_1\)", "<p>*a* <math><msub><mi>x</mi><mn>1</mn></msub></math></p>"),
         ("- a\n  - b\n\n3. d", "<ul><li>a<ul><li>b</li></ul></li></ul><ol><li>d</li></ol>"),
         ("1. a\n   ```py\n   b\n\n    c\n   ```", "<ol><li><p>a</p><pre>b\n\n c</pre></li></ol>"),
         ("- [ ] a\n- [x] b", "<ul><li>☐ a</li><li>☑ b</li></ul>"),
@@ -160,13 +184,139 @@ def test_only_addresses_of_the_web_and_of_mail_are_links(call: Call) -> None:
 texts = st.lists(st.sampled_from(FRAGMENTS), max_size=40).map("".join)
 
 
+def source_of(tree: list[Any]) -> str:
+    """Return text in which formulas are their source, between ⟦ and ⟧."""
+    parts = []
+    for node in tree:
+        if isinstance(node, str):
+            parts.append(node)
+        elif node["tag"] == "math":
+            parts.append(f"⟦{'block ' * node['isBlock']}{node['source'].strip()}⟧")
+        else:
+            parts.append(source_of(node["children"]) + "\n" * (node["tag"] in {"p", "li"}))
+    return "".join(parts)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It costs $5 and $10.",
+        "$5-$10, US$5 or US$6, $3.50 and $0.20",
+        "$5 million or 10$ each",
+        "between $100 and $200 (or $300)",
+        "$1,000 and $2,000",
+        "$HOME/$USER, $PATH and $HOME",
+        "a $ b $ c",
+        "$x\n$ y",
+        "$$$$ and \\(\\)",
+        "$$ has no end",
+        r"\[ nor has this",
+    ],
+)
+def test_dollars_that_begin_no_formula(call: Call, text: str) -> None:
+    assert source_of(call("markdown.parse", text)) == f"{text}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("the $n$th of $x_1$, $y$s", "the ⟦n⟧th of ⟦x_1⟧, ⟦y⟧s\n"),
+        ("函数$f(x)$的值", "函数⟦f(x)⟧的值\n"),
+        (r"\$5 and $\$5$", r"$5 and ⟦\$5⟧" "\n"),
+        (r"$\text{if it is}$", r"⟦\text{if it is}⟧" "\n"),
+        ("`$a$` **$b$**", "$a$ ⟦b⟧\n"),
+        ("is\n$$\na = b\n- c\n# d\n$$\nthen", "is\n⟦block a = b\n- c\n# d⟧\nthen\n"),
+        (r"\[a\] and \(b\)", "⟦block a⟧ and ⟦b⟧\n"),
+        ("- a\n  $$\n  b\n  $$\n- c", "a\n⟦block b⟧\n\nc\n"),
+        ("$$ a\n\nb $$", "$$ a\nb $$\n"),
+    ],
+)
+def test_where_formulas_are(call: Call, text: str, expected: str) -> None:
+    assert source_of(call("markdown.parse", text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (r"\frac12", "<mfrac><mn>1</mn><mn>2</mn></mfrac>"),
+        ("x'^2_i", "<msubsup><mi>x</mi><mi>i</mi><mrow><mo>′</mo><mn>2</mn></mrow></msubsup>"),
+        (r"\sum_i^n", "<munderover><mo>∑</mo><mi>i</mi><mi>n</mi></munderover>"),
+        (r"\int_0^1", "<msubsup><mo>∫</mo><mn>0</mn><mn>1</mn></msubsup>"),
+        (r"\lim_a", "<munder><mi>lim</mi><mi>a</mi></munder>"),
+        (r"\sqrt[3]\alpha", "<mroot><mi>α</mi><mn>3</mn></mroot>"),
+        (r"a \le b \ne \infty", "<mrow><mi>a</mi><mo>≤</mo><mi>b</mi><mo>≠</mo><mi>∞</mi></mrow>"),
+        (r"\mathbb R\mathbf{x1}", "<mrow><mi>ℝ</mi><mrow><mi>𝐱</mi><mn>𝟏</mn></mrow></mrow>"),
+        (r"\left( a \right.", "<mrow><mo>(</mo><mi>a</mi><mo></mo></mrow>"),
+        (r"\text{if } \operatorname{rank}", "<mrow><mtext>if\u00a0</mtext><mi>rank</mi></mrow>"),
+        (r"\boxed{42}", "<mrow><mrow><mn>42</mn></mrow></mrow>"),
+        (r"\not= -1.5", "<mrow><mo>≠</mo><mo>−</mo><mn>1.5</mn></mrow>"),
+        (
+            r"\begin{pmatrix} a & b \\ c & d \\ \end{pmatrix}",
+            "<mrow><mo>(</mo><mtable><mtr><mtd><mi>a</mi></mtd><mtd><mi>b</mi></mtd></mtr>"
+            "<mtr><mtd><mi>c</mi></mtd><mtd><mi>d</mi></mtd></mtr></mtable><mo>)</mo></mrow>",
+        ),
+        (r"\foo{x}", r"<mrow><mtext>\foo</mtext><mrow><mi>x</mi></mrow></mrow>"),
+        (r"\constructor", r"<mtext>\constructor</mtext>"),
+        (r"\begin{toString}", r"<mtext>\begin{toString}</mtext>"),
+        ("<b>", "<mrow><mo><</mo><mi>b</mi><mo>></mo></mrow>"),
+        ("}", "<mo>}</mo>"),
+    ],
+)
+def test_formulas(call: Call, source: str, expected: str) -> None:
+    assert html_of([call("math.formula", source, True)]) == f"<math>{expected}</math>"
+
+
+def test_sums_within_a_line_have_their_limits_beside_them(call: Call) -> None:
+    shown = html_of([call("math.formula", r"\sum_i", False)])
+    assert shown == "<math><msub><mo>∑</mo><mi>i</mi></msub></math>"
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["{", "x^", r"\frac", r"\sqrt[", r"\left(", r"\begin{matrix}", "&", r"\\", r"\hat", "^{", "'"],
+)
+def test_a_formula_that_is_a_bomb_is_shallow(call: Call, piece: str) -> None:
+    """A formula that is too deep or too long is text; a browser would overflow its stack."""
+    for number in (10_000, 4000 // len(piece)):
+        tree = [call("math.formula", piece * number, True)]
+        for _ in range(400):
+            tree = [node for parent in tree for node in parent["children"] if node != str(node)]
+        assert tree == []
+
+
+@pytest.mark.parametrize(
+    ("language", "code", "expected"),
+    [
+        ("python", 'def f(): # a "b"', '[def] f(): {# a "b"}'),
+        ("py", "x1 = '#' if 0x1F else 2.5", "x1 = <'#'> [if] (0x1F) [else] (2.5)"),
+        ("py", '"""a\n# b', '<"""a\n# b>'),
+        ("js", "const a = `b\n// c` // d", "[const] a = <`b\n// c`> {// d}"),
+        ("SQL", "SELECT a -- b", "[SELECT] a {-- b}"),
+        ("sh", "curl a/#b # c", "curl a/#b {# c}"),
+        ("c", "/* a\nb", "{/* a\nb}"),
+        ("unknown", "def 'a' 1", "def 'a' 1"),
+        ("", "def 'a' 1", "def 'a' 1"),
+    ],
+)
+def test_colours_of_code(call: Call, language: str, code: str, expected: str) -> None:
+    (block,) = call("markdown.parse", f"```{language}\n{code}\n```")
+    marks = {"comment": "{}", "string": "<>", "number": "()", "keyword": "[]"}
+    shown = [
+        node if isinstance(node, str) else node["children"][0].join(marks[node["kind"]])
+        for node in block["children"]
+    ]
+    assert "".join(shown) == expected
+    assert text_of([block]) == code
+
+
 @settings(max_examples=300)
 @given(text=texts, size=st.integers(1, 5))
 def test_any_text(call: Call, text: str, size: int) -> None:
     """Known tags, safe links, no lost words, and the same in whatever pieces it is received."""
     tree = call("markdown.parse", text)
     for node in nodes_of(tree):
-        assert node["tag"] in TAGS
+        assert node["tag"] in TAGS | MATH_TAGS
+        assert set(node.get("attributes", ())) <= ATTRIBUTES
         assert re.match(r"(https?://|mailto:)", node.get("href", "https://"))
         assert node["tag"] != "a" or not any(
             one["tag"] == "a" for one in nodes_of(node["children"])
@@ -194,6 +344,20 @@ PIECES = (
         "|-",
         "a|b\n|-|\n",
         "# #",
+    ),
+    *(
+        "$",
+        "$$",
+        "$$\n",
+        "\\[\n",
+        "\\(",
+        "\\)",
+        "$a",
+        "\\$",
+        "```py\n'",
+        "```js\n/*",
+        "$aaaa",
+        "$a b",
     ),
     *("```\n", "~~~", "\\", "h", " ", "\n", "a\n\n", "a ", "| "),
 )

@@ -74,6 +74,12 @@ def wait_for_answer(turn: Any) -> str:
     return text
 
 
+def open_settings(page: Any) -> None:
+    """Unfold the settings."""
+    page.locator("#settings summary").click()
+    expect(page.locator("#temperature")).to_be_visible()
+
+
 def never_end(page: Any, max_tokens: int) -> None:
     """From now on answers have `max_tokens` tokens."""
 

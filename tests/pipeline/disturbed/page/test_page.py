@@ -15,6 +15,7 @@ from tests.pipeline.disturbed.page.browser import (
     ask,
     expect,
     never_end,
+    open_settings,
     pid_of,
     process_box,
     wait_for_answer,
@@ -30,7 +31,11 @@ def test_asks_and_shows_the_answer_as_it_comes(page: Any) -> None:
     expect(first).to_have_attribute("aria-busy", "true")
     assert wait_for_answer(first) == " ".join(map(str, range(3, 201)))
     expect(first.locator(".note")).to_contain_text("tokens/s")
-    assert wait_for_answer(ask(page, "17+25=")) == "42"
+    turn = ask(page, "17+25=")
+    assert wait_for_answer(turn) == "42"
+    expect(turn.locator(".note")).to_have_text(
+        re.compile("^3 tokens · first text after [0-9]+ ms$")
+    )
     page.locator("#new").click()
     expect(page.locator(".turn")).to_have_count(0)
 
@@ -104,10 +109,20 @@ def test_a_stream_without_an_end_is_a_failure(page: Any, last: object, sentence:
 
 
 def test_shows_why_a_request_was_refused(pages: Pages, page: Any) -> None:
+    open_settings(page)
     page.locator("#max-tokens").fill("9999999")
     turn = ask(page, "17+25=")
     expect(turn.locator(".failure")).to_contain_text("9999999")
+    expect(page.locator("#totals")).not_to_contain_text("refused")  # of everybody
     page.locator("#max-tokens").fill("")
+    page.locator("#new").click()
+    assert wait_for_answer(ask(page, "17+25=")) == "42"
+    expect(page.locator(".failure")).to_be_hidden()
+    page.reload()
+    page.locator("#list-toggle").click()
+    page.locator("#conversation-list .choose").nth(1).click()
+    turn = page.locator(".turn")
+    expect(turn.locator(".failure")).to_contain_text("9999999")
     turn.get_by_role("button", name="Try again").click()
     assert wait_for_answer(turn) == "42"
     assert any("400" in error for error in pages.errors)
@@ -134,11 +149,17 @@ def test_keyboard_reaches_everything(page: Any) -> None:
     expect(page.locator("#prompt")).to_have_value("17+25=\n")
     page.keyboard.press("Enter")
     assert wait_for_answer(page.locator(".turn")) == "42"
-    for name in ("send", "new", "system", "tools", "temperature", "max-tokens", "thinking"):
+    for name in ("send", "new"):
+        page.keyboard.press("Tab")
+        expect(page.locator(f"#{name}")).to_be_focused()
+    page.keyboard.press("Tab")
+    expect(page.locator("#settings summary")).to_be_focused()
+    page.keyboard.press("Enter")
+    for name in ("system", "tools", "temperature", "max-tokens", "thinking"):
         page.keyboard.press("Tab")
         expect(page.locator(f"#{name}")).to_be_focused()
         assert page.locator(f"#{name}").evaluate("e => getComputedStyle(e).outlineStyle") != "none"
-    for _ in range(8):
+    for _ in range(9):
         page.keyboard.press("Shift+Tab")
     for name in ("Regenerate", "Copy answer", "Edit"):
         expect(page.get_by_role("button", name=name, exact=True)).to_be_focused()
@@ -157,6 +178,7 @@ def test_keyboard_reaches_everything(page: Any) -> None:
 def test_everything_has_a_name(page: Any) -> None:
     """As Chromium reports it to a screen reader."""
     wait_for_answer(ask(page, "17+25="))
+    open_settings(page)
     tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")
     roles = (
         "button",

@@ -11,6 +11,7 @@ from tests.pipeline.disturbed.page.browser import (
     ask,
     expect,
     never_end,
+    open_settings,
     wait_for_answer,
 )
 
@@ -72,6 +73,7 @@ def test_long_answers_do_not_block_the_page(page: Any) -> None:
 
 
 def test_a_reload_keeps_the_conversation(page: Any) -> None:
+    open_settings(page)
     page.get_by_label("System prompt").fill("Be brief.")
     sent: list[Any] = []
     page.on("request", lambda one: sent.append(one.post_data_json) if one.post_data else None)
@@ -146,6 +148,7 @@ def test_an_edited_question_is_asked_again(page: Any) -> None:
 
 
 def test_a_tool_call_is_shown_and_its_result_sent(page: Any) -> None:
+    open_settings(page)
     page.get_by_label("Tools").fill('{"name": "take", "parameters": {"type": "object"}}')
     sent: list[Any] = []
     page.on("request", lambda one: sent.append(one.post_data_json) if one.post_data else None)
@@ -168,6 +171,7 @@ def test_a_tool_call_is_shown_and_its_result_sent(page: Any) -> None:
 
 
 def test_tools_that_are_not_json_are_refused(page: Any) -> None:
+    open_settings(page)
     page.get_by_label("Tools").fill("take")
     turn = ask(page, "17+25=")
     expect(turn.locator(".failure")).to_contain_text("Tools: got invalid JSON")
@@ -208,7 +212,108 @@ def test_a_phone_has_a_small_composer(pages: Pages) -> None:
     composer = page.locator("#composer").bounding_box()
     assert composer["height"] < 844 / 5
     assert composer["y"] + composer["height"] <= 844
-    page.locator("#settings summary").click()
-    expect(page.locator("#temperature")).to_be_visible()
+    open_settings(page)
     width = page.evaluate("document.documentElement.scrollWidth")
     assert width <= 390
+
+
+def say(page: Any, text: str) -> Any:
+    """Return the turn that the model answers with this text."""
+    answer_with(page, {"choices": [{"index": 0, "delta": {"content": text}}]}, "[DONE]")
+    turn = ask(page, "17+25=")
+    wait_for_answer(turn)
+    return turn.locator(".answer")
+
+
+def test_formulas_are_mathml_and_never_markup(page: Any) -> None:
+    hostile = "<script>window.hurt = 1</script><img src=x onerror=window.hurt=1>"
+    shown = say(
+        page,
+        f"$x^2$ costs $5 or $6.\n\n$$\\frac{{1}}{{2}}\\text{{{hostile}}}$$\n\n\\[{hostile}\\]\n\n"
+        f"```js\n'{hostile}'\n```\n\n${'{' * 10_000}$ ${'{' * 900}$\n\n"
+        "$$\\href{javascript:x}{y}$$",
+    )
+    expect(shown.locator("p").first.locator("msup")).to_have_count(1)
+    expect(shown.locator("mfrac")).to_have_count(1)
+    expect(shown.locator("p").first).to_contain_text("costs $5 or $6.")
+    expect(shown.locator("script, img, a")).to_have_count(0)
+    expect(shown.locator(".code-string")).to_have_text(f"'{hostile}'", use_inner_text=False)
+    tag = "e => e.namespaceURI + ' ' + getComputedStyle(e).display"
+    assert shown.locator("mfrac").evaluate(tag) == "http://www.w3.org/1998/Math/MathML block math"
+    assert page.evaluate("window.hurt") is None
+
+
+def test_a_formula_grows_as_it_is_received(page: Any) -> None:
+    text = "It is $a$, then\n\n$$\\frac{1}{2}$$ and $b$."
+    chunks = [{"choices": [{"index": 0, "delta": {"content": letter}}]} for letter in text]
+    answer_with(page, *chunks, "[DONE]")
+    turn = ask(page, "17+25=")
+    wait_for_answer(turn)
+    expect(turn.locator(".answer math")).to_have_count(3)
+    expect(turn.locator(".answer > p")).to_have_count(2)
+
+
+def test_text_is_read_in_its_direction(page: Any) -> None:
+    shown = say(page, "שלום עולם\n\nhello\n\n1. مرحبا\n\n```\nשלום\n```")
+    direction = "e => getComputedStyle(e).direction"
+    found = [one.evaluate(direction) for one in shown.locator(":scope > *").all()]
+    assert found == ["rtl", "ltr", "rtl", "ltr"]
+
+
+def test_a_second_tab_sees_what_is_new(page: Any) -> None:
+    ask(page, "17+25=")
+    other = page.context.new_page()
+    other.goto(page.url)
+    listed = other.locator("#conversation-list .choose")
+    expect(listed).to_have_count(1)
+    page.locator("#new").click()
+    assert wait_for_answer(ask(page, "count from 3 to 5")) == "3 4 5"
+    expect(listed).to_have_text(["count from 3 to 5", "17+25="])
+    other.locator("#list-toggle").click()
+    listed.first.click()
+    expect(other.locator(".answer")).to_have_text("3 4 5")
+    wait_for_answer(ask(page, "reverse: abc"))
+    expect(other.locator(".answer")).to_have_text(["3 4 5", "cba"])
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator("#list-toggle").click()
+    page.get_by_role("button", name="Delete 17+25=").click()
+    expect(listed).to_have_text(["count from 3 to 5"])
+    assert wait_for_answer(ask(other, "17+25=")) == "42"
+    expect(page.locator(".turn")).to_have_count(3)
+
+
+def test_a_cut_answer_says_so(page: Any) -> None:
+    never_end(page, 3000)
+    turn = ask(page, "count from 3 to 200")
+    expect(turn.locator(".answer")).to_contain_text("3 4")
+    page.wait_for_function(
+        """async () => {
+          const opening = indexedDB.open("penstock");
+          await new Promise((resolve) => { opening.onsuccess = resolve; });
+          const store = opening.result.transaction("conversations").objectStore("conversations");
+          const all = store.getAll();
+          await new Promise((resolve) => { all.onsuccess = resolve; });
+          opening.result.close();
+          return all.result[0]?.turns[0].answer;
+        }"""
+    )
+    page.reload()
+    expect(page.locator(".note")).to_have_text(
+        "not whole: the page was closed, or another tab receives it"
+    )
+    page.unroute_all()
+    page.get_by_role("button", name="Try again").click()
+    assert wait_for_answer(page.locator(".turn")).endswith("199 200")
+    expect(page.locator(".note")).not_to_contain_text("not whole")
+
+
+def test_folded_settings_name_what_is_set(page: Any) -> None:
+    summary = page.locator("#settings summary")
+    expect(summary).to_have_text("Settings")
+    expect(page.locator("#temperature")).to_be_hidden()
+    open_settings(page)
+    page.locator("#temperature").fill("0.5")
+    page.locator("#thinking").click()
+    page.reload()
+    expect(page.locator("#temperature")).to_be_hidden()
+    expect(summary).to_have_text("Settings: temperature, no thinking")
