@@ -29,6 +29,7 @@ from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import Config
 from penstock.protocol.transport.context import endpoints
+from penstock.protocol.transport.process import text_line
 
 MAX_EARLY_DEATHS = 3
 """deaths of one process that stop a pipeline which was never ready"""
@@ -148,7 +149,7 @@ class Supervisor:
             self.say(f"{process.name} restarted with its group")
             return True
         if not self._was_ready and process.end == describe_exit(os.EX_CONFIG):
-            reason = process.last_lines[-1].removeprefix("E ") if process.last_lines else ""
+            reason = process.last_lines[-1].partition(" E ")[2] if process.last_lines else ""
             self._output.write(self._plain(f"launch: {process.name}: {reason}"), is_error=True)
             self._stop(2)
             return False
@@ -209,7 +210,8 @@ class Supervisor:
         asyncio.get_running_loop().call_later(seconds, self._stop, 0)
 
     def say(self, text: str) -> None:
-        self._write(self._line(text))
+        is_json = self._config.log_format == "json"
+        self._write(self._line(text if is_json else text_line(text)))
 
     def _line(self, text: str, name: str = "launch", node: str = "") -> str:
         """Return what is printed for a line of a process, or of the supervisor."""

@@ -41,6 +41,8 @@ MAX_DESCRIPTORS = 1 << 20
 loop"""
 MACOS_MAX_DESCRIPTORS = 10_240
 """whatever its hard limit says"""
+MAX_FAILURE_LINES = 20  # in a second
+_LOCAL_TIME = "%m-%d %H:%M:%S"  # of text logs, before milliseconds
 YOUNG_OBJECTS = 10_000
 """containers after which the newest are visited. Python's default, 700, are those of a few requests
 that have just begun: in a burst, a seventh of all CPU time went into visits that found nothing"""
@@ -170,6 +172,12 @@ def tune_collector() -> None:
     gc.set_threshold(YOUNG_OBJECTS)
 
 
+def text_line(message: str) -> str:
+    """Return a log line of text, without its end."""
+    now = datetime.now()
+    return f"{now.strftime(_LOCAL_TIME)}.{now.microsecond // 1000:03} {message}"
+
+
 def json_line(process: str, message: str, moment: float | None = None, **more: Any) -> str:
     """Return a log line of ASCII, without its end. `moment`: seconds since 1970; None: now."""
     seconds = time.time() if moment is None else moment
@@ -191,12 +199,36 @@ class JsonFormatter(logging.Formatter):
         return json_line(self._process, super().format(record), record.created, **more)
 
 
+class FailureLog:
+    """Lines at level `info` for requests that failed: few, whatever clients do."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._end = 0.0  # of the second whose lines are counted, of time.monotonic
+        self._num_lines = self._num_left_out = 0
+
+    def write(self, text: str, *values: object, request_id: str | None = None) -> None:
+        """Log a failure, and how many were left out before it."""
+        now = time.monotonic()
+        if now >= self._end:
+            self._end, self._num_lines = now + 1, 0
+        if self._num_lines >= MAX_FAILURE_LINES:
+            self._num_left_out += 1
+            return
+        self._num_lines += 1
+        if self._num_left_out:
+            self._log.info("%d more requests failed and have no line", self._num_left_out)
+            self._num_left_out = 0
+        self._log.info(text, *values, extra={"request_id": request_id})
+
+
 def _start_log(config: Config, name: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     if config.log_format == "json":
         handler.setFormatter(JsonFormatter(name))
     else:
-        handler.setFormatter(logging.Formatter("%(levelname).1s %(message)s"))
+        form = "%(asctime)s.%(msecs)03d %(levelname).1s %(message)s"
+        handler.setFormatter(logging.Formatter(form, _LOCAL_TIME))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
 
 

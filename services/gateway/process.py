@@ -89,6 +89,7 @@ class Gateway:
             except RefusedError as error:
                 model.metrics.count_failure(error.reply.code)
                 error.reply.request_id = client.codec.request_id(frame)
+                model.requests.failures.log_refusal(client, error.reply)
                 self.clients.reply(client, error.reply)
 
     def model_of(self, request: Request) -> ModelProcesses:

@@ -216,7 +216,7 @@ def test_a_configuration_that_is_removed_before_a_process_dies(attacked: Pipelin
     (attacked.run_folder / "config.json").unlink()
     start = len(attacked.output)
     tokenizer.send_signal(signal.SIGKILL)
-    attacked.wait_for(r"launch +\| tokenizer\.1 died", start)
+    attacked.wait_for(r"launch +\| .* tokenizer\.1 died", start)
     with attacked.client() as client:  # the next tokenizer has read the configuration
         assert client.generate("17+25=").text == "42"
     assert attacked.processes()["tokenizer.1"] != tokenizer.pid

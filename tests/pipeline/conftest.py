@@ -141,7 +141,7 @@ class Pipeline:
         """Send a signal that can't be handled to one process; return when it was restarted."""
         start = len(self.output)
         psutil.Process(self.pid(name)).send_signal(how)
-        self.wait_for(rf"launch +\| {name} died", start)
+        self.wait_for(rf"launch +\| .* {name} died", start)
 
     @contextlib.contextmanager
     def suspended(self, name: str) -> Iterator[None]:

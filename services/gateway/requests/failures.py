@@ -1,15 +1,17 @@
 """Failures: lost processes, whose work is resubmitted, failed requests, and poison requests."""
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.client import ErrorReply, GenerateReply
 from penstock.protocol.messages.tokenizer import RequestFailed, TokenizerReply
 from penstock.protocol.poison import REFUSED, PoisonList, digest_of
 from penstock.protocol.transport.death_reports import DeathReports
-from penstock.protocol.transport.process import Identity
+from penstock.protocol.transport.process import FailureLog, Identity
+from penstock.services.gateway.client import Client
 from penstock.services.gateway.entry import Entry, GapError
 from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.requests.queries import Query, Work
@@ -106,6 +108,7 @@ class Failures:
     ) -> None:
         self._ledger, self._router, self._poison = ledger, router, poison
         self._requests = requests
+        self._failed = FailureLog(log)
 
     # ---- a process is lost -------------------------------------------------------------------
 
@@ -180,6 +183,34 @@ class Failures:
                 handle(entry)
             except Exception:  # noqa: BLE001
                 self.on_defect(entry)
+
+    # ---- the log of requests, without their text -----------------------------------------------
+
+    def log_refusal(self, client: Client, reply: ErrorReply) -> None:
+        """Log a request that is not accepted; those of `http` have a line there."""
+        if not client.connection.is_inner:
+            text = "a request is refused: %s, field %s"
+            self._failed.write(text, reply.code, reply.field, request_id=reply.request_id)
+
+    def log_end(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
+        """Log a request that has ended."""
+        name, model = entry.request_id, entry.totals.name
+        if isinstance(reply, ErrorReply):
+            text = "request %s of %s fails after %d tokens: %s"
+            number = len(entry.token_ids)
+            self._failed.write(text, name, model, number, reply.code, request_id=name)
+            return
+        log.debug(
+            "request %s of %s: %d prompt tokens, %d of them cached, %d output tokens, %s, "
+            "first token after %.0f ms, whole after %.0f ms",
+            *(name, model, entry.num_prompt_tokens, entry.num_cached_tokens),
+            *(len(entry.token_ids), reply.finish_reason),
+            max(0.0, entry.first_token_at - entry.accepted_at) * 1000,
+            (time.monotonic() - entry.accepted_at) * 1000,
+            extra={"request_id": name},
+        )
+
+    # ---- helpers -------------------------------------------------------------------------------
 
     def _fail_query(self, query: Query, message: str) -> None:
         error = ErrorReply(code="failed", message=message)

@@ -4,6 +4,7 @@ A delta passes four objects between the socket of the detokenizers and the clien
 `ModelProcesses.on_results` → `Requests.on_deltas` → `Entry.append` → `ClientSocket.deliver`.
 """
 
+import logging
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -22,7 +23,7 @@ from penstock.services.gateway.clients.client_socket import ClientSocket
 from penstock.services.gateway.entry import Entry, GapError
 from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.requests.admission import Admission
-from penstock.services.gateway.requests.failures import Failures, TokenizerPoison
+from penstock.services.gateway.requests.failures import Failures, TokenizerPoison, log
 from penstock.services.gateway.requests.queries import Queries, num_query_tokens
 from penstock.services.gateway.requests.router import Router
 from penstock.services.gateway.requests.tokenizers import Tokenizers
@@ -182,6 +183,8 @@ class Requests:
         entry.record_end(self.metrics, reply, time.monotonic())
         if self.tracer.is_on:
             self._write_span(entry, reply)
+        if isinstance(reply, ErrorReply) or log.isEnabledFor(logging.DEBUG):
+            self.failures.log_end(entry, reply)
         if entry.timer:
             entry.timer.cancel()
         self.tokenizers.forget(entry)

@@ -2,7 +2,9 @@
 
 import contextlib
 import hmac
+import logging
 import re
+import time
 import uuid
 from contextvars import ContextVar
 from functools import lru_cache
@@ -16,9 +18,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import NO_CONTROL
 from penstock.protocol.transport.context import is_loopback
+from penstock.protocol.transport.process import FailureLog
 from penstock.protocol.transport.socket_info import MAX_KNOWN, network_of
-from penstock.services.http.shared.errors import ApiError, error_response, is_for_anthropic
+from penstock.services.http.shared.errors import (
+    FAILURE,
+    ApiError,
+    error_response,
+    is_for_anthropic,
+)
 
+_log = logging.getLogger("http")
+_failures = FailureLog(_log)
+_MAX_SHOWN = 100  # characters of a path in the log
 _MAX_ID = 128
 """characters of X-Request-Id; a longer one is replaced"""
 
@@ -62,11 +73,14 @@ class Gate:
         form = is_for_anthropic(scope["path"], headers)
         sender = Caller(_client_name(scope), request_id, uuid.uuid4().hex, key, form, {})
         caller.set(sender)
+        begin, status = time.monotonic(), 0
         name = (request_id or sender.unique_id).encode(encoding)
         own = {b"x-request-id": name} | ({b"request-id": name} if form else {})
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 added = own | (sender.headers or {})
                 message["headers"] = [*message.get("headers", ()), *added.items()]
             await send(message)
@@ -74,6 +88,23 @@ class Gate:
         refusal = self._pages.refusal(headers)
         app = error_response(refusal, form) if refusal else self._app
         await app(scope, receive, send_with_id)
+        failure = scope.get(FAILURE) or (status >= 400 and status != 499 and "refused")
+        if failure or _log.isEnabledFor(logging.DEBUG):
+            _write_line(scope, sender, status, time.monotonic() - begin, failure)
+
+
+def _write_line(
+    scope: Scope, sender: Caller, status: int, seconds: float, failure: str | bool
+) -> None:
+    """Log a request without its text: at level `info` if it failed, otherwise at `debug`."""
+    request_id = sender.request_id or sender.unique_id
+    text = "%s %s %r: %d after %.0f ms, X-Request-Id %r"
+    method, path = scope["method"], scope["path"][:_MAX_SHOWN]
+    values = (sender.client, method, path, status, seconds * 1000, request_id)
+    if failure:
+        _failures.write(f"{text}: %s", *values, failure, request_id=request_id)
+    else:
+        _log.debug(text, *values, extra={"request_id": request_id})
 
 
 class PageRules:

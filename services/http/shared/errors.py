@@ -9,6 +9,7 @@ from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import Response
+from starlette.types import Scope
 
 from penstock.protocol.client.errors import RequestError
 from penstock.protocol.messages.chat import MessageError
@@ -30,6 +31,7 @@ _ANTHROPIC_STATUSES = {503: 529}
 _ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_HEADER = "anthropic-version"
 _RETRY = {"Retry-After": "1"}
+FAILURE = "penstock.failure"  # key of a scope: type and field of the error of its request
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 """OpenAI's code of a prompt that is too long, which clients look for"""
 FieldAsSent = Callable[[str], str | None]
@@ -110,7 +112,16 @@ async def answer_error(request: HTTPConnection, error: Exception) -> Response:
         where = f"{request['method']} {request.url.path}"
         error.detail = f"got {where}, {expected}; /openapi.json lists the routes"
     form = is_for_anthropic(request.url.path, request.headers)
-    return error_response(as_api_error(error), form)
+    known = as_api_error(error)
+    note_failure(request.scope, known)
+    return error_response(known, form)
+
+
+def note_failure(scope: Scope, error: ApiError) -> None:
+    """Keep what the log may say of an error: its message may have text of the client."""
+    detail = error.body.error
+    field = f" of {detail.param[:100]!r}" if detail.param else ""
+    scope[FAILURE] = f"{detail.code or detail.type}{field}"
 
 
 def error_response(error: ApiError, for_anthropic: bool) -> Response:

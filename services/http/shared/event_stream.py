@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.protocol.client.answers import gather
 from penstock.protocol.client.errors import RequestError
 from penstock.services.http.shared.chunk_writer import WRITER, ChunkWriter
-from penstock.services.http.shared.errors import ApiError, as_api_error
+from penstock.services.http.shared.errors import ApiError, as_api_error, note_failure
 from penstock.services.http.shared.json_response import ENCODER
 
 _log = logging.getLogger("http")
@@ -97,6 +97,7 @@ class EventStream(Response):
                 raise
             if not isinstance(error, RequestError | ApiError):
                 _log.exception("%r failed in its stream", scope["path"])
+            note_failure(scope, as_api_error(error))
             await self.send(self._form.failed(as_api_error(error)), is_last=True)
         finally:
             self._timer.cancel()

@@ -117,7 +117,7 @@ def test_a_command_that_fails_is_answered_and_logged(
         "the command failed: IndexError('list index out of range')",
         "the pipeline ended before the command was done",
     ]
-    assert "launch        | IndexError: list index out of range\n" in capfd.readouterr().out
+    assert "IndexError: list index out of range\n" in capfd.readouterr().out
 
 
 def test_a_watcher_hears_of_every_start(supervise: Supervise) -> None:

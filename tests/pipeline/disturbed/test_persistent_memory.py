@@ -21,7 +21,7 @@ pytestmark = [
 ]
 NUM_STREAMS = 6
 MAX_PLANS = 4
-READY = r"scheduler\.1 +\| I workers ready"
+READY = r"scheduler\.1 +\| .* I workers ready"
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def test_a_restart_ends_with_the_pipeline(pipeline: Start) -> None:
         running.suspended("scheduler.1"),
         subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as restart,
     ):
-        running.wait_for(r"launch +\| gateway\.1 restarted on request")
+        running.wait_for(r"launch +\| .* gateway\.1 restarted on request")
         running.process.terminate()
         said = restart.communicate()[1]
     assert (restart.returncode, said) == (
@@ -122,7 +122,7 @@ def test_what_runs_is_finished_and_nothing_begun(pipeline: Start) -> None:
             stream = client.stream(PROMPT)
             assert client.status().num_requests == 1
             running.process.terminate()
-            running.wait_for(r"launch +\| no new requests")
+            running.wait_for(r"launch +\| .* no new requests")
             while not client.status().draining:
                 pass  # the gateway has yet to hear the signal
             with pytest.raises(RequestError, match="the pipeline is stopping") as refused:
@@ -149,10 +149,10 @@ def test_a_drain_outlives_the_gateway(pipeline: Start, is_before: bool) -> None:
             if is_before:
                 gateway.kill()
             running.process.terminate()
-            running.wait_for(r"launch +\| no new requests")
+            running.wait_for(r"launch +\| .* no new requests")
             if not is_before:
                 gateway.kill()
-            running.wait_for(r"launch +\| gateway\.1 died with signal 9; restarted")
+            running.wait_for(r"launch +\| .* gateway\.1 died with signal 9; restarted")
             while not (after := client.status()).draining or not is_heard(after, status):
                 pass
             with pytest.raises(RequestError, match="the pipeline is stopping") as refused:
@@ -176,6 +176,6 @@ def test_the_second_signal_waits_for_nothing(pipeline: Start) -> None:
         client.stream(PROMPT)
         assert client.status().num_requests == 1
         running.process.send_signal(signal.SIGINT)
-        running.wait_for(r"launch +\| no new requests")
+        running.wait_for(r"launch +\| .* no new requests")
         running.process.terminate()
     assert running.wait() == 0
