@@ -203,9 +203,11 @@ def test_options_that_cannot_be(
     assert f"{flag}{sentence}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("max_concurrency", "num_sent"), [(0, 4), (2, 2)])
 def test_requests_leave_though_none_is_answered(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, max_concurrency: int, num_sent: int
 ) -> None:
+    """As many as may be in flight at a time."""
     monkeypatch.setattr(targets, "SILENCE", 0.1)
     endpoint = f"ipc://{tmp_path}/clients"
     target = Target(endpoint, "", 8, Config(name="none"))
@@ -214,9 +216,10 @@ def test_requests_leave_though_none_is_answered(
         Meter(target, ModelOptions(temperature=0.0)) as meter,
         pytest.raises(LaunchError, match="ended before it answered"),
     ):
-        meter.run_load([Item([number], 3) for number in range(4)], [0.0, 0.01, 0.01, 0.03])
+        items = [Item([number], 3) for number in range(4)]
+        meter.run_load(items, [0.0, 0.01, 0.01, 0.03], max_concurrency)
     prompts = [one.prompt for one in gateway.heard if isinstance(one, GenerateRequest)]
-    assert prompts == [[0], [1], [2], [3]]
+    assert prompts == [[number] for number in range(num_sent)]
 
 
 @pytest.mark.pipeline
