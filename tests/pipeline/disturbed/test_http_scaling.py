@@ -24,7 +24,7 @@ LONG = {"prompt": "count from 1 to 100", "max_tokens": 250, "ignore_eos": True, 
 @pytest.fixture(scope="module")
 def served(disturbed: Pipeline) -> Iterator[tuple[Pipeline, str]]:
     assert disturbed.run("scale", "http", "2").returncode == 0
-    disturbed.wait_for(r"http\.2 +\| .* I listening")
+    disturbed.wait_for(r"http\.2 +\| .* I http:.* is open")
     yield disturbed, disturbed.url
     assert disturbed.run("scale", "http", "1").returncode == 0
 
@@ -90,7 +90,7 @@ def test_sigterm_lets_answers_be_finished(served: tuple[Pipeline, str]) -> None:
                     assert other.status().num_requests == 1
             assert list(lines)[-2:] == ["data: [DONE]", ""]
         for name in killed:
-            pipeline.wait_for(rf"{re.escape(name)} +\| .* I listening", begin)
+            pipeline.wait_for(rf"{re.escape(name)} +\| .* I http:.* is open", begin)
         reply = client.post(f"{url}/v1/completions", json=body | {"prompt": "17+25="})
     assert reply.json()["choices"][0]["text"] == "42"
 
