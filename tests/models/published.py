@@ -222,20 +222,10 @@ def _judges() -> dict[str, Published]:
     return models
 
 
-def _others() -> dict[str, Published]:
-    """Return what generates text in another way, or no text."""
+def _other_generations() -> dict[str, Published]:
+    """Return later models, whose layers have linear attention, and older ones."""
     linear = f"{ARCHITECTURE}; .*linear attention"
-    images = f"{ARCHITECTURE}; .*images"
-    models = {
-        name: Published(sparse("30B-A3B", **LONG_SPARSE) | NEXT, refusal=linear)
-        for name in (
-            "Qwen3-Next-80B-A3B-Instruct",
-            "Qwen3-Next-80B-A3B-Thinking",
-            "Qwen3-Coder-Next",
-        )
-    }
-    for name in list(models):
-        models[f"{name}-FP8"] = Published(quantized(models[name].config, FP8), refusal=linear)
+    models = {}
     for name in ("Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.8-27B"):
         models[name] = Published(
             multimodal("Qwen3_5ForConditionalGeneration", "text_config", HYBRID), refusal=linear
@@ -252,6 +242,24 @@ def _others() -> dict[str, Published]:
             dense("8B", architectures=[f"{family}ForCausalLM"], model_type=family.lower()),
             refusal=f"{ARCHITECTURE}; Qwen2.5 and older",
         )
+    return models
+
+
+def _others() -> dict[str, Published]:
+    """Return what generates text in another way, or no text."""
+    linear = f"{ARCHITECTURE}; .*linear attention"
+    images = f"{ARCHITECTURE}; .*images"
+    models = {
+        name: Published(sparse("30B-A3B", **LONG_SPARSE) | NEXT, refusal=linear)
+        for name in (
+            "Qwen3-Next-80B-A3B-Instruct",
+            "Qwen3-Next-80B-A3B-Thinking",
+            "Qwen3-Coder-Next",
+        )
+    }
+    for name in list(models):
+        models[f"{name}-FP8"] = Published(quantized(models[name].config, FP8), refusal=linear)
+    models |= _other_generations()
     for size in ("2B", "4B", "8B", "32B"):
         text = dense("1.7B" if size == "2B" else size, **LONG)
         models[f"Qwen3-VL-{size}-Instruct"] = Published(
