@@ -59,7 +59,7 @@ class Codec:
         """Return the id of a request that may be invalid; None where it has none."""
         try:
             name: RequestName = self._decode_name(frame)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
         return name.request_id
 

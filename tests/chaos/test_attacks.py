@@ -1,9 +1,10 @@
 """Attacks by clients and on files, while streams of others run: no token of theirs changes.
 
-Each attack is bounded, and goes to loopback only. Memory of the gateway stays bounded, too.
+Each attack is bounded, and goes to loopback only. Memory of gateway and http stays bounded, too.
 """
 
 import contextlib
+import gzip
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -19,16 +20,27 @@ import zmq
 
 from penstock.launch.pipeline.control_client import scale
 from penstock.launch.pipeline.errors import LaunchError
+from penstock.protocol.client.client import Client
 from penstock.protocol.messages.client import GenerateRequest, StatusRequest, TokenizePromptRequest
+from penstock.protocol.messages.codec import codec_of
 from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.protocol.transport.process import raise_descriptor_limit
 from tests.pipeline.conftest import PATIENT, Pipeline, pipeline  # noqa: F401  a fixture
 from tests.pipeline.load import Load
 from tests.pipeline.ports import free_port
 
 pytestmark = [pytest.mark.chaos, pytest.mark.long]
 NUM_STREAMS = 4
-MAX_GATEWAY_BYTES = 300 << 20
+MAX_OPEN_BYTES = 100 << 20
+MAX_PROCESS_BYTES = 300 << 20
+"""of the gateway, and of http"""
+MANY = 1_000_000
+"""lists or maps: a frame of a megabyte, and 70 as objects"""
+ALLOWED = 65_000
+"""lists or maps, which a request may have"""
 STATUS = b'{"type":"status"}'
+PATIENCE = 60.0
+"""seconds"""
 LONG = {"max_tokens": 400, "ignore_eos": True}
 
 
@@ -36,7 +48,8 @@ LONG = {"max_tokens": 400, "ignore_eos": True}
 def served(pipeline: Callable[..., Pipeline]) -> Pipeline:  # noqa: F811
     where = f"tcp://127.0.0.1:{free_port()}"
     flags = ("--http", "1", "--http-port", str(free_port()), "--max-deaths", "100")
-    return pipeline(*PATIENT, *flags, endpoint=where)
+    limit = ("--max-open-bytes", str(MAX_OPEN_BYTES))
+    return pipeline(*PATIENT, *flags, *limit, endpoint=where)
 
 
 @pytest.fixture
@@ -46,12 +59,13 @@ def attacked(served: Pipeline) -> Iterator[Pipeline]:
         yield served
         with served.client() as client:
             assert client.generate("17+25=").text == "42"
-    assert peak_bytes(served) < MAX_GATEWAY_BYTES
+    for name in ("gateway.1", "http.1"):
+        assert peak_bytes(served, name) < MAX_PROCESS_BYTES
 
 
-def peak_bytes(served: Pipeline) -> int:
-    """Return the most bytes that the gateway has had resident."""
-    lines = Path(f"/proc/{served.processes()['gateway.1']}/status").read_text().splitlines()
+def peak_bytes(served: Pipeline, name: str) -> int:
+    """Return the most bytes that a process has had resident."""
+    lines = Path(f"/proc/{served.processes()[name]}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
@@ -145,6 +159,39 @@ def test_messages_mostly_of_envelope(attacked: Pipeline) -> None:
             hostile.send_multipart([bytes(4 << 20)] * 3 + [STATUS])
 
 
+def chat(number: int, **fields: Any) -> dict[str, Any]:
+    """Return a chat whose template gets this number of maps."""
+    message = {"role": "user", "content": "count from 1 to 99"}
+    return {"messages": [message], "chat_template_kwargs": {"x": [{}] * number}} | LONG | fields
+
+
+def test_requests_of_a_million_maps(attacked: Pipeline) -> None:
+    frames = [msgspec.msgpack.encode(chat(MANY)), msgspec.msgpack.encode(chat(ALLOWED))]
+    frames += [msgspec.msgpack.encode({"type": "detokenize", "token_ids": [5] * MANY})]
+    frames += [msgspec.json.encode({"prompt": "x", "colour": [{}] * 340_000})]
+    with dealer(attacked) as hostile:
+        for frame in frames * 40:
+            hostile.send(frame)
+        hostile.send(STATUS)
+        while (reply := hostile.recv()) and codec_of(reply).decode_any(reply)[
+            "type"
+        ] != STATUS_REPLY:
+            pass
+
+
+def test_requests_of_many_connections_of_one_address(attacked: Pipeline) -> None:
+    """A client at another address does not wait for them."""
+    question = msgspec.msgpack.encode(GenerateRequest(prompt="count from 10 to 60", max_tokens=64))
+    elsewhere = f"tcp://127.0.0.2:0;127.0.0.1:{gateway_port(attacked)}"
+    with contextlib.ExitStack() as stack, Client(elsewhere, timeout=PATIENCE) as other:
+        for _ in range(120):
+            hostile = stack.enter_context(dealer(attacked))
+            for _ in range(8):
+                hostile.send(question)
+        assert other.generate("count from 1 to 5").text == "1 2 3 4 5"
+        assert other.status().num_requests > NUM_STREAMS + 1
+
+
 def test_streams_that_nobody_reads(attacked: Pipeline) -> None:
     question = msgspec.msgpack.encode(
         GenerateRequest(prompt="count from 1 to 99", stream=True, **LONG)
@@ -193,6 +240,65 @@ def test_http_requests_that_do_not_arrive(attacked: Pipeline) -> None:
         for _ in range(200):
             connect(stack, http_port(attacked)).sendall(b"GET /")
         assert httpx.get(f"{attacked.url}/health", timeout=20, trust_env=False).status_code == 200
+
+
+def post(connection: socket.socket, path: str, size: int, body: bytes) -> None:
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+
+
+def answers(attacked: Pipeline) -> bool:
+    """Return whether a new client of HTTP is answered, and a health check."""
+    with httpx.Client(base_url=attacked.url, timeout=PATIENCE, trust_env=False) as client:
+        reply = client.post("/v1/completions", json={"prompt": "17+25="})
+        is_right = reply.json()["choices"][0]["text"] == "42"
+        return is_right and client.get("/health").status_code == 200
+
+
+def test_more_slow_bodies_than_places(attacked: Pipeline) -> None:
+    raise_descriptor_limit()
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # of this process
+            for _ in range(6500):
+                post(connect(stack, http_port(attacked)), "/v1/completions", 1000, b"{")
+        assert answers(attacked)
+
+
+def test_long_bodies_without_an_end(attacked: Pipeline) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            hostile = connect(stack, http_port(attacked))
+            with contextlib.suppress(ConnectionError):  # it has given way
+                post(hostile, "/v1/embeddings", 8_000_000, b" " * 7_900_000)
+        assert answers(attacked)
+
+
+def test_bodies_of_many_maps(attacked: Pipeline) -> None:
+    with contextlib.ExitStack() as stack:
+        for number in (340_000, ALLOWED):
+            body = msgspec.json.encode(chat(number, stream=True))
+            for _ in range(40):
+                hostile = connect(stack, http_port(attacked))
+                post(hostile, "/v1/chat/completions", len(body), body)
+        assert answers(attacked)
+
+
+def test_bodies_that_take_long_to_read(attacked: Pipeline) -> None:
+    lists = b'{"input":[' + b"[1]," * 1_900_000 + b"[1]]}"
+    members = gzip.compress(b"") * 50_000
+    for body, headers in ((lists, {}), (members, {"Content-Encoding": "gzip"})):
+        url = f"{attacked.url}/v1/embeddings"
+        answer = httpx.post(url, content=body, headers=headers, timeout=PATIENCE, trust_env=False)
+        assert answer.status_code == 400
+
+
+def test_handshakes_of_websockets(attacked: Pipeline) -> None:
+    start = len(attacked.output)
+    headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    with httpx.Client(base_url=attacked.url, headers=headers, trust_env=False) as hostile:
+        for _ in range(200):
+            assert hostile.get("/v1/responses").status_code == 405
+    assert not [line for line in attacked.output[start:] if line.startswith("http.1")]
 
 
 def test_peers_of_an_older_protocol(attacked: Pipeline) -> None:

@@ -41,9 +41,11 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     async for piece in request.stream():
         body += piece
         _check_length(len(body), max_bytes)
-    if encoding == "identity":
-        return bytes(body)
-    return _decompressed(bytes(body), max_bytes)
+    text = bytes(body) if encoding == "identity" else _decompressed(bytes(body), max_bytes)
+    text = text.removeprefix(BOM_UTF8)
+    if has_too_many_parts(text):
+        raise ApiError(400, f"the body: {TOO_MANY_PARTS}")
+    return text
 
 
 def _decompressed(body: bytes, max_bytes: int) -> bytes:
@@ -102,8 +104,6 @@ def _converted(given: dict[str, Any], kind: type[T]) -> T:
 
 
 def _decode_object(body: bytes) -> dict[str, Any]:
-    if has_too_many_parts(body):
-        raise ApiError(400, f"the body: {TOO_MANY_PARTS}")
     try:
         body.decode()  # msgspec counts bytes from the start of a string, not of the body
         raw = decode_json(body.removeprefix(BOM_UTF8))

@@ -224,8 +224,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self.places.leave(self)
         elif self.cycle.response_complete:
-            self.places.end(self)
-            self.places.idle[self] = None
+            self.places.rest(self)
         elif self.cycle.more_body and not self.pipeline:
             self.places.arrives(self)
 

@@ -4,14 +4,16 @@ Nobody waits for a place. A request gets that of the slowest request which is st
 address with most of them, or it is refused.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from itertools import islice
+from typing import Protocol
 
 from penstock.protocol.shares import exceeds
 
 PART_BYTES = 64
 """of memory for a decoded list, map or string, in addition to its text"""
+MAX_EXAMINED = 32
+"""requests of which the slowest gives way"""
 
 
 def decoded_bytes(body: bytes) -> int:
@@ -39,58 +41,75 @@ class Occupant(Protocol):
 
 
 class Share:
-    """Open requests of one address, or of all."""
+    """What one address has, or all addresses."""
 
     def __init__(self) -> None:
         self.num_open = self.num_bytes = 0
+        """of requests"""
+        self.idle: dict[Occupant, None] = {}
+        self.arriving: dict[Occupant, None] = {}
+        """both oldest first"""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.num_open or self.idle)
 
 
 class Places:
-    """Connections of one server, by what they do."""
+    """Connections of one server, by what they do.
+
+    - idle: no request whose headers have arrived waits for its response
+    - open: there is such a request; it is arriving, until its body has arrived
+    """
 
     def __init__(self, max_connections: int, max_requests: int, max_bytes: int) -> None:
         """max_bytes: of open requests, from the first byte of each to the end of its response."""
-        self.idle: dict[Any, None] = {}
-        """connections without a request whose headers have arrived, oldest first"""
         self._max_connections, self._max_requests = max_connections, max_requests
         self._max_bytes = max_bytes
-        self._arriving: dict[Occupant, None] = {}
-        """connections with a request whose body has not arrived"""
         self._open: dict[Occupant, int] = {}
         """connections with a request → its bytes"""
+        self._num_idle = 0
         self._total = Share()
         self._shares: dict[str, Share] = {}
-        """of addresses that have open requests"""
+        """of addresses"""
 
     def connect(self, new: Occupant) -> Occupant | None:
         """Add a connection. Return an idle one that is to be closed in its place."""
-        self.idle[new] = None
-        if len(self.idle) + len(self._open) <= self._max_connections:
+        self.rest(new)
+        if self._num_idle + len(self._open) <= self._max_connections:
             return None
-        return _worst(self.idle, size=lambda _: 1, key=lambda _: 0.0)
+        most = max(self._shares.values(), key=lambda share: len(share.idle))
+        return next(iter(most.idle))
+
+    def rest(self, occupant: Occupant) -> None:
+        """End what the requests of a connection have: it is idle."""
+        self.leave(occupant)
+        self._share(occupant).idle[occupant] = None
+        self._num_idle += 1
 
     def begin(self, occupant: Occupant, must_have: bool) -> bool:
         """Give a place to a request whose headers have arrived, and make others give way.
 
         Return False if all others are being answered, unless the request must have a place.
         """
-        self.idle.pop(occupant, None)
         if occupant in self._open:
             return True  # an earlier request of the connection is being answered
-        share = self._shares.get(occupant.host, Share())
+        self.leave(occupant)
+        share = self._share(occupant)
         while exceeds(1, share.num_open, self._total.num_open, self._max_requests):
-            if not self._take_place(lambda _: 1, lambda one: one.due):
+            if not self._take_place(lambda one: len(one.arriving), lambda one: one.due):
                 if must_have:
                     break
                 return False
+        self._shares[occupant.host] = share
         self._open[occupant] = 0
-        self._count(occupant, 1, 0)
+        self._count(share, 1, 0)
         self.arrives(occupant)
         return True
 
     def arrives(self, occupant: Occupant) -> None:
         """Let a request that has a place give way to others until it has `arrived`."""
-        self._arriving[occupant] = None
+        self._shares[occupant.host].arriving[occupant] = None
 
     def grow(self, occupant: Occupant, num_bytes: int) -> bool:
         """Count bytes of a request; False if there is no place for them."""
@@ -98,56 +117,57 @@ class Places:
             return True  # it is answered already, so nothing is kept
         share = self._shares[occupant.host]
         while exceeds(num_bytes, share.num_bytes, self._total.num_bytes, self._max_bytes):
-            if not self._take_place(self._open.__getitem__, lambda one: one.began, occupant):
+            if not self._take_place(lambda one: one.num_bytes, lambda one: one.began, occupant):
                 return False
         self._open[occupant] += num_bytes
-        self._count(occupant, 0, num_bytes)
+        self._count(share, 0, num_bytes)
         return True
 
     def arrived(self, occupant: Occupant) -> None:
-        self._arriving.pop(occupant, None)
-
-    def end(self, occupant: Occupant) -> None:
-        """Free what the requests of a connection have."""
-        self._arriving.pop(occupant, None)
-        if (num_bytes := self._open.pop(occupant, None)) is not None:
-            self._count(occupant, -1, -num_bytes)
+        if share := self._shares.get(occupant.host):
+            share.arriving.pop(occupant, None)
 
     def leave(self, occupant: Occupant) -> None:
         """Forget a connection."""
-        self.end(occupant)
-        self.idle.pop(occupant, None)
+        share = self._shares.get(occupant.host)
+        if share is None:
+            return
+        self._num_idle -= occupant in share.idle
+        share.idle.pop(occupant, None)
+        share.arriving.pop(occupant, None)
+        if (num_bytes := self._open.pop(occupant, None)) is not None:
+            self._count(share, -1, -num_bytes)
+        if share.is_empty:
+            del self._shares[occupant.host]
 
-    def _count(self, occupant: Occupant, num_open: int, num_bytes: int) -> None:
-        share = self._shares.setdefault(occupant.host, Share())
+    def _share(self, occupant: Occupant) -> Share:
+        return self._shares.setdefault(occupant.host, Share())
+
+    def _count(self, share: Share, num_open: int, num_bytes: int) -> None:
         for counted in (share, self._total):
             counted.num_open += num_open
             counted.num_bytes += num_bytes
-        if not share.num_open:
-            del self._shares[occupant.host]
 
     def _take_place(
         self,
-        size: Callable[[Occupant], int],
+        size: Callable[[Share], int],
         key: Callable[[Occupant], float],
         taker: Occupant | None = None,
     ) -> bool:
-        """Make an arriving request give way; False if there is none but the taker's."""
-        found = _worst([one for one in self._arriving if one is not taker], size, key)
-        if found:
-            self.leave(found)
-            found.give_way()
-        return found is not None
+        """Make an arriving request give way, of the address with the largest size.
+
+        Return False if there is none but the taker's. Of the oldest requests, the one with the
+        lowest key gives way.
+        """
+        shares = [one for one in self._shares.values() if _others(one, taker)]
+        if not shares:
+            return False
+        oldest = islice(max(shares, key=size).arriving, MAX_EXAMINED)
+        found = min((one for one in oldest if one is not taker), key=key)
+        self.leave(found)
+        found.give_way()
+        return True
 
 
-def _worst(
-    among: Iterable[Occupant], size: Callable[[Occupant], int], key: Callable[[Occupant], float]
-) -> Occupant | None:
-    """Return the connection with the lowest key, of the address with the largest size."""
-    sizes: Counter[str] = Counter()
-    for occupant in among:
-        sizes[occupant.host] += size(occupant)
-    if not sizes:
-        return None
-    largest = max(sizes, key=sizes.__getitem__)
-    return min((occupant for occupant in among if occupant.host == largest), key=key)
+def _others(share: Share, taker: Occupant | None) -> bool:
+    return len(share.arriving) > (taker in share.arriving)

@@ -283,7 +283,17 @@ def test_a_refusal_has_the_id_of_its_request(
     assert (type(reply), reply.request_id) == (ErrorReply, "mine")
 
 
-@pytest.mark.parametrize("frame", [b'{"request_id": "mine"', b'{"request_id": 7}', b"[]", b"\x81"])
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b'{"request_id": "mine"',
+        b'{"request_id": 7}',
+        b"[]",
+        b"\x81",
+        b'{"tools": ' + b"[" * 50_000,
+        b"\x81\xa5tools" + b"\x91" * 50_000 + b"\xc0",
+    ],
+)
 def test_a_request_whose_id_is_not_known_is_refused_without_one(
     start_gateway: Callable[..., GatewayHarness], frame: bytes
 ) -> None:

@@ -35,25 +35,20 @@ moves = st.lists(
 )
 
 
-def end(places: Places, one: Occupant) -> bool:
-    places.end(one)
-    places.idle[one] = None
-    return True
-
-
 def move(places: Places, name: str, one: Occupant, num_bytes: int) -> bool:
     """Do something on a connection; False if the connection is closed."""
     match name:
         case "begin":
             return places.begin(one, must_have=False)
         case "check":
-            return places.begin(one, must_have=True) and end(places, one)
+            assert places.begin(one, must_have=True)
+            places.rest(one)
         case "grow":
             return places.grow(one, num_bytes)
         case "arrived":
             places.arrived(one)
         case "end":
-            end(places, one)
+            places.rest(one)
     return name != "leave"
 
 
@@ -72,15 +67,20 @@ def test_counts_and_limits(moves: list[tuple[str, str, int, int]]) -> None:
         if closed:
             places.leave(closed)
         known = [one for one in known if one is not closed and not one.gave_way]
-        counted = {host: share.num_open for host, share in places._shares.items()}
+        shares = places._shares
+        counted = Counter({host: share.num_open for host, share in shares.items()})
         assert counted == Counter(one.host for one in places._open)
+        arriving = {one for share in shares.values() for one in share.arriving}
+        idle = {one for share in shares.values() for one in share.idle}
+        assert len(idle) == places._num_idle
         assert places._total.num_open == len(places._open) <= MOST_REQUESTS
         assert places._total.num_bytes == sum(places._open.values()) <= MOST_BYTES
-        assert set(places._arriving) <= set(places._open) <= set(known)
-        assert not set(places.idle) & set(places._open)
+        assert arriving <= set(places._open) <= set(known)
+        assert idle == set(known) - set(places._open)
+        assert len(known) <= MAX_CONNECTIONS
     for one in known:
         places.leave(one)
-    assert not (places.idle or places._open or places._arriving or places._shares)
+    assert not (places._open or places._shares)
 
 
 def test_parts_of_a_body_are_counted() -> None:
