@@ -84,9 +84,8 @@ def peer_process(fd: int) -> int:
     """Return the id of the process at the other end of a Unix socket; 0 where it is not known."""
     try:
         with _borrowed(fd) as end:
-            return _CREDENTIALS.unpack(
-                end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )[0]
+            found = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            return int(_CREDENTIALS.unpack(found)[0])
     except (OSError, AttributeError):  # macOS has no SO_PEERCRED
         return 0
 

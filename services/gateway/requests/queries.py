@@ -33,7 +33,8 @@ class Query:
     @property
     def request(self) -> TokenizerRequest:
         """Return the request, decoded from its bytes."""
-        return _decode(self.frame)
+        request: TokenizerRequest = _decode(self.frame)
+        return request
 
     @property
     def is_open(self) -> bool:

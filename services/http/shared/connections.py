@@ -137,7 +137,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._begin_arrival()
         if too_many := self.places.connect(self):
             self.places.leave(too_many)
-            too_many.transport.abort()
+            too_many.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_arrival()
@@ -252,6 +252,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self.give_way()
         else:
             self._refuse(400, "the request is not valid HTTP/1.1, with one header Host")
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self.transport.abort()
 
     def give_way(self) -> None:
         """Refuse the request that is arriving, and close the connection."""

@@ -36,12 +36,15 @@ class Occupant(Protocol):
     def due(self) -> float:
         """Moment at which its request must have arrived."""
 
+    def abort(self) -> None:
+        """Close the connection at once."""
+
     def give_way(self) -> None:
         """Refuse the request that is arriving, and close the connection."""
 
 
 class Share:
-    """What one address has, or all addresses."""
+    """Requests and connections of one address, or requests of all."""
 
     def __init__(self) -> None:
         self.num_open = self.num_bytes = 0

@@ -48,7 +48,7 @@ def test_a_connection_that_waits_is_served(serve: Callable[..., Served]) -> None
 def test_a_connection_that_comes_while_the_server_closes_is_served(
     serve: Callable[..., Served], connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has been accepted by the kernel when the event loop lets go of the listener."""
+    """The kernel has accepted it when the event loop lets go of the listener."""
     served, late = serve(), []
     close = asyncio.base_events.Server.close
 

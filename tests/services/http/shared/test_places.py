@@ -20,6 +20,9 @@ class Occupant:
         self.began = self.due = float(number)
         self.gave_way = False
 
+    def abort(self) -> None:
+        """Nothing."""
+
     def give_way(self) -> None:
         self.gave_way = True
 
