@@ -104,5 +104,5 @@ def test_an_address_that_is_none() -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
-    with pytest.raises(TracingError, match=r"not installed: pip install 'penstock\[otel\]'"):
+    with pytest.raises(TracingError, match=r"not installed: pip install 'penstock-llm\[otel\]'"):
         check_tracing(Config(otlp_endpoint="http://127.0.0.1:1"))
