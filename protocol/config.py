@@ -40,8 +40,9 @@ class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     demo model"""
     revision: str = ""
     """branch, tag or commit of --model on the hub; empty: its main branch"""
-    served_model_name: str = ""
-    """name by which requests choose the model; empty: its name on the hub, or its folder's"""
+    served_model_name: str | tuple[str, ...] = ""
+    """names by which requests choose the model; replies have the first one. Empty: its name on the
+    hub, or its folder's"""
     trust_request_chat_template: bool = False
     """accept a `chat_template` in requests, which is a program that a tokenizer runs"""
     tool_call_parser: Literal["auto", "hermes", "qwen3_coder", "json"] = "auto"
@@ -125,8 +126,16 @@ class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
 
     @property
     def model_name(self) -> str:
-        """Name by which requests choose the model."""
-        return self.served_model_name or (Path(self.model).name if self.model else "qwen3-demo")
+        """The model's name in replies, metrics and commands."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> list[str]:
+        """Names by which requests choose the model."""
+        given = self.served_model_name
+        names = [given] if isinstance(given, str) else given
+        own = Path(self.model).name if self.model else "qwen3-demo"
+        return [*dict.fromkeys(filter(None, names))] or [own]
 
     @property
     def group(self) -> str:

@@ -104,11 +104,13 @@ def config_from_environment() -> Config:
     """
     if path := os.environ.get(CONFIG_VARIABLE):
         return read_config(Path(path))
-    given = {
+    given: dict[str, str | list[str]] = {
         field: os.environ[f"PENSTOCK_{field.upper()}"]
         for field in Config.__struct_fields__
         if f"PENSTOCK_{field.upper()}" in os.environ
     }
+    if names := given.get("served_model_name"):
+        given["served_model_name"] = str(names).split()
     try:
         config = msgspec.convert(given, Config, strict=False)
     except msgspec.ValidationError as error:

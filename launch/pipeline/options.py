@@ -88,6 +88,8 @@ def as_flags(options: dict[str, Any]) -> Iterator[str]:
     for field, value in options.items():
         if isinstance(value, bool):
             yield flag(field) if value else f"--no-{flag(field)[2:]}"
+        elif isinstance(value, list | tuple):
+            yield from (flag(field), *map(str, value))
         else:
             yield from (flag(field), str(value))
 
@@ -100,9 +102,10 @@ def _bool_or_value(struct: type[Struct], field: str, hint: Any) -> dict[str, Any
         return {"action": argparse.BooleanOptionalAction}
     if get_origin(plain) is Literal:
         return {"choices": get_args(plain)}
-    if get_origin(plain) is tuple:  # of any length
-        item = _converter(field, get_args(plain)[0], is_json=False)
-        return {"type": item, "nargs": "+", "metavar": field.upper()}
+    for kind in (plain, *get_args(plain)):
+        if get_origin(kind) is tuple:  # of any length
+            item = _converter(field, get_args(kind)[0], is_json=False)
+            return {"type": item, "nargs": "+", "metavar": field.upper()}
     kinds = _kinds(_fields(struct)[field].type)
     is_json = bool(kinds & PARTED) and msgspec.inspect.StrType not in kinds
     metavar = "JSON" if is_json else "N" if "num_" in field else field.rpartition("_")[2].upper()

@@ -64,11 +64,13 @@ def config_of(models: Sequence[dict[str, Any]]) -> Config:
     pipeline = {name: value for name, value in resolved[0].items() if name not in _FIELDS}
     config = PipelineConfig(**pipeline, **asdict(options[0]), models=tuple(options))
     groups = [one.group for one in options]
+    names = [name for one in options for name in one.model_names]
     for one, group in zip(options, groups, strict=True):
-        if not group or groups.count(group) > 1:
+        is_shared = any(names.count(name) > 1 for name in one.model_names)
+        if not group or groups.count(group) > 1 or is_shared:
             raise LaunchError(
-                f"--served-model-name: got {one.model_name!r}, expected a name of its own for each "
-                "model, also without what is before a slash"
+                f"--served-model-name: got {' and '.join(map(repr, one.model_names))}, expected "
+                "names of its own for each model, also without what is before a slash"
             )
     return config
 
@@ -80,14 +82,14 @@ def check_names(config: Config, kinds: Iterable[str]) -> None:
     """
     words = {"all", *kinds}
     for one in config.by_model():
-        name = one.model_name
-        if not name.isprintable() or set(name) & set("\"'"):
-            raise LaunchError(
-                f"--served-model-name: got {name!r}, expected a name without control characters "
-                "and quotes"
-            )
+        for name in one.model_names:
+            if not name.isprintable() or set(name) & set("\"'"):
+                raise LaunchError(
+                    f"--served-model-name: got {name!r}, expected a name without control "
+                    "characters and quotes"
+                )
         if one.prefix and kind_of(one.group) in words:
             raise LaunchError(
-                f"--served-model-name: got {name!r}, expected a name other than "
+                f"--served-model-name: got {one.model_name!r}, expected a name other than "
                 f"{', '.join(sorted(words))}, which commands take for processes"
             )

@@ -48,7 +48,7 @@ class Gateway:
             for part in process.by_model()
         ]
         self.default = self.models[0]
-        self._by_name = {model.name: model for model in self.models}
+        self._by_name = {name: one for one in self.models for name in one.config.model_names}
         longest = max(self.models, key=lambda model: model.requests.validation.max_model_len)
         self._decode = longest.requests.validation.decode
         self.handlers: Handlers = [
@@ -95,7 +95,7 @@ class Gateway:
     def model_of(self, request: Request) -> ModelProcesses:
         """Return the model that a request names, or whose request it aborts. Raises RefusedError.
 
-        The name of the default is removed.
+        The name of the default is removed, another one becomes the model's first name.
         """
         if isinstance(request, AbortRequest):
             entry = self.ledger.get(request.request_id)
@@ -106,6 +106,8 @@ class Gateway:
             raise RefusedError(f"model: got {request.model!r}, expected {names}", "model")
         if model is self.default and not isinstance(request, StatusRequest):
             request.model = None  # what is equal without the name is equal
+        elif request.model is not None:
+            request.model = model.name
         return model
 
     def on_request(

@@ -102,13 +102,13 @@ class Operation(Struct, frozen=True):
 
 async def list_models(models: Models, _: Texts) -> Response:
     """List the served models."""
-    listed = ModelList(data=[*map(_model, models.by_name.values())])
+    listed = ModelList(data=[_model(state, name) for name, state in models.by_name.items()])
     return json_response(model_page(listed) if caller.get().is_for_anthropic else listed)
 
 
 async def describe_model(models: Models, path: Texts) -> Response:
     """Describe a model."""
-    model = _model(models.named(path["model"]))
+    model = _model(models.named(path["model"]), path["model"])
     return json_response(model_info(model) if caller.get().is_for_anthropic else model)
 
 
@@ -165,9 +165,9 @@ async def show_version(_: Models, __: Texts) -> Response:
     return json_response({"version": version(DISTRIBUTION)})
 
 
-def _model(state: AppState) -> Model:
+def _model(state: AppState, name: str) -> Model:
     return Model(
-        id=state.model,
+        id=name,
         created=state.created,
         root=str(state.config.model_folder),
         max_model_len=state.max_model_len,

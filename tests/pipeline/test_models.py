@@ -15,7 +15,7 @@ from tests.pipeline.load import Load
 from tests.pipeline.ports import free_port
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.timeout(300)]
-NAMES = ["one", "org/two", "embedder"]
+NAMES = ["one", "uno", "org/two", "embedder"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def port() -> int:
 
 @pytest.fixture(scope="module")
 def running(folder: Path, port: int) -> Iterator[Pipeline]:
-    one = ("--model", "", "--served-model-name", "one", "--max-model-len", "1024")
+    one = ("--model", "", "--served-model-name", "one", "uno", "--max-model-len", "1024")
     two = ("--model", "", "--served-model-name", "org/two", "--tp", "2")
     http = ("--model", str(folder), "--http", "1", "--http-port", str(port))
     with Pipeline(*PATIENT, "--max-deaths", "1000", *one, *two, *http) as pipeline:
@@ -63,14 +63,14 @@ def test_each_has_processes_of_its_own(running: Pipeline) -> None:
 def test_the_name_chooses(client: openai.OpenAI) -> None:
     listed = {one.id: one.max_model_len for one in client.models.list()}  # type: ignore[attr-defined]
     assert [*listed] == NAMES
-    assert listed == {"one": 1024, "org/two": 4096, "embedder": 600}
+    assert listed == {"one": 1024, "uno": 1024, "org/two": 4096, "embedder": 600}
     assert client.models.retrieve("org/two").id == "org/two"
-    for name in NAMES[:2]:
+    for name, first in (("one", "one"), ("uno", "one"), ("org/two", "org/two")):
         reply = client.completions.create(model=name, prompt="17+25=", temperature=0)
-        assert (reply.model, reply.choices[0].text) == (name, "42")
+        assert (reply.model, reply.choices[0].text) == (first, "42")
     vectors = client.embeddings.create(model="embedder", input=["a", "b"]).data
     assert len(vectors) == 2
-    with pytest.raises(openai.NotFoundError, match="expected 'one' or 'org/two' or 'embedder'"):
+    with pytest.raises(openai.NotFoundError, match="expected 'one' or 'uno' or 'org/two' or "):
         client.completions.create(model="three", prompt="17+25=")
     with pytest.raises(openai.BadRequestError, match="expected an embedding model"):
         client.embeddings.create(model="one", input="a")
@@ -99,10 +99,13 @@ def test_the_name_chooses_over_zeromq(running: Pipeline) -> None:
     with running.client() as client:
         assert client.generate("17+25=").text == "42"
         assert client.generate("17+25=", model="org/two").text == "42"
+        assert client.generate("17+25=", model="uno").text == "42"
         assert client.tokenize("17+25=").max_model_len == 1024
         assert client.tokenize("17+25=", model="org/two").max_model_len == 4096
         assert len(client.embed("a", model="embedder")) > 1
-        with pytest.raises(RequestError, match="model: got 'two', expected 'one', 'org/two', "):
+        with pytest.raises(
+            RequestError, match="model: got 'two', expected 'one', 'uno', 'org/two', "
+        ):
             client.generate("17+25=", model="two")
 
 
@@ -116,7 +119,7 @@ def test_a_command_names_a_model(running: Pipeline) -> None:
 def test_metrics_have_the_name(running: Pipeline, port: int) -> None:
     assert running.process.poll() is None
     text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
-    for name in NAMES:
+    for name in ("one", "org/two", "embedder"):
         assert f'penstock:ready{{model_name="{name}"}} 1.0' in text
         assert f'penstock:num_requests_running{{model_name="{name}",replica="0"}}' in text
 
@@ -124,7 +127,7 @@ def test_metrics_have_the_name(running: Pipeline, port: int) -> None:
 @contextlib.contextmanager
 def streams_of_both(pipeline: Pipeline) -> Iterator[None]:
     """Have streams of two models run, which must all be complete."""
-    loads = [Load(pipeline.endpoint, 3, name) for name in NAMES[:2]]
+    loads = [Load(pipeline.endpoint, 3, name) for name in ("one", "org/two")]
     with loads[0], loads[1]:
         yield
         with pipeline.client() as client:

@@ -96,6 +96,13 @@ def test_several_models_are_in_one_file() -> None:
     assert make_run_folder(two).parent == path.parent
 
 
+def test_several_names_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_SERVED_MODEL_NAME", "a org/b")
+    config = config_from_environment()
+    assert config.model_names == ["a", "org/b"]
+    assert read_config(write_config(config)) == config
+
+
 def test_an_http_host_may_have_the_brackets_of_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Config(http_host="[::1]") == Config(http_host="::1")
     monkeypatch.setenv("PENSTOCK_HTTP_HOST", "[::1]")

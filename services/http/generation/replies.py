@@ -113,7 +113,7 @@ class ReplyHead(Struct, kw_only=True):
 
 
 class WholeReply(ReplyHead, kw_only=True):
-    """Fields of a reply that is no stream."""
+    """Fields of a reply in one piece."""
 
     usage: Usage
     service_tier: None = None
@@ -196,7 +196,7 @@ class CompletionReply(WholeReply, kw_only=True):
 
 
 class Model(Struct, kw_only=True):
-    """The served model."""
+    """A served model, by one of its names."""
 
     id: str
     object: Literal["model"] = "model"
@@ -209,7 +209,7 @@ class Model(Struct, kw_only=True):
 
 
 class ModelList(Struct, kw_only=True):
-    """A list of the one served model."""
+    """A list of the served models."""
 
     object: Literal["list"] = "list"
     data: list[Model]

@@ -76,7 +76,7 @@ class ApiRequest(SamplingParams, kw_only=True):
 
     @property
     def has_tokens_in_chunks(self) -> bool:
-        """Whether chunks of a stream have ids or counts of their tokens."""
+        """True if chunks of a stream have ids or counts of their tokens."""
         options = self.stream_options
         return self.return_token_ids or (options is not None and options.has_usage_in_chunks)
 

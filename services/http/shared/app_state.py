@@ -99,16 +99,16 @@ class Models:
         self.config, self.client = config, client
         self.singletons = Singletons()
         self.health = HealthCheck(client, config.step_timeout)
-        states = [AppState(one, client, self.singletons) for one in config.by_model()]
-        self.by_name = {state.model: state for state in states}
-        self.default = states[0]
+        self.states = [AppState(one, client, self.singletons) for one in config.by_model()]
+        self.by_name = {name: one for one in self.states for name in one.config.model_names}
+        self.default = self.states[0]
         self.max_request_bytes = max_request_bytes(config)
         self.max_batch_bytes = MAX_BATCH * self.max_request_bytes
-        self.max_answers = max(state.max_answers for state in states)
+        self.max_answers = max(state.max_answers for state in self.states)
 
     async def start(self) -> None:
         """Wait for all models, each of which serves as soon as it is ready."""
-        await asyncio.gather(*(state.start() for state in self.by_name.values()))
+        await asyncio.gather(*(state.start() for state in self.states))
 
     def named(self, model: str | None) -> AppState:
         """Return a model; None is the first one. Raises ApiError for an unknown name."""

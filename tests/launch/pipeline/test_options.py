@@ -34,7 +34,8 @@ def test_every_field_is_a_flag() -> None:
             assert parse(flag(field)) == {field: True}
             assert parse(f"--no-{flag(field)[2:]}") == {field: False}
         else:
-            assert parse(flag(field), str(default)) == {field: default}
+            expected = [default] if field == "served_model_name" else default
+            assert parse(flag(field), str(default)) == {field: expected}
 
 
 @pytest.mark.parametrize(

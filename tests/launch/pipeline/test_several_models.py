@@ -9,6 +9,7 @@ import pytest
 from penstock.launch.commands import gpus
 from penstock.launch.commands.start import add_arguments, start
 from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.options import as_flags
 from penstock.launch.pipeline.procfile import PROCFILE, process_names, read_procfile
 from penstock.launch.pipeline.several_models import check_names, config_of, options_by_model
 from penstock.protocol.config import Config, ModelOptions, PipelineConfig
@@ -69,11 +70,26 @@ def test_each_has_a_configuration_processes_and_sockets() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["one", "org/one", "a/"])
-def test_names_differ(name: str) -> None:
+@pytest.mark.parametrize(
+    "names", [["one"], ["org/one"], ["a/"], ["two", "one"], ["two", "uno"], ["two", "b", "uno"]]
+)
+def test_names_differ(names: list[str]) -> None:
     demo = ("--model", "", "--served-model-name")
     with pytest.raises(LaunchError, match="--served-model-name: got "):
-        served(*demo, "one", *demo, name)
+        served(*demo, "one", "uno", *demo, *names)
+
+
+def test_a_model_may_have_several_names() -> None:
+    demo = ("--model", "", "--served-model-name")
+    config = served(*demo, "one", "org/uno", "one", *demo, "two")
+    assert [model.model_names for model in config.by_model()] == [["one", "org/uno"], ["two"]]
+    assert [model.model_name for model in config.by_model()] == ["one", "two"]
+    assert Config(model="/a/b").model_names == ["b"]
+    assert Config().model_names == Config(served_model_name="").model_names == ["qwen3-demo"]
+    flags = [*as_flags({"served_model_name": ("a", "b"), "tp": 2})]
+    assert flags == ["--served-model-name", "a", "b", "--tp", "2"]
+    with pytest.raises(LaunchError, match="expected a name without control characters"):
+        check_names(Config(served_model_name=("a", 'a"b')), [])
 
 
 def test_ray_serves_one() -> None:

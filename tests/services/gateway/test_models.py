@@ -57,7 +57,9 @@ class TwoModels(GatewayHarness):
         self.context = context
         options = (
             ModelOptions(served_model_name=NAMES[0]),
-            ModelOptions(served_model_name=NAMES[1], max_num_seqs=1, max_waiting_requests=0),
+            ModelOptions(
+                served_model_name=(NAMES[1], "second"), max_num_seqs=1, max_waiting_requests=0
+            ),
         )
         config = PipelineConfig(endpoint=f"ipc://{folder}/c", models=options)
         places = []
@@ -115,7 +117,18 @@ def test_the_name_chooses_the_tokenizer(harness: TwoModels) -> None:
     harness.send(client, DetokenizeRequest(token_ids=[1], model="b"))
     error = harness.receive_reply(client)
     assert (error.code, error.field) == ("invalid", "model")
-    assert error.message == "model: got 'b', expected 'a', 'org/b'"
+    assert error.message == "model: got 'b', expected 'a', 'org/b', 'second'"
+
+
+def test_a_model_has_several_names(harness: TwoModels) -> None:
+    """A request by another name is the same request."""
+    client = harness.connect()
+    harness.send(client, request("1", "second"), request("1", NAMES[1], seed=2))
+    assert "which another open request has" in harness.receive_reply(client).message
+    assert harness.its["org/b"].task().request_id == "1"
+    harness.send(client, StatusRequest(wait=True, model="second"))
+    harness.run_until(lambda: harness.gateway.status.for_ready)
+    assert [*harness.gateway.status.for_ready] == ["org/b"]
 
 
 def test_an_id_is_of_one_model(harness: TwoModels) -> None:

@@ -156,7 +156,7 @@ def test_blocks_of_all_kinds() -> None:
     ("block", "created"), [(0, 0), (1, 3), (2, 2), (3, 2), (4, 0), (8, 0), (16, 0), (64, 0)]
 )
 def test_the_cold_part_of_a_prompt_is_created_in_the_cache(block: int, created: int) -> None:
-    """Of 20 tokens 16 were cached. Blocks are whole, and the last token is always computed."""
+    """Blocks are whole, and the last token is always computed: 16 of 20 tokens were cached."""
     request = ChatRequest(messages=[Message(role="user")])
     message = whole(MessageEvents("msg-1", "demo", request, HERMES, block), reply("a"))
     usage = message["usage"]

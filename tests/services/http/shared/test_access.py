@@ -203,6 +203,20 @@ def test_a_request_without_a_model_goes_to_the_first_one(serve: Serve) -> None:
             served.asked.heard.clear()
 
 
+def test_a_model_has_several_names(serve: Serve) -> None:
+    """A reply has the first one, as in vLLM."""
+    with serve(served_model_name=("org/name", "b")).client() as client:
+        listed = client.get("/v1/models").json()["data"]
+        assert [one["id"] for one in listed] == ["org/name", "b"]
+        assert client.get("/v1/models/b").json() == listed[1]
+        for name in ("org/name", "b", None):
+            for stream in (False, True):
+                body = {"prompt": "one", "model": name, "stream": stream}
+                assert '"model":"org/name"' in client.post("/v1/completions", json=body).text
+        refused = client.post("/v1/completions", json={"prompt": "one", "model": "c"})
+        assert "model: got 'c', expected 'org/name' or 'b'" in refused.text
+
+
 def test_paths_with_a_slash_at_their_end(serve: Serve) -> None:
     with serve(served_model_name="org/name").client() as client:
         assert client.get("/v1/models/").json() == client.get("/v1/models").json()
