@@ -104,10 +104,8 @@ class Gateway:
         if model is None:
             names = ", ".join(map(repr, self._by_name))
             raise RefusedError(f"model: got {request.model!r}, expected {names}", "model")
-        if model is self.default and not isinstance(request, StatusRequest):
-            request.model = None  # what is equal without the name is equal
-        elif request.model is not None:
-            request.model = model.name
+        keeps_name = model is not self.default or isinstance(request, StatusRequest)
+        request.model = model.name if request.model and keeps_name else None  # so equals are equal
         return model
 
     def on_request(
