@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+# environment variable with a smaller GPU to be simulated, such as `sm_89,shared=99,sms=84`
 SIMULATED_GPU = "PENSTOCK_SIMULATED_GPU"
-"""environment variable with a smaller GPU to be simulated, such as `sm_89,shared=99,sms=84`"""
 T = TypeVar("T")
 
 
@@ -17,13 +17,10 @@ class Device(NamedTuple):
     """A GPU; the default is an H200, for which the launches were measured."""
 
     capability: tuple[int, int] = (9, 0)
-    shared_bytes: int = 227 << 10
-    """maximum shared memory of a block"""
+    shared_bytes: int = 227 << 10  # maximum shared memory of a block
     num_sms: int = 132
-    name: str = ""
-    """as the driver reports it; "": simulated, or no GPU"""
-    memory_bytes: int | None = None
-    """limit of a simulated GPU's memory; None: that of the real GPU"""
+    name: str = ""  # as the driver reports it; "": simulated, or no GPU
+    memory_bytes: int | None = None  # limit of a simulated GPU's memory; None: that of the real GPU
 
     @property
     def has_pdl(self) -> bool:

@@ -13,12 +13,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from penstock.kernels.device import this_device
 
 _SUPPORTED = not triton.knobs.runtime.interpret and this_device().has_pdl
+# keyword arguments of every launch
 LAUNCH: dict[str, bool] = {"launch_pdl": True} if _SUPPORTED else {}
-"""keyword arguments of every launch"""
 PDL = tl.constexpr(_SUPPORTED)
 
-LINE = tl.constexpr(128)
-"""bytes of one prefetch into the L2"""
+LINE = tl.constexpr(128)  # bytes of one prefetch into the L2
 
 
 @triton.jit

@@ -55,8 +55,7 @@ class CompiledDecoder:
             for matrix in narrowed:  # torch needs one type
                 matrix.data = matrix.data.float()
             raise
-        self._shared: SharedMemory | None = None
-        """of the ranks of this step"""
+        self._shared: SharedMemory | None = None  # of the ranks of this step
         self._has_experts = any(isinstance(layer.mlp, MoE) for layer in self._layers)
 
     def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:

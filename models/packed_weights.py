@@ -22,8 +22,7 @@ from penstock.models.checkpoint_tensors import CheckpointTensors
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.quantization import WeightFormat
 
-_AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""nibble of each of 8 columns"""
+_AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # nibble of each of 8 columns
 _ALL = slice(None)
 
 
@@ -31,14 +30,10 @@ _ALL = slice(None)
 class Codes:
     """A part of a matrix: `(codes - zeros) * scale`, by the group of each column."""
 
-    codes: Tensor
-    """uint8 [num_rows, num_columns]"""
-    scale: Tensor
-    """float16, bfloat16 or float32 [num_rows, groups of the matrix]"""
-    zeros: Tensor
-    """uint8 as `scale`"""
-    groups: Tensor
-    """int64 [num_columns]"""
+    codes: Tensor  # uint8 [num_rows, num_columns]
+    scale: Tensor  # float16, bfloat16 or float32 [num_rows, groups of the matrix]
+    zeros: Tensor  # uint8 as `scale`
+    groups: Tensor  # int64 [num_columns]
 
     def dequantized(self) -> Tensor:
         """Return the numbers, in the type of the scales."""

@@ -25,21 +25,17 @@ class Slice(NamedTuple):
     """The part of a checkpoint tensor that one rank loads."""
 
     name: str
-    shape: tuple[int, ...]
-    """shape of the whole tensor"""
-    dim: int
-    """the dimension that is cut"""
+    shape: tuple[int, ...]  # shape of the whole tensor
+    dim: int  # the dimension that is cut
     start: int
     stop: int
-    target: Matrix | Integers
-    """destination, of the slice's shape"""
+    target: Matrix | Integers  # destination, of the slice's shape
 
 
 class Layer(nn.Module, ABC):
     """A layer whose `weight` consists of checkpoint tensors."""
 
-    weight: Matrix
-    """or `Integers`, which only compiled layers multiply"""
+    weight: Matrix  # or `Integers`, which only compiled layers multiply
 
     @abstractmethod
     def slices(self, name: str) -> Iterator[Slice]:
@@ -66,8 +62,8 @@ class ColumnParallelLinear(Layer):
         self.tp = tp
         self.outputs = outputs
         self.num_parts = dict.fromkeys(outputs, tp.size) | (num_parts or {})
+        # this rank's output features of each layer
         self.sizes = [size // self.num_parts[layer] for layer, size in outputs.items()]
-        """this rank's output features of each layer"""
         after = weight_format and weight_format.after_cut(self.sizes)
         add_weight(self, sum(self.sizes), in_features, weight_format=after)
 

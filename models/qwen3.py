@@ -147,8 +147,8 @@ class Decoder(nn.Module):
         return residual  # type: ignore[no-any-return]
 
 
+# (record, number of rows) → the rows' tokens, -1 for a failed row, without logits processing
 HostStep = Callable[[NDArray[np.int32], int], list[int]]
-"""(record, number of rows) → the rows' tokens, -1 for a failed row, without logits processing"""
 
 
 class Compiled(Protocol):
@@ -189,8 +189,8 @@ class Qwen3(nn.Module):
         self.tp = tp
         self.attention = attention
         self.compiled: Compiled | None = None
+        # False: hidden states are the result, and no logits are computed
         self.has_head = not config.is_embedding_model
-        """False: hidden states are the result, and no logits are computed"""
         self.model = Decoder(config, tp, attention, expert_parallel)
         if (quantize_lm_head and self.has_head) or not config.tie_word_embeddings:
             source = "model.embed_tokens" if config.tie_word_embeddings else None

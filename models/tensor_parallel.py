@@ -20,16 +20,14 @@ if TYPE_CHECKING:
     from penstock.kernels.cpu.shared_memory import SharedMemory  # llvmlite
 
 log = logging.getLogger(__name__)
-TIMEOUT = timedelta(seconds=120)
-"""maximum wait for another rank"""
+TIMEOUT = timedelta(seconds=120)  # maximum wait for another rank
+# texts of gloo's and NCCL's errors about another rank's end
 _HUNG_UP = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
-"""texts of gloo's and NCCL's errors about another rank's end"""
+# maximum size of a tensor that each rank pushes to every other, by the size of the group Two ranks
+# push larger tensors in pieces, which measured fastest at every size. With more ranks, two-shot
+# all-reduce sends less, because each rank adds its part and reads the other ranks' parts; the size
+# from which two-shot is faster is an estimate.
 PUSHED_BYTES = {2: 8 << 20, 4: 512 << 10, 8: 128 << 10}
-"""maximum size of a tensor that each rank pushes to every other, by the size of the group
-
-Two ranks push larger tensors in pieces, which measured fastest at every size. With more ranks,
-two-shot all-reduce sends less, because each rank adds its part and reads the other ranks' parts;
-the size from which two-shot is faster is an estimate."""
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -54,14 +52,12 @@ class TensorParallel:
         self.rank = rank
         self.size = size
         self.device = device
+        # True if ranks can't read each other's memory: on several nodes, or without peer access
         self.spans_nodes = spans_nodes
-        """True if ranks can't read each other's memory: on several nodes, or without peer access"""
         self._turns: Iterator[Tensor] = iter(())
         self._push: Any = None
-        self._pushes_all = False
-        """True if no tensor is too large to be pushed, in pieces"""
-        self.shared: SharedMemory | None = None
-        """of ranks on CPUs of one machine, after `reserve`"""
+        self._pushes_all = False  # True if no tensor is too large to be pushed, in pieces
+        self.shared: SharedMemory | None = None  # of ranks on CPUs of one machine, after `reserve`
 
     @classmethod
     def join(

@@ -27,12 +27,10 @@ from penstock.protocol.expected_weights import BARE, BIAS, check_names
 from penstock.protocol.quantization import WeightFormat
 
 log = logging.getLogger(__name__)
-NAN_CODE = 0x7F
-"""of e4m3, without its sign"""
-SCALES = "_scale_inv"
-"""suffix of a weight's name for the scales of e4m3, of its blocks"""
+NAN_CODE = 0x7F  # of e4m3, without its sign
+SCALES = "_scale_inv"  # suffix of a weight's name for the scales of e4m3, of its blocks
+# as compressed-tensors and modelopt call them, of blocks, of rows, or of the whole weight
 OTHER_SCALES = "_scale"
-"""as compressed-tensors and modelopt call them, of blocks, of rows, or of the whole weight"""
 
 
 def load_weights(

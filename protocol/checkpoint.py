@@ -16,8 +16,8 @@ from penstock.protocol.unserved import architecture_hint, served_instead, withou
 T = TypeVar("T")
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 MIN_REQUEST_BYTES = 1 << 20
+# of a prompt in JSON: a token id has 8 at most, text seldom more, even where it is escaped
 REQUEST_BYTES_PER_TOKEN = 16
-"""of a prompt in JSON: a token id has 8 at most, text seldom more, even where it is escaped"""
 ARCHITECTURE = "Qwen3ForCausalLM"
 MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -42,8 +42,8 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     head_dim: Annotated[Size, Meta(multiple_of=2)] = 128
     rms_norm_eps: Annotated[float, Meta(ge=1e-30, le=1)] = 1e-6
     rope_theta: float | None = None
+    # where transformers 5 keeps `rope_theta` and `rope_scaling`
     rope_parameters: dict[str, Any] | None = None
-    """where transformers 5 keeps `rope_theta` and `rope_scaling`"""
     rope_scaling: dict[str, Any] | None = None
     original_max_position_embeddings: int | None = None
     hidden_act: str = "silu"
@@ -52,17 +52,16 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     dual_chunk_attention_config: dict[str, Any] | None = None
     tie_word_embeddings: bool = False
     torch_dtype: DType = "auto"
+    # `torch_dtype` as transformers 5 calls it; weights are converted to `--dtype`
     dtype: DType = "auto"
-    """`torch_dtype` as transformers 5 calls it; weights are converted to `--dtype`"""
     attention_bias: bool = False
     eos_token_id: int | list[int] | None = None
     quantization_config: dict[str, Any] | None = None
+    # makes vectors and generates no text; known by other files than config.json
     is_embedding_model: bool = False
-    """makes vectors and generates no text; known by other files than config.json"""
     # of Qwen3MoeForCausalLM
     num_experts: Experts = 128
-    num_local_experts: Experts | None = None
-    """`num_experts` as transformers 5 calls it"""
+    num_local_experts: Experts | None = None  # `num_experts` as transformers 5 calls it
     num_experts_per_tok: Experts = 8
     moe_intermediate_size: Size = 768
     norm_topk_prob: bool = False

@@ -26,22 +26,21 @@ from penstock.protocol.tokenizer_file import (
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+# without one of them a model is served otherwise, so that none may be a broken link
 _OPTIONAL_FILES = (
     *("tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
     *("generation_config.json", INDEX_FILE),
 )
-"""without one of them a model is served otherwise, so that none may be a broken link"""
 _FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")
+# with those of packed weights, their zero points, groups and shapes
 _PACKED_TYPES = (*_FLOATS, "I8", "I32", "I64")
-"""with those of packed weights, their zero points, groups and shapes"""
 _INTEGERS_HINT = "; integers need `quantization_config` in config.json, also if another file has it"
 
 
 class Index(Struct):
     """The index of a sharded checkpoint."""
 
-    weight_map: dict[str, str]
-    """tensor → file name"""
+    weight_map: dict[str, str]  # tensor → file name
 
 
 def check_files(folder: Path, config: ModelConfig, *, weights: bool) -> None:

@@ -19,15 +19,13 @@ from penstock.protocol.messages.plan import MAX_BLOCKS, MAX_SLOTS
 from penstock.protocol.processors import threads_of_worker
 
 DISTRIBUTION = "penstock-llm"  # the name on PyPI; `penstock` is another project there
-DEFAULT_CLIENT = "client"
-"""whose key is used where no client is named"""
+DEFAULT_CLIENT = "client"  # whose key is used where no client is named
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
 Count = Annotated[int, Meta(ge=1)]
 Number = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
-MAX_PROCESSES = 256
-"""of one kind; each takes some descriptors of the supervisor"""
+MAX_PROCESSES = 256  # of one kind; each takes some descriptors of the supervisor
 Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 ProcessesOrNone = Annotated[int, Meta(ge=0, le=MAX_PROCESSES)]
 

@@ -6,11 +6,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-ARCHITECTURE = "Qwen3Model"
-"""of a checkpoint that was saved without an output layer"""
+ARCHITECTURE = "Qwen3Model"  # of a checkpoint that was saved without an output layer
 _SERVED = {"Transformer", "Pooling", "Normalize"}
+# fields of a pooling of the last token, as written before and since sentence-transformers 5.4
 _LAST_TOKEN = ("pooling_mode_lasttoken", True), ("pooling_mode", "lasttoken")
-"""fields of a pooling of the last token, as written before and since sentence-transformers 5.4"""
 
 
 class _Module(Struct):

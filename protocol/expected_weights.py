@@ -6,22 +6,20 @@ from typing import NamedTuple
 
 from penstock.protocol.checkpoint import ModelConfig, ModelError
 
-TIED = "lm_head.weight"
-"""tensor that some checkpoints have although the embedding is used"""
+TIED = "lm_head.weight"  # tensor that some checkpoints have although the embedding is used
+# frequencies that old versions of transformers wrote; computed from config.json
 COMPUTED = "rotary_emb.inv_freq"
-"""frequencies that old versions of transformers wrote; computed from config.json"""
-BARE = "embed_tokens.weight"
-"""as embedding models have it, whose names lack `model.`"""
+BARE = "embed_tokens.weight"  # as embedding models have it, whose names lack `model.`
+# ends of the names of packed matrices; others end in `.weight`
 MATRICES = (".qweight", ".weight_packed")
-"""ends of the names of packed matrices; others end in `.weight`"""
 BIAS = ".bias"
 _SCORES = ("score.", "classifier.")
+# ends of the names of what belongs to a quantized matrix, or to activations in e4m3
 _PARTS = (
     *(".scales", ".qzeros", ".g_idx"),
     *(".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".weight_shape", ".weight_g_idx"),
     *(".input_scale", ".k_scale", ".v_scale"),
 )
-"""ends of the names of what belongs to a quantized matrix, or to activations in e4m3"""
 
 
 class ExpectedWeight(NamedTuple):
@@ -29,8 +27,7 @@ class ExpectedWeight(NamedTuple):
 
     name: str
     shape: list[int]
-    fields: str
-    """of config.json, from which the shape follows"""
+    fields: str  # of config.json, from which the shape follows
 
 
 def expected_weights(config: ModelConfig) -> Iterator[ExpectedWeight]:

@@ -11,10 +11,8 @@ from itertools import count
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
-Entry = tuple[int, int, Item, str]
-"""(priority, number, item, client)"""
-SEPARATOR = "\n"
-"""of the parts of a client's name"""
+Entry = tuple[int, int, Item, str]  # (priority, number, item, client)
+SEPARATOR = "\n"  # of the parts of a client's name
 
 
 class FairQueue(Generic[Item]):
@@ -27,8 +25,8 @@ class FairQueue(Generic[Item]):
     """
 
     def __init__(self) -> None:
+        # address → client → its entries, sorted; both in the order of their turns
         self._turns: OrderedDict[str, OrderedDict[str, list[Entry[Item]]]] = OrderedDict()
-        """address → client → its entries, sorted; both in the order of their turns"""
         self._entries: dict[Item, Entry[Item]] = {}
         self._numbers = count()
 

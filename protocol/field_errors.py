@@ -10,10 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-_SHOWN = 60
-"""characters of an invalid value that an error repeats"""
-_MAX_ENTRIES = 2048
-"""of a map that are examined: each takes microseconds"""
+_SHOWN = 60  # characters of an invalid value that an error repeats
+_MAX_ENTRIES = 2048  # of a map that are examined: each takes microseconds
 _NO_VALUE = object()
 _MIN_INT, _MAX_INT, _MAX_DIGITS = -(2**63), 2**64, 20
 _WHOLE = r"the request: got `\1`, expected an object of the fields"

@@ -6,17 +6,17 @@ from typing import Any
 
 from msgspec.structs import astuple
 
+# levels of lists and maps in one field. What recurses over a request on its way (encoders, chat
+# templates, grammar compilers) has room for many times as many.
 MAX_DEPTH = 64
-"""levels of lists and maps in one field. What recurses over a request on its way (encoders, chat
-templates, grammar compilers) has room for many times as many."""
+# lists and maps of a request: one of a byte takes 64 bytes of memory and up to a microsecond
 MAX_CONTAINERS = 1 << 16
-"""lists and maps of a request: one of a byte takes 64 bytes of memory and up to a microsecond"""
-MAX_STRINGS = 1 << 18
-"""of a request in JSON, names included"""
+MAX_STRINGS = 1 << 18  # of a request in JSON, names included
 _JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _FIXED = {0: b"\x00-\x7f\xc0\xc2\xc3\xe0-\xff", 1: b"\xcc\xd0", 2: b"\xcd\xd1\xd4"}
+# MessagePack: bytes after a head → heads, without strings
 _FIXED |= {3: b"\xd5", 4: b"\xca\xce\xd2", 5: b"\xd6", 8: b"\xcb\xcf\xd3", 9: b"\xd7", 17: b"\xd8"}
-"""MessagePack: bytes after a head → heads, without strings"""
+# scalars of MessagePack in a row, short strings included
 _SHORT = re.compile(
     b"(?:%b)*+"
     % b"|".join(
@@ -25,10 +25,9 @@ _SHORT = re.compile(
     ),
     re.DOTALL,
 )
-"""scalars of MessagePack in a row, short strings included"""
 _CONTAINERS = re.compile(rb"[\x80-\x9f]++|[\xdc\xde]..|[\xdd\xdf]....", re.DOTALL)
+# head of a long string, or the like → bytes of its length
 _SIZES = {0xD9: 1, 0xC4: 1, 0xC7: 1, 0xDA: 2, 0xC5: 2, 0xC8: 2, 0xDB: 4, 0xC6: 4, 0xC9: 4}
-"""head of a long string, or the like → bytes of its length"""
 TOO_MANY_PARTS = (
     f"got more than {MAX_CONTAINERS} lists and maps, or {MAX_STRINGS} strings, expected fewer"
 )

@@ -10,10 +10,8 @@ from time import monotonic
 
 import msgspec
 
-MEMORY = 600.0
-"""seconds for which a digest is remembered"""
-MAX_KNOWN = 1024
-"""digests that are remembered, the newest"""
+MEMORY = 600.0  # seconds for which a digest is remembered
+MAX_KNOWN = 1024  # digests that are remembered, the newest
 REFUSED = (
     "the same request, its prompt and parameters, has ended processes of the pipeline within the "
     f"last {MEMORY / 60:.0f} minutes; it is not tried again, change it"

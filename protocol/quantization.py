@@ -13,38 +13,31 @@ from msgspec import Struct
 
 from penstock.protocol.field_errors import explain
 
-BLOCK = 128
-"""rows, and columns, of a block of e4m3 with one scale"""
+BLOCK = 128  # rows, and columns, of a block of e4m3 with one scale
+# `quantization_config` of e4m3 with a scale for each block of a weight
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-"""`quantization_config` of e4m3 with a scale for each block of a weight"""
-MIN_GROUP = 32
-"""columns with one scale that the products of packed weights need"""
+MIN_GROUP = 32  # columns with one scale that the products of packed weights need
 FIELD = "quantization_config"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GroupSize = Literal[-1, 32, 64, 128, 256, 512, 1024]
 Gemm = Literal["gemm", "GEMM"]
+# pattern of layers' names, with a sign before it → their own fields
 Overrides = dict[str, dict[str, Any]]
-"""pattern of layers' names, with a sign before it → their own fields"""
 
 
 class WeightFormat(Struct, frozen=True, kw_only=True):
     """Storage of the matrices of the layers: e4m3 with scales, or packed integers."""
 
-    name: str
-    """for people: `4-bit AWQ`"""
+    name: str  # for people: `4-bit AWQ`
+    # unit that has a scale: of e4m3 rows or blocks, of integers groups of columns
     scales: Literal["rows", "blocks", "groups"] = "rows"
-    """unit that has a scale: of e4m3 rows or blocks, of integers groups of columns"""
     bits: Literal[4, 8] = 8
-    group_size: int = 0
-    """columns of a row with one scale, of integers; 0: the whole row"""
-    act_order: bool = False
-    """True if the columns of a group need not be adjacent"""
-    awq_order: bool = False
-    """True if the nibbles of a number of 32 bits are in AWQ's order"""
-    zero_offset: int = 0
-    """number to be added to stored zero points"""
+    group_size: int = 0  # columns of a row with one scale, of integers; 0: the whole row
+    act_order: bool = False  # True if the columns of a group need not be adjacent
+    awq_order: bool = False  # True if the nibbles of a number of 32 bits are in AWQ's order
+    zero_offset: int = 0  # number to be added to stored zero points
+    # regular expressions, searched for in the names of layers with 16 bits
     ignored: tuple[str, ...] = ()
-    """regular expressions, searched for in the names of layers with 16 bits"""
 
     @property
     def is_fp8(self) -> bool:
@@ -72,8 +65,7 @@ class WeightFormat(Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, group_size=group)
 
 
-FP8_ROWS = WeightFormat(name="fp8")
-"""what `--quantization fp8` makes of 16 bits"""
+FP8_ROWS = WeightFormat(name="fp8")  # what `--quantization fp8` makes of 16 bits
 
 
 class _Fp8(Struct):
@@ -87,8 +79,7 @@ class _Awq(Struct):
     group_size: GroupSize
     version: Gemm = "gemm"
     format: Gemm = "gemm"
-    checkpoint_format: Gemm = "gemm"
-    """`version`, as GPTQModel and transformers 5 call it"""
+    checkpoint_format: Gemm = "gemm"  # `version`, as GPTQModel and transformers 5 call it
     modules_to_not_convert: list[str] = []
     dynamic: Overrides = {}
 

@@ -30,8 +30,7 @@ class ReasoningTracker:
         """is_open: the prompt ends within reasoning."""
         self._tokens = tokens
         self._may_begin = True
-        self.is_open = is_open and tokens.end >= 0
-        """the last token belongs to reasoning"""
+        self.is_open = is_open and tokens.end >= 0  # the last token belongs to reasoning
 
     @property
     def is_over(self) -> bool:

@@ -8,31 +8,23 @@ transformers 5 writes both into `rope_parameters`. Served are RoPE as it is and 
 import math
 from typing import Any, NamedTuple
 
-DEFAULT_BASE = 10_000.0
-"""transformers' own"""
+DEFAULT_BASE = 10_000.0  # transformers' own
 SERVED_TYPES = ("default", "yarn")
+# YaRN divides by the logarithm; more would make frequencies that float32 does not have
 MIN_BASE, MAX_BASE = 2.0, 1e30
-"""YaRN divides by the logarithm; more would make frequencies that float32 does not have"""
 MAX_POSITIONS = 1 << 24
-Fields = dict[str, tuple[str, Any]]
-"""name → path in `config.json`, and value"""
+Fields = dict[str, tuple[str, Any]]  # name → path in `config.json`, and value
 
 
 class Yarn(NamedTuple):
     """Frequencies and positions beyond those that the model was trained with."""
 
-    factor: float
-    """by which low frequencies are divided"""
-    original_positions: int
-    """of the training"""
-    beta_fast: float
-    """frequencies that turn more often in the original positions are kept"""
-    beta_slow: float
-    """frequencies that turn less often are divided by `factor`"""
-    truncate: bool
-    """the bounds of the frequencies between are whole numbers"""
-    attention_factor: float
-    """of cosines and sines"""
+    factor: float  # by which low frequencies are divided
+    original_positions: int  # of the training
+    beta_fast: float  # frequencies that turn more often in the original positions are kept
+    beta_slow: float  # frequencies that turn less often are divided by `factor`
+    truncate: bool  # the bounds of the frequencies between are whole numbers
+    attention_factor: float  # of cosines and sines
 
 
 class Rope(NamedTuple):
@@ -40,8 +32,7 @@ class Rope(NamedTuple):
 
     base: float
     yarn: Yarn | None
-    num_positions: int
-    """longest context"""
+    num_positions: int  # longest context
 
 
 def read_rope(

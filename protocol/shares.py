@@ -1,7 +1,6 @@
 """Shares of clients in what has a limit."""
 
-RESERVED = 8
-"""one more place for every N places of a limit is kept for clients that have few"""
+RESERVED = 8  # one more place for every N places of a limit is kept for clients that have few
 
 
 def exceeds(new: int, own: int, total: int, limit: int) -> bool:

@@ -12,11 +12,9 @@ from penstock.protocol.generation_config import read_generation_config
 
 log = logging.getLogger("checkpoint")
 T = TypeVar("T")
-DEFAULT, TOOL_USE = "default", "tool_use"
-"""names of chat templates"""
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of chat templates
 TEMPLATE_FILE = "chat_template.jinja"
-MORE_TEMPLATES = "additional_chat_templates"
-"""folder of files NAME.jinja"""
+MORE_TEMPLATES = "additional_chat_templates"  # folder of files NAME.jinja
 
 
 class AddedToken(Struct):

@@ -13,11 +13,10 @@ from typing import Any
 
 from penstock.protocol.config import Config
 
-TRACES_PATH = "/v1/traces"
-"""of OTLP over HTTP"""
+TRACES_PATH = "/v1/traces"  # of OTLP over HTTP
+# seconds that the collector has for a batch of spans; a process that ends waits for four batches at
+# most
 EXPORT_TIMEOUT = 1.0
-"""seconds that the collector has for a batch of spans; a process that ends waits for four batches
-at most"""
 
 
 class TracingError(ValueError):

@@ -18,11 +18,9 @@ from penstock.kernels.determinism import is_deterministic
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 
-FLASH_BLOCK = 256
-"""tokens; flash-attn's paged KV cache takes this or a multiple"""
+FLASH_BLOCK = 256  # tokens; flash-attn's paged KV cache takes this or a multiple
 DEFAULT_BLOCK = 16
-TRITON_BLOCK = 128
-"""tokens; the largest tile of keys, so that a tile lies in one block"""
+TRITON_BLOCK = 128  # tokens; the largest tile of keys, so that a tile lies in one block
 
 
 class GpuAttentionBackend(AttentionBackend):

@@ -25,10 +25,8 @@ from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.triton_e4m3 import as_operand
 from penstock.kernels.triton_pdl import LAUNCH
 
-BLOCK_N, SPLIT = 64, 128
-"""keys of a tile, and of a split"""
-STORED_FLOATS = 8 << 20
-"""elements of the stored sums of splits (32 MB)"""
+BLOCK_N, SPLIT = 64, 128  # keys of a tile, and of a split
+STORED_FLOATS = 8 << 20  # elements of the stored sums of splits (32 MB)
 
 
 def keys_of_tile(is_fp8: bool) -> int:

@@ -31,10 +31,10 @@ class AttentionBackend:
     """The reference in torch; other backends have the same two methods."""
 
     name = "torch"
+    # True if decode can be captured in a CUDA graph: the host reads nothing from the device
     can_be_captured = False
-    """True if decode can be captured in a CUDA graph: the host reads nothing from the device"""
+    # True if prefill can be captured too, in a graph whose rows prefill or decode
     can_capture_prefill = False
-    """True if prefill can be captured too, in a graph whose rows prefill or decode"""
 
     def __init__(self, block_size: int, scale: float) -> None:
         self.block_size = block_size

@@ -30,10 +30,8 @@ from penstock.kernels.quantize.triton_e4m3 import as_operand
 from penstock.kernels.triton_pdl import LAUNCH, wait
 
 MAX_ROWS = 4096
-MAX_GROUP = 16
-"""query heads per KV head: the rows of one tensor core instruction"""
-MERGED_FLOATS = 4096
-"""elements of partial results that are merged in one iteration"""
+MAX_GROUP = 16  # query heads per KV head: the rows of one tensor core instruction
+MERGED_FLOATS = 4096  # elements of partial results that are merged in one iteration
 
 
 class DecodeAttention:

@@ -9,30 +9,26 @@ import triton.language as tl
 from penstock.kernels.device import Device, this_device
 from penstock.kernels.triton_pdl import launch_dependents, wait
 
+# int32 per item, 32 bytes so that one sector holds an item: row (-1: no item), first key, end of
+# keys, the row's first item, number of the row's items, and with fixed splits the place of the
+# row's first split and the row's length
 ITEM_INTS = tl.constexpr(8)
-"""int32 per item, 32 bytes so that one sector holds an item: row (-1: no item), first key, end of
-keys, the row's first item, number of the row's items, and with fixed splits the place of the row's
-first split and the row's length"""
 
-FEW_ROWS = 32
-"""maximum rows for which splits, rather than rows, fill a GPU"""
+FEW_ROWS = 32  # maximum rows for which splits, rather than rows, fill a GPU
 
 
 class DecodeTuning(NamedTuple):
     """Parameters chosen by measurement."""
 
-    block_n: int = 64
-    """keys per tile, a power of two of at least 16"""
+    block_n: int = 64  # keys per tile, a power of two of at least 16
     num_warps: int = 4
     num_stages: int = 3
-    programs_per_sm: int = 3
-    """target for all KV heads together; exceeded with many rows"""
-    min_split: int = 64
-    """minimum keys of a split, rounded up to tiles"""
+    programs_per_sm: int = 3  # target for all KV heads together; exceeded with many rows
+    min_split: int = 64  # minimum keys of a split, rounded up to tiles
 
 
+# for GPUs on which the measured tuning does not fit
 SMALLER = (DecodeTuning(64, 4, 3, 1, min_split=64), DecodeTuning(32, 4, 2, 2, min_split=32))
-"""for GPUs on which the measured tuning does not fit"""
 
 
 def decode_shared_bytes(tuning: DecodeTuning, head_dim: int, *, is_fp8: bool = False) -> int:

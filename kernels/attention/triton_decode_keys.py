@@ -6,9 +6,9 @@ import triton.language as tl
 from penstock.kernels.attention.triton_fp8_cache import halves, scale_places
 from penstock.kernels.quantize.triton_e4m3 import widen
 
+# factor of a weight times its value's scale, which would be too small for float16; values may still
+# reach 28,000
 WEIGHT_FACTOR = tl.constexpr(1024.0)
-"""factor of a weight times its value's scale, which would be too small for float16; values may
-still reach 28,000"""
 
 
 @triton.jit

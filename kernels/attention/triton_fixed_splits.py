@@ -14,10 +14,8 @@ from penstock.kernels.attention.triton_prefill import offsets_of, slots_of
 from penstock.kernels.quantize.triton_e4m3 import widen
 from penstock.kernels.triton_pdl import launch_dependents, wait
 
-MASSES = tl.constexpr(8)
-"""columns with the same sum of weights; tensor cores compute no fewer"""
-UNROLLED = tl.constexpr(4)
-"""splits whose results are read at once"""
+MASSES = tl.constexpr(8)  # columns with the same sum of weights; tensor cores compute no fewer
+UNROLLED = tl.constexpr(4)  # splits whose results are read at once
 
 
 @triton.jit

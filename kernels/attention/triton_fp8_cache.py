@@ -8,6 +8,7 @@ from penstock.kernels.quantize.types import LARGEST, SMALLEST
 
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# PTX that converts two pairs (cvt, prmt): the two lower numbers, then the two upper numbers
 _HALVES = tl.constexpr("""{
     .reg .b16 first, second;
     .reg .b32 x, y;
@@ -17,7 +18,6 @@ _HALVES = tl.constexpr("""{
     prmt.b32 $0, x, y, 0x5410;
     prmt.b32 $1, x, y, 0x7632;
 }""")
-"""PTX that converts two pairs (cvt, prmt): the two lower numbers, then the two upper numbers"""
 
 
 @triton.jit

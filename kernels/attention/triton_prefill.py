@@ -25,11 +25,9 @@ MIN_HEAD_DIM = 16
 class PrefillTuning(NamedTuple):
     """Tile sizes of the kernel, which change its speed only."""
 
-    block_n: int
-    """keys of one iteration"""
+    block_n: int  # keys of one iteration
     num_warps: int
-    num_stages: int
-    """iterations whose keys and values are loaded at once"""
+    num_stages: int  # iterations whose keys and values are loaded at once
 
 
 def prefill_shared_bytes(

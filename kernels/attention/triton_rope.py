@@ -9,8 +9,7 @@ from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.triton_e4m3 import as_operand, narrow
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
-HEADS = 8
-"""heads of one kind in a program"""
+HEADS = 8  # heads of one kind in a program
 MIN_HEAD_DIM = 16
 
 

@@ -18,8 +18,7 @@ from penstock.kernels.linear.gemm_config import GemmConfig
 from penstock.kernels.linear.small_m_gemm import Product, empty_product, launch
 from penstock.kernels.quantize.types import FP8, Quantized, Rows, parts
 
-CONTEXT = 384
-"""tokens: the middle of 256 in, 256 out"""
+CONTEXT = 384  # tokens: the middle of 256 in, 256 out
 BLOCK_SIZE = 128
 EPS = 1e-6
 

@@ -6,8 +6,7 @@ from penstock.kernels.linear.gemm_candidates import GemmShape
 from penstock.kernels.linear.gemm_config import GemmConfig
 
 Configs = dict[GemmShape, GemmConfig | None]
-FINALISTS = 3
-"""candidates that are measured again, for longer"""
+FINALISTS = 3  # candidates that are measured again, for longer
 ROUNDS = 2
 
 

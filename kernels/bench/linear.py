@@ -52,8 +52,7 @@ from penstock.kernels.quantize.types import FP8, Rows, parts
 ROWS = (1, 16, 32, 64)
 MAX_ERROR = 1e-2
 NUM_PROCESSES = min(16, len(os.sched_getaffinity(0)))
-POOL = 1 << 30
-"""random weights from which all shapes are cut, more than the largest needs"""
+POOL = 1 << 30  # random weights from which all shapes are cut, more than the largest needs
 
 
 def operands(shape: GemmShape, rows: int, weight: Rows) -> Product:

@@ -19,11 +19,9 @@ from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.collectives.triton_shards import distances_to
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
-_BLOCK = tl.constexpr(512)
-"""words of a program: four per thread, so that a store has 16 bytes"""
+_BLOCK = tl.constexpr(512)  # words of a program: four per thread, so that a store has 16 bytes
 _TURNS = tl.constexpr(3)
-_MISSING = tl.constexpr(-(2**31) + 2**15)
-"""two -0.0 of bfloat16 or float16; a -0.0 is sent as 0.0"""
+_MISSING = tl.constexpr(-(2**31) + 2**15)  # two -0.0 of bfloat16 or float16; a -0.0 is sent as 0.0
 
 
 def inbox_size(max_elements: int, num_ranks: int) -> int:
@@ -48,10 +46,10 @@ class PushAllReduce:
         self._distances = distances_to(addresses, rank, inbox.device)
         self._rank = rank
         self._num_ranks = len(addresses)
+        # maximum words of a message
         self._capacity = inbox.numel() // (_TURNS.value * len(addresses))
-        """maximum words of a message"""
+        # number of calls of each program
         self._calls = inbox.new_zeros(self._capacity // _BLOCK.value)
-        """number of calls of each program"""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Overwrite x, contiguous, of 16 bits and an even size, with the sum over the ranks.

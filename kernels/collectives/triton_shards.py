@@ -17,12 +17,11 @@ from torch import Tensor
 class Shards(NamedTuple):
     """Shards of the vocabulary as one rank addresses them."""
 
-    runs_per_shard: int
-    """runs of every rank; the last ranks may have fewer or none"""
+    runs_per_shard: int  # runs of every rank; the last ranks may have fewer or none
     num_shards: int = 1
     rank: int = 0
+    # int64 [num_shards]: from this rank's buffer to each rank's buffer, in units of 4 bytes
     distances: Tensor | None = None
-    """int64 [num_shards]: from this rank's buffer to each rank's buffer, in units of 4 bytes"""
 
 
 def distances_to(addresses: Sequence[int], rank: int, device: torch.device) -> Tensor:

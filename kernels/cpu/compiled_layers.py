@@ -35,8 +35,8 @@ from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.quantize.integers import Integers
 
+# of work, below which another thread costs more than it computes: it has to wake up
 MIN_NANOSECONDS = 500_000
-"""of work, below which another thread costs more than it computes: it has to wake up"""
 
 
 def unsupported(shape: LayerShape) -> str:
@@ -98,8 +98,7 @@ class CompiledLayers:
         inputs = shape.hidden, shape.heads * shape.head_dim, shape.intermediate
         self._scratch_words = scratch_words(target or host(), inputs)
         self._num_rows = 0
-        self.version = 0
-        """changes with the addresses of memory in StepFields and HeadFields"""
+        self.version = 0  # changes with the addresses of memory in StepFields and HeadFields
         self.reserve(1)
 
     def reserve(self, num_rows: int) -> None:

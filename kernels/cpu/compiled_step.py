@@ -17,8 +17,7 @@ from penstock.kernels.layouts.step import Slots, StepBuffers
 Floats = NDArray[np.float32]
 Fields = NDArray[np.int64]
 log = logging.getLogger(__name__)
-FEW = 1024
-"""likeliest tokens, among which top-p usually ends"""
+FEW = 1024  # likeliest tokens, among which top-p usually ends
 
 
 @functools.cache
@@ -40,10 +39,9 @@ class CompiledStep:
         from penstock.kernels.cpu.llvm_step import build_step
 
         self._library = load(lambda cpu: str(build_step(cpu)), "step")
+        # of the address of fields as PLAN names them
         self.call_apply_plan = self._library.function("apply_plan", 1)
-        """of the address of fields as PLAN names them"""
-        self.call_sample = self._library.function("sample", 1)
-        """of the address of SampleFields"""
+        self.call_sample = self._library.function("sample", 1)  # of the address of SampleFields
 
     def apply_plan(
         self, record: Tensor, slots: Slots, buffers: StepBuffers, shape: BatchShape, block_size: int

@@ -26,10 +26,8 @@ class Target(NamedTuple):
 
     name: str
     features: str
-    lanes: int
-    """float32 of a vector"""
-    rows: int
-    """rows of a tile"""
+    lanes: int  # float32 of a vector
+    rows: int  # rows of a tile
 
     def has(self, feature: str) -> bool:
         """Return True for a feature by its name in LLVM."""

@@ -59,14 +59,12 @@ class DecodeStep:
         self._shape = BatchShape(num_rows, num_rows, num_rows, 0, SMALL_TILE, 1, 0)
         self._rope, self._kv_caches, self._buffers = rope, kv_caches, buffers
         self._residual = torch.empty(num_rows, hidden)
-        self.logits = torch.empty(num_rows, len(head))
-        """of the last step's rows"""
+        self.logits = torch.empty(num_rows, len(head))  # of the last step's rows
         self._head = self._residual, norm, torch.tensor(eps, dtype=torch.float32), head
         self._embedding = embedding
         by_slot = slots.sampling()
         self._restrictions = Restrictions.of(by_slot)
-        self._parameters: list[bytes] = []
-        """of all slots in the last step"""
+        self._parameters: list[bytes] = []  # of all slots in the last step
         self._unrestricted = np.full(num_rows, -np.inf, np.float32)
         self._views = self.logits.numpy(), buffers.slots.numpy()
         block_size = kv_caches[0].k.shape[1]

@@ -14,8 +14,7 @@ class IntegerKind(NamedTuple):
     has_shift: bool = False
 
 
-Kind = str | IntegerKind
-"""of a matrix: "f32", "bf16", "f16" or one of integers"""
+Kind = str | IntegerKind  # of a matrix: "f32", "bf16", "f16" or one of integers
 
 
 def integer_kind(matrix: Integers) -> IntegerKind:

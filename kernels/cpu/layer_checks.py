@@ -8,8 +8,8 @@ from penstock.kernels.cpu.integer_pointer import Kind, integer_kind
 from penstock.kernels.cpu.types import MATRICES, LayerShape, LayerWeights, Matrix
 from penstock.kernels.quantize.integers import UNIT, Integers, fitting_group
 
+# of matrices by the type of their elements
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-"""of matrices by the type of their elements"""
 
 
 def elements(matrix: Matrix) -> Tensor:

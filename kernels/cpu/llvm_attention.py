@@ -15,8 +15,7 @@ from penstock.kernels.cpu.llvm_elementwise import add_lanes, exp
 from penstock.kernels.cpu.llvm_linear import COLUMNS, dot_tile
 from penstock.kernels.cpu.values import Pointer, Value
 
-KEYS = 16
-"""keys of a tile"""
+KEYS = 16  # keys of a tile
 MAX_ROWS = 4
 
 
@@ -25,14 +24,11 @@ class _Row(NamedTuple):
 
     query: Pointer
     out: Pointer
-    limit: Value
-    """number of keys that it sees"""
+    limit: Value  # number of keys that it sees
     largest: Variable
     total: Variable
-    weighted: Pointer
-    """sum of the values so far, [head_dim]"""
-    weights: Pointer
-    """of a tile's keys"""
+    weighted: Pointer  # sum of the values so far, [head_dim]
+    weights: Pointer  # of a tile's keys
 
 
 def emit_attention(k: Kernel, target: Target, head_dim: int, group: int) -> None:

@@ -12,15 +12,12 @@ from llvmlite import ir
 from penstock.kernels.cpu.emitter import Kernel
 from penstock.kernels.cpu.values import INT32, INT64, POINTER, Pointer, Value
 
+# words of a barrier, in cache lines of their own; BROKEN: positive after the loss of a process
 ARRIVED, GENERATION, SLEEPERS, BROKEN = 0, 8, 16, 24
-"""words of a barrier, in cache lines of their own; BROKEN: positive after the loss of a process"""
 WORDS = 32
-SPINS = 10_000
-"""reads before a thread sleeps: about 20 µs"""
-WAIT, WAKE = 0, 1
-"""operations of futex(2)"""
-FUTEX = {"x86_64": 202, "aarch64": 98}
-"""number of the system call"""
+SPINS = 10_000  # reads before a thread sleeps: about 20 µs
+WAIT, WAKE = 0, 1  # operations of futex(2)
+FUTEX = {"x86_64": 202, "aarch64": 98}  # number of the system call
 
 
 def futex_number() -> int:

@@ -26,8 +26,7 @@ from penstock.kernels.cpu.llvm_linear import ADD, COLUMNS, STORE, SWIGLU, emit_p
 from penstock.kernels.cpu.types import LAYER, HeadFields, StepFields
 from penstock.kernels.cpu.values import Pointer, Value
 
-QUERY_TOKENS = 32
-"""tokens of a chunk that one thread attends to at a time"""
+QUERY_TOKENS = 32  # tokens of a chunk that one thread attends to at a time
 
 
 class _Team:
@@ -51,8 +50,7 @@ class _Team:
 class Kinds(NamedTuple):
     """Kinds of matrices."""
 
-    layers: tuple[Kind, ...]
-    """by the numbers that a layer's fields give; others are 0"""
+    layers: tuple[Kind, ...]  # by the numbers that a layer's fields give; others are 0
     head: Kind
     embedding: str
 

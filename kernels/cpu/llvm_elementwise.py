@@ -7,19 +7,17 @@ from penstock.kernels.cpu.emitter import Kernel
 from penstock.kernels.cpu.values import FLOAT, INT32, Pointer, Value
 
 LOG2_E = 1.4426950408889634
+# their sum is log(2); the first has few bits, so that its product with an integer is exact
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
-"""their sum is log(2); the first has few bits, so that its product with an integer is exact"""
+# 1.5 * 2**23: adding it to a small float32 leaves the nearest integer in the low bits
 ROUND = 12582912.0
-"""1.5 * 2**23: adding it to a small float32 leaves the nearest integer in the low bits"""
 COEFFICIENTS = 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0
-MAX_EXPONENT = 80.0
-"""far from where float32 has fewer bits"""
+MAX_EXPONENT = 80.0  # far from where float32 has fewer bits
 
 
 def add_lanes(vectors: list[Value], lanes: int) -> Value:
     """Return the sum of each vector's lanes: halves are added until one lane is left."""
-    length = lanes
-    """lanes that belong to the same sum"""
+    length = lanes  # lanes that belong to the same sum
 
     def halves(size: int) -> tuple[list[int], list[int]]:
         first = [lane for lane in range(size) if lane % length < length // 2]

@@ -16,21 +16,16 @@ from penstock.kernels.cpu.llvm_elementwise import ROUND, add_lanes
 from penstock.kernels.cpu.values import FLOAT, INT8, INT16, INT32, Pointer, Value
 from penstock.kernels.quantize.integers import UNIT
 
-BLOCK = 32
-"""columns of an activation's scale"""
-LANES = BLOCK // 4
-"""sums of a block"""
+BLOCK = 32  # columns of an activation's scale
+LANES = BLOCK // 4  # sums of a block
+# words of 4 bytes of the codes of a unit of activations, and of each part that follows: of each 4
+# codes the beginning of the sum, int32; their scale; for a shift, their sum times the scale
 PART = UNIT // 4
-"""words of 4 bytes of the codes of a unit of activations, and of each part that follows: of each 4
-codes the beginning of the sum, int32; their scale; for a shift, their sum times the scale"""
-SUMS, SCALES, SHIFTED = PART, 2 * PART, 3 * PART
-"""words of a unit before a part"""
+SUMS, SCALES, SHIFTED = PART, 2 * PART, 3 * PART  # words of a unit before a part
 MAX_UNIT_WORDS = 4 * PART
 MAX_CODE = 127
-MAX_ROWS = 4
-"""of a tile; more would leave too few registers for codes and scales"""
-UNROLLED = 4
-"""units of a turn of a loop with few sums"""
+MAX_ROWS = 4  # of a tile; more would leave too few registers for codes and scales
+UNROLLED = 4  # units of a turn of a loop with few sums
 
 
 def unit_words(kind: IntegerKind) -> int:

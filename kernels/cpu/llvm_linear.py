@@ -27,17 +27,13 @@ from penstock.kernels.cpu.values import Pointer, Value
 from penstock.kernels.quantize.integers import UNIT
 
 STORE, ADD, SWIGLU = range(3)
-COLUMNS = 4
-"""columns of a tile: four outputs, or in SwiGLU two of the gate and two of up"""
-BLOCK_BYTES = 256 << 10
-"""of input rows that are multiplied with all columns before the next rows"""
-UNROLLED = 4
-"""vectors of a turn of the loop along in_features"""
-PACKED = 1024
-"""in_features of a packed part of columns"""
+COLUMNS = 4  # columns of a tile: four outputs, or in SwiGLU two of the gate and two of up
+BLOCK_BYTES = 256 << 10  # of input rows that are multiplied with all columns before the next rows
+UNROLLED = 4  # vectors of a turn of the loop along in_features
+PACKED = 1024  # in_features of a packed part of columns
 CACHE_LINE = 64
+# bytes by which a single column is prefetched; a CPU foresees memory only to the end of a page
 AHEAD = 8192
-"""bytes by which a single column is prefetched; a CPU foresees memory only to the end of a page"""
 Weight = Pointer | IntegerPointer
 
 

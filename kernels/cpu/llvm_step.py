@@ -9,8 +9,8 @@ from penstock.kernels.cpu.types import PLAN
 from penstock.kernels.cpu.values import Pointer, Value
 from penstock.kernels.layouts.step import APPENDED, PARAMETERS, ROW, StepBuffers
 
+# buffers of int64; the others are int32
 LONGS = {"input_ids", "positions", "slot_mapping", "slots", "last_tokens", "next_positions"}
-"""buffers of int64; the others are int32"""
 
 
 def build_step(target: Target) -> ir.Module:

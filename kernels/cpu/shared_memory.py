@@ -7,9 +7,9 @@ from penstock.kernels.cpu.compiler import load
 from penstock.kernels.cpu.llvm_barrier import BROKEN, WORDS, build_ranks
 
 HEADER = 8 * WORDS
+# A rank that writes its part of a turn has met the others after they read their parts of the last
+# one, but not of this one.
 TURNS = 2
-"""A rank that writes its part of a turn has met the others after they read their parts of the last
-one, but not of this one."""
 
 
 def shared_bytes(num_ranks: int, part_bytes: int) -> int:

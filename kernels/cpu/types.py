@@ -20,8 +20,7 @@ class LayerWeights(NamedTuple):
     k_norm: Tensor
     o: Matrix
     post_norm: Tensor
-    gate_up: Matrix | None
-    """gate, then up; None: the layer has another second half"""
+    gate_up: Matrix | None  # gate, then up; None: the layer has another second half
     down: Matrix | None
 
 
@@ -41,13 +40,13 @@ class LayerShape(NamedTuple):
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
+# int64 of a layer: addresses, and numbers of kinds of matrices
 LAYER = (
     *LayerWeights._fields,
     *(f"{name}_scale" for name in MATRICES),
     *(f"{name}_kind" for name in MATRICES),
     *("k_cache", "v_cache"),
 )
-"""int64 of a layer: addresses, and numbers of kinds of matrices"""
 
 
 class StepFields(NamedTuple):
@@ -60,20 +59,16 @@ class StepFields(NamedTuple):
     attended: int
     inner: int
     scratch: int
-    scratch_size: int
-    """float32 of a thread"""
+    scratch_size: int  # float32 of a thread
     barrier: int
     positions: int
     slots: int
-    starts: int
-    """`ForwardBatch.cu_seqlens_q`"""
-    lengths: int
-    """`ForwardBatch.context_lens`"""
+    starts: int  # `ForwardBatch.cu_seqlens_q`
+    lengths: int  # `ForwardBatch.context_lens`
     tables: int
     max_blocks: int
     block_size: int
-    piece: int
-    """keys of a tile that lie side by side"""
+    piece: int  # keys of a tile that lie side by side
     rope: int
     scale: int
     eps: int
@@ -82,18 +77,13 @@ class StepFields(NamedTuple):
     kv_heads: int
     intermediate: int
     residual: int = 0
-    target: int = 0
-    """receives the sums: the residual stream or memory for a part of it"""
-    num_ranks: int = 1
-    """ranks that share the memory of the following fields; 1: none"""
+    target: int = 0  # receives the sums: the residual stream or memory for a part of it
+    num_ranks: int = 1  # ranks that share the memory of the following fields; 1: none
     rank: int = 0
     ranks_barrier: int = 0
-    parts: int = 0
-    """products of each rank, in two turns"""
-    part_size: int = 0
-    """float32 of a rank and a turn"""
-    turn: int = 0
-    """of the first half"""
+    parts: int = 0  # products of each rank, in two turns
+    part_size: int = 0  # float32 of a rank and a turn
+    turn: int = 0  # of the first half
 
 
 class HeadFields(NamedTuple):
@@ -103,8 +93,7 @@ class HeadFields(NamedTuple):
     norm: int
     eps: int
     weight: int
-    scale: int
-    """of a weight of integers, otherwise 0"""
+    scale: int  # of a weight of integers, otherwise 0
     out: int
     normed: int
     scratch: int
@@ -127,14 +116,13 @@ class SampleFields(NamedTuple):
     seeds: int
     temperature: int
     last_token: int
-    thresholds: int = 0
-    """of each row's scores; -inf: none is removed"""
+    thresholds: int = 0  # of each row's scores; -inf: none is removed
     out: int = 0
 
 
+# arguments of the application of a plan as int64: sizes, and addresses
 PLAN = (
     *("record", "block_size", "max_blocks", "num_rows", "num_tokens", "num_tiles", "tile_size"),
     *(f"slot_{name}" for name in Slots._fields),
     *StepBuffers._fields,
 )
-"""arguments of the application of a plan as int64: sizes, and addresses"""

@@ -7,16 +7,11 @@ from torch import Tensor
 
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
-NORM_MAX_SIZE = 16384
-"""columns of a row, which one program holds in registers"""
-NORM_TILE = 1024
-"""minimum elements of a program, which takes several rows where rows are short"""
-NORM_ELEMENTS_PER_WARP = 256
-"""16 bytes of bfloat16 for each thread"""
-COLUMNS = 1024
-"""columns of one token in a program of the activation or the embedding"""
-NUM_WARPS = 4
-"""lets a thread read 16 bytes of bfloat16 from gate and from up"""
+NORM_MAX_SIZE = 16384  # columns of a row, which one program holds in registers
+NORM_TILE = 1024  # minimum elements of a program, which takes several rows where rows are short
+NORM_ELEMENTS_PER_WARP = 256  # 16 bytes of bfloat16 for each thread
+COLUMNS = 1024  # columns of one token in a program of the activation or the embedding
+NUM_WARPS = 4  # lets a thread read 16 bytes of bfloat16 from gate and from up
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -5,8 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 SMALL_TILE, LARGE_TILE = 64, 128
-LONG_CHUNK = 1024
-"""tokens of one row above which large tiles are faster (H200)"""
+LONG_CHUNK = 1024  # tokens of one row above which large tiles are faster (H200)
 
 
 def tile_size(max_seqlen_q: int) -> int:
@@ -19,16 +18,11 @@ class BatchShape(NamedTuple):
 
     num_rows: int
     num_tokens: int
-    num_decode: int
-    """leading rows that decode; for a graph that prefills too, rows that may decode"""
-    num_tiles: int
-    """tiles of all prefill chunks; 0 without prefill"""
-    tile_size: int
-    """tokens of a tile"""
-    max_seqlen_q: int
-    """maximum tokens of one row"""
-    max_seqlen_k: int
-    """longest context"""
+    num_decode: int  # leading rows that decode; for a graph that prefills too, rows that may decode
+    num_tiles: int  # tiles of all prefill chunks; 0 without prefill
+    tile_size: int  # tokens of a tile
+    max_seqlen_q: int  # maximum tokens of one row
+    max_seqlen_k: int  # longest context
 
 
 class ForwardBatch(NamedTuple):
@@ -39,21 +33,12 @@ class ForwardBatch(NamedTuple):
     """
 
     shape: BatchShape
-    input_ids: Tensor
-    """int64 [num_tokens]"""
-    positions: Tensor
-    """int64 [num_tokens]: index of each token in its sequence"""
-    slot_mapping: Tensor
-    """int64 [num_tokens]: block id * block_size + offset of each token's KV"""
-    cu_seqlens_q: Tensor
-    """int32 [num_rows + 1]: index of each row's first token"""
-    cu_seqlens_k: Tensor
-    """int32 [num_rows + 1]: sums of `context_lens`"""
-    context_lens: Tensor
-    """int32 [num_rows]: length of each sequence with this step's tokens"""
-    decode_lens: Tensor
-    """int32 [num_decode]: the same for rows that decode, 0 for others"""
-    tiles: Tensor
-    """int32 [num_tiles, 2]: row and first token in the row; -1 for a padded tile"""
-    block_tables: Tensor
-    """int32 [num_rows, max_blocks]"""
+    input_ids: Tensor  # int64 [num_tokens]
+    positions: Tensor  # int64 [num_tokens]: index of each token in its sequence
+    slot_mapping: Tensor  # int64 [num_tokens]: block id * block_size + offset of each token's KV
+    cu_seqlens_q: Tensor  # int32 [num_rows + 1]: index of each row's first token
+    cu_seqlens_k: Tensor  # int32 [num_rows + 1]: sums of `context_lens`
+    context_lens: Tensor  # int32 [num_rows]: length of each sequence with this step's tokens
+    decode_lens: Tensor  # int32 [num_decode]: the same for rows that decode, 0 for others
+    tiles: Tensor  # int32 [num_tiles, 2]: row and first token in the row; -1 for a padded tile
+    block_tables: Tensor  # int32 [num_rows, max_blocks]

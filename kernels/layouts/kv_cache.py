@@ -19,8 +19,8 @@ class KVCache(NamedTuple):
 
     k: Tensor
     v: Tensor
+    # scales of keys and of values in FP8: float32 [num_blocks, num_kv_heads, block_size]
     scales: tuple[Tensor, Tensor] | None = None
-    """scales of keys and of values in FP8: float32 [num_blocks, num_kv_heads, block_size]"""
 
     def check(self, dtype: torch.dtype, block_size: int, num_kv_heads: int, head_dim: int) -> None:
         """Raise ValueError unless the cache has these sizes (-1: any), in `dtype` or in FP8."""

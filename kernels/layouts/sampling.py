@@ -6,37 +6,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# flags of a slot: its row has penalties, a bias, or a bitmask; or the row is left to a second call
+# of `process_logits`
 PENALTIES, BIAS, MASK, DEFERRED = 1, 2, 4, 8
-"""flags of a slot: its row has penalties, a bias, or a bitmask; or the row is left to a second call
-of `process_logits`"""
 NUM_COLUMNS = 8
 FLAGS, REPETITION, FREQUENCY, PRESENCE = range(4)
+# columns of `LogitsState.parameters`; penalties as the bits of a float32
 NUM_GIVEN, MIN_LENGTH, NUM_BIAS, NUM_LONG_BIAS = range(4, NUM_COLUMNS)
-"""columns of `LogitsState.parameters`; penalties as the bits of a float32"""
-MAX_BIAS = 2048
-"""biased tokens of a row, including its end tokens"""
+MAX_BIAS = 2048  # biased tokens of a row, including its end tokens
+# bias of a forbidden token; finite, so that the token can be drawn if a grammar allows no other
 NEVER = -1e30
-"""bias of a forbidden token; finite, so that the token can be drawn if a grammar allows no other"""
 
-RUN = 4096
-"""token ids that share a run of 1024 counters of four words each"""
+RUN = 4096  # token ids that share a run of 1024 counters of four words each
 
 
 class SamplingTensors(NamedTuple):
     """Sampling parameters and last tokens by slot, each [num_slots]."""
 
-    seeds: Tensor
-    """int64"""
-    temperature: Tensor
-    """float32; 0: greedy"""
-    top_k: Tensor
-    """int32; 0 or less: all tokens"""
-    top_p: Tensor
-    """float32; 1: all tokens"""
-    min_p: Tensor
-    """float32; 0: all tokens"""
-    last_token: Tensor
-    """int64: `sample` writes the new token here"""
+    seeds: Tensor  # int64
+    temperature: Tensor  # float32; 0: greedy
+    top_k: Tensor  # int32; 0 or less: all tokens
+    top_p: Tensor  # float32; 1: all tokens
+    min_p: Tensor  # float32; 0: all tokens
+    last_token: Tensor  # int64: `sample` writes the new token here
 
 
 class LogitsState(NamedTuple):
@@ -46,17 +38,14 @@ class LogitsState(NamedTuple):
     at positions before `MIN_LENGTH`.
     """
 
-    first_token: int
-    """token id of the shard's first logit"""
-    parameters: Tensor
-    """int32 [num_slots, NUM_COLUMNS]: the columns above"""
+    first_token: int  # token id of the shard's first logit
+    parameters: Tensor  # int32 [num_slots, NUM_COLUMNS]: the columns above
+    # int32 [num_slots, tokens of the shard]: twice the occurrences in the output, plus 1 if the
+    # prompt has the token
     occurrences: Tensor
-    """int32 [num_slots, tokens of the shard]: twice the occurrences in the output, plus 1 if the
-    prompt has the token"""
-    bias: Tensor
-    """int32 [num_slots, 2, MAX_BIAS]: token ids, and values as the bits of a float32"""
+    bias: Tensor  # int32 [num_slots, 2, MAX_BIAS]: token ids, and values as the bits of a float32
+    # int32 [num_slots, ceil(vocab_size / 32)]: bit i of word w allows token 32 w + i
     bitmask: Tensor
-    """int32 [num_slots, ceil(vocab_size / 32)]: bit i of word w allows token 32 w + i"""
 
 
 def shard_size(vocab_size: int, num_ranks: int) -> int:

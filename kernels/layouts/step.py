@@ -9,25 +9,23 @@ from torch import Tensor
 from penstock.kernels.layouts.forward_batch import SMALL_TILE, BatchShape, ForwardBatch
 from penstock.kernels.layouts.sampling import SamplingTensors
 
+# int32 of the parts of a record; see `penstock.kernels.step.apply_plan`
 HEADER, ROW, APPENDED, PARAMETERS = 8, 8, 3, 8
-"""int32 of the parts of a record; see `penstock.kernels.step.apply_plan`"""
+# columns of a record's rows
 SLOT, START, COUNT, FIRST, TOKEN_INDEX, FIRST_KEY, SAMPLING_SLOT, UNUSED = range(ROW)
-"""columns of a record's rows"""
 
 
 class Slots(NamedTuple):
     """The persistent batch on the device, by slot."""
 
-    block_tables: Tensor
-    """int32 [num_slots, max_blocks]"""
+    block_tables: Tensor  # int32 [num_slots, max_blocks]
+    # int64 [num_slots + 1]: sampled last; the last element takes writes for slot -1
     last_token: Tensor
-    """int64 [num_slots + 1]: sampled last; the last element takes writes for slot -1"""
     seeds: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
-    min_p: Tensor
-    """[num_slots], as in `SamplingTensors`"""
+    min_p: Tensor  # [num_slots], as in `SamplingTensors`
 
     def sampling(self) -> SamplingTensors:
         """Return the arguments of `sample` by slot."""
@@ -39,24 +37,16 @@ class StepBuffers(NamedTuple):
 
     input_ids: Tensor
     positions: Tensor
-    slot_mapping: Tensor
-    """int64 [max_tokens]"""
+    slot_mapping: Tensor  # int64 [max_tokens]
     cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    """int32 [num_slots + 1]"""
+    cu_seqlens_k: Tensor  # int32 [num_slots + 1]
     context_lens: Tensor
-    decode_lens: Tensor
-    """int32 [num_slots]"""
-    tiles: Tensor
-    """int32 [max_tiles, 2]"""
-    block_tables: Tensor
-    """int32 [num_slots, max_blocks]"""
-    slots: Tensor
-    """int64 [num_slots]: slots of the rows that sample; -1 for others"""
-    last_tokens: Tensor
-    """int64 [num_slots]: index in the step of each row's last token"""
-    next_positions: Tensor
-    """int64 [num_slots]: index of each row's next token in its sequence"""
+    decode_lens: Tensor  # int32 [num_slots]
+    tiles: Tensor  # int32 [max_tiles, 2]
+    block_tables: Tensor  # int32 [num_slots, max_blocks]
+    slots: Tensor  # int64 [num_slots]: slots of the rows that sample; -1 for others
+    last_tokens: Tensor  # int64 [num_slots]: index in the step of each row's last token
+    next_positions: Tensor  # int64 [num_slots]: index of each row's next token in its sequence
 
     def forward_batch(self, shape: BatchShape) -> ForwardBatch:
         """Return the front of the buffers, of this shape."""

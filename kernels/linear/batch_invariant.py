@@ -18,10 +18,10 @@ from torch.nn import functional
 
 ALIGNMENT = 16
 INNER_PIECE = 512
+# rows of one call if the check passes; otherwise 16, or each row alone in a call of 16
 MAX_ROWS = 256
-"""rows of one call if the check passes; otherwise 16, or each row alone in a call of 16"""
+# inner dimension and columns
 PROBED_SHAPES = [(16, 16), (16, 1024), (64, 48), (80, 16), (512, 16), (512, 80), (128, 1024)]
-"""inner dimension and columns"""
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

@@ -43,29 +43,25 @@ from penstock.kernels.triton_pdl import LAUNCH
 
 FEW_ROWS: int = ROWS.value
 NUM_RANGES: int = RANGES.value
-SMALL_WEIGHT = 8 << 20
-"""maximum elements of a weight with four ranges"""
+SMALL_WEIGHT = 8 << 20  # maximum elements of a weight with four ranges
+# programs of a product of few rows, below which the inner dimension has more ranges
 MIN_PROGRAMS = 96
-"""programs of a product of few rows, below which the inner dimension has more ranges"""
-BN = 32
-"""columns of a program of few rows"""
-MANY_COLUMNS = 1 << 16
-"""columns from which a program has more, such as those of the output layer"""
+BN = 32  # columns of a program of few rows
+MANY_COLUMNS = 1 << 16  # columns from which a program has more, such as those of the output layer
 
 
 class RangedTile(NamedTuple):
     """Tile sizes of a product of many rows."""
 
     bm: int
-    bn: int
-    """columns; with two weights, of both together"""
+    bn: int  # columns; with two weights, of both together
     num_warps: int
     num_stages: int
     bk: int = 64
-    one_loop: bool = False
-    """the loop over the inner dimension continues at the end of a range"""
+    one_loop: bool = False  # the loop over the inner dimension continues at the end of a range
 
 
+# the largest first
 TILES = (
     RangedTile(128, 256, 8, 3),
     RangedTile(128, 128, 8, 3),
@@ -74,7 +70,6 @@ TILES = (
     RangedTile(64, 64, 4, 3),
     RangedTile(64, 64, 4, 2),
 )
-"""the largest first"""
 BK = 64
 
 

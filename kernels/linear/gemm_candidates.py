@@ -7,6 +7,7 @@ from penstock.kernels.device import Device, this_device
 from penstock.kernels.layouts.sampling import shard_size
 from penstock.kernels.linear.gemm_config import MAX_PARTIALS, GemmConfig, row_block
 
+# hidden size, intermediate size, heads, key-value heads of the published Qwen3
 PUBLISHED = {
     "0.6B": (1024, 3072, 16, 8),
     "1.7B": (2048, 6144, 16, 8),
@@ -15,18 +16,16 @@ PUBLISHED = {
     "14B": (5120, 17408, 40, 8),
     "32B": (5120, 25600, 64, 8),
 }
-"""hidden size, intermediate size, heads, key-value heads of the published Qwen3"""
+# the published sizes, and ranks' parts of them, such as "8B/2" for 8B at TP 2
 SIZES = PUBLISHED | {
     f"{name}/{tp}": (hidden, intermediate // tp, heads // tp, max(1, kv_heads // tp))
     for name, (hidden, intermediate, heads, kv_heads) in PUBLISHED.items()
     for tp in (2, 4, 8)
     if heads % tp == 0
 }
-"""the published sizes, and ranks' parts of them, such as "8B/2" for 8B at TP 2"""
 HEAD_DIM = 128
 VOCAB_SIZE = 151936
-RESERVED_BYTES = 7 << 10
-"""shared memory of an SM that tiles leave"""
+RESERVED_BYTES = 7 << 10  # shared memory of an SM that tiles leave
 
 
 class GemmShape(NamedTuple):

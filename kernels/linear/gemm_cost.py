@@ -14,16 +14,14 @@ from penstock.kernels.linear.gemm_candidates import (
 )
 from penstock.kernels.linear.gemm_config import GemmConfig, row_block
 
+# bytes of an SM in flight that use the bandwidth: latency times an SM's share of it
 IN_FLIGHT = 40 << 10
-"""bytes of an SM in flight that use the bandwidth: latency times an SM's share of it"""
-L2_SPEED = 3
-"""bandwidth of the L2 in units of the memory's"""
-SPLIT_BYTES = 24 << 10
-"""bytes that an SM could read while the last program adds up the splits"""
+L2_SPEED = 3  # bandwidth of the L2 in units of the memory's
+SPLIT_BYTES = 24 << 10  # bytes that an SM could read while the last program adds up the splits
+# bytes of weights for each SM up to which one fused launch beats cuBLAS with 17 to 64 rows
 SMALL_BYTES = 128 << 10
-"""bytes of weights for each SM up to which one fused launch beats cuBLAS with 17 to 64 rows"""
+# sums of a thread, by the bytes of a weight; widened weights need registers too
 MAX_SUMS = {2: 128, 1: 64}
-"""sums of a thread, by the bytes of a weight; widened weights need registers too"""
 
 
 @cache

@@ -25,8 +25,7 @@ from penstock.kernels.quantize.packed import Packed, check_packed
 from penstock.kernels.quantize.quantize import quantize
 from penstock.kernels.quantize.types import FP8, Matrix, Quantized, Rows, parts, scale_shape
 
-MAX_FUSED_ROWS = 64
-"""rows of a product by one kernel"""
+MAX_FUSED_ROWS = 64  # rows of a product by one kernel
 
 
 def linear(x: Rows, weight: Matrix, out: Tensor | None = None) -> Tensor:

@@ -21,30 +21,24 @@ from penstock.kernels.linear.triton_packed import dequantize_kernel, packed_gemm
 from penstock.kernels.quantize.packed import BLOCK, Packed
 from penstock.kernels.triton_pdl import LAUNCH
 
+# rows up to which reading the weights once for 64 rows is faster than dequantizing them
 MAX_ROWS = 128
-"""rows up to which reading the weights once for 64 rows is faster than dequantizing them"""
-BN = 64
-"""rows of a tile of the weight: those of an asynchronous product of compute capability 9.0"""
+BN = 64  # rows of a tile of the weight: those of an asynchronous product of compute capability 9.0
+# rows of a tile → programs of products with one and with two weights, measured on an H200
 PROGRAMS_PER_SM = {8: (4, 3), 16: (3, 3), 32: (2, 2), 64: (2, 2)}
-"""rows of a tile → programs of products with one and with two weights, measured on an H200"""
-MAX_STAGES = {8: (5, 3), 16: (4, 3), 32: (3, 3), 64: (3, 3)}
-"""rows of a tile → stages, likewise"""
-MIN_STEPS = 4
-"""steps of a program, at least, where the inner dimension is split"""
+MAX_STAGES = {8: (5, 3), 16: (4, 3), 32: (3, 3), 64: (3, 3)}  # rows of a tile → stages, likewise
+MIN_STEPS = 4  # steps of a program, at least, where the inner dimension is split
 
 
 class PackedTile(NamedTuple):
     """Tile sizes of a product."""
 
-    bm: int
-    """rows of x"""
-    bk: int
-    """columns of a step, all of one group"""
+    bm: int  # rows of x
+    bk: int  # columns of a step, all of one group
     split_k: int
     num_stages: int
     num_warps: int
-    steps: int = 2
-    """steps of an iteration, 1 or 2"""
+    steps: int = 2  # steps of an iteration, 1 or 2
 
 
 def is_synchronous(device: Device) -> bool:

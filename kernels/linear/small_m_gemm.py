@@ -24,26 +24,20 @@ from penstock.kernels.quantize.triton_e4m3 import as_operand
 from penstock.kernels.quantize.types import Quantized, Rows, parts
 from penstock.kernels.triton_pdl import LAUNCH
 
-MAX_TILES = 8192
-"""tiles of a product with split-K"""
+MAX_TILES = 8192  # tiles of a product with split-K
+# bytes of weights up to which the next kernel may overlap a product of several rows
 EARLY = 24 << 20
-"""bytes of weights up to which the next kernel may overlap a product of several rows"""
 
 
 class Product(NamedTuple):
     """Operands of `residual + act(rms_norm(x) @ weight.T)`; all except the product are optional."""
 
-    x: Tensor
-    """[num_rows, K], num_rows <= MAX_ROWS"""
-    weight: Rows
-    """[N, K], with swiglu [2 * N, K]: gate, then up"""
-    out: Tensor
-    """[num_rows, N]"""
-    norm_weight: Tensor | None = None
-    """[K]"""
+    x: Tensor  # [num_rows, K], num_rows <= MAX_ROWS
+    weight: Rows  # [N, K], with swiglu [2 * N, K]: gate, then up
+    out: Tensor  # [num_rows, N]
+    norm_weight: Tensor | None = None  # [K]
     eps: float = 0.0
-    residual: Tensor | None = None
-    """[num_rows, N]"""
+    residual: Tensor | None = None  # [num_rows, N]
     swiglu: bool = False
 
 

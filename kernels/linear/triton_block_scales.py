@@ -15,10 +15,9 @@ from penstock.kernels.quantize.types import BLOCK, Quantized
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 _BLOCK = tl.constexpr(BLOCK)
+# rows and columns of a tile of the result, up to 128 columns; warps; stages
 Tile = tuple[int, int, int, int]
-"""rows and columns of a tile of the result, up to 128 columns; warps; stages"""
-GROUP = 8
-"""tiles of rows that read the same weights in turn, from the L2"""
+GROUP = 8  # tiles of rows that read the same weights in turn, from the L2
 
 
 @triton.jit

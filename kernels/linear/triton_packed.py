@@ -15,10 +15,8 @@ from penstock.kernels.triton_pdl import PDL, launch_dependents, prefetch, wait
 
 BLOCK = tl.constexpr(packed.BLOCK)
 ZERO_BITS = tl.constexpr(packed.ZERO_BITS)
-ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
-"""Triton's interpreter has no assembly"""
-PREFETCH = tl.constexpr(4)
-"""blocks of columns of a tile that are read before previous kernels end"""
+ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)  # Triton's interpreter has no assembly
+PREFETCH = tl.constexpr(4)  # blocks of columns of a tile that are read before previous kernels end
 
 
 @triton.jit

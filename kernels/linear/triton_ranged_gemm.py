@@ -17,10 +17,8 @@ from penstock.kernels.linear.triton_epilogue import (
 from penstock.kernels.linear.triton_small_m_gemm import in_turn, scaled, weight_tile
 from penstock.kernels.triton_pdl import launch_dependents, wait
 
-RANGES = tl.constexpr(4)
-"""ranges of a small weight"""
-ROWS = tl.constexpr(16)
-"""rows of a tile of tensor cores"""
+RANGES = tl.constexpr(4)  # ranges of a small weight
+ROWS = tl.constexpr(16)  # rows of a tile of tensor cores
 
 
 @triton.jit

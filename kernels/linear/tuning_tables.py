@@ -20,8 +20,7 @@ from penstock.kernels.device import Device
 from penstock.kernels.linear.gemm_config import GemmConfig, Table
 
 log = logging.getLogger(__name__)
-VERSION = 1
-"""of the file's format"""
+VERSION = 1  # of the file's format
 KINDS = ("add", "norm", "swiglu", "logits")
 FOLDER = Path(__file__).with_name("tuning")
 MEASURED = FOLDER / "NVIDIA-H200.json"
@@ -35,8 +34,7 @@ SOURCES = (
     "../quantize/triton_e4m3.py",
     "../triton_pdl.py",
 )
-Tables = dict[str, Table]
-"""of weights in "bfloat16" and "fp8" """
+Tables = dict[str, Table]  # of weights in "bfloat16" and "fp8"
 
 
 class Origin(Struct, frozen=True, kw_only=True):
@@ -48,8 +46,7 @@ class Origin(Struct, frozen=True, kw_only=True):
     shared_bytes: int
     num_sms: int
     triton: str
-    kernels: str
-    """digest of the kernels' source"""
+    kernels: str  # digest of the kernels' source
 
 
 class _Header(Struct):

@@ -25,20 +25,17 @@ from penstock.kernels.quantize.triton_e4m3 import as_operand
 from penstock.kernels.quantize.types import Matrix, Quantized, parts
 from penstock.kernels.triton_pdl import LAUNCH
 
+# tile sizes for few rows, unless `choose` knows better
 ROUTER = GemmConfig("mma", 16, 128, 4, 4, 3, 512)
-"""tile sizes for few rows, unless `choose` knows better"""
 COUNTS = 32
-BLOCK = 512
-"""columns of a program of `combine`"""
+BLOCK = 512  # columns of a program of `combine`
 
 
 class GemmTile(NamedTuple):
     """Tile sizes of a grouped product."""
 
-    bn: int
-    """columns of a tile, in gate and up each"""
-    bk: int
-    """elements of the inner dimension per iteration"""
+    bn: int  # columns of a tile, in gate and up each
+    bk: int  # elements of the inner dimension per iteration
     num_warps: int
     num_stages: int
 
@@ -46,27 +43,26 @@ class GemmTile(NamedTuple):
 class MoeTuning(NamedTuple):
     """Tile sizes of both products."""
 
-    bm: int
-    """pairs of a token and an expert in a tile"""
+    bm: int  # pairs of a token and an expert in a tile
     gate_up: GemmTile
     down: GemmTile
 
 
+# for weights in 16 bits if wider tiles leave SMs idle
 NARROW = MoeTuning(16, GemmTile(16, 128, 2, 4), GemmTile(32, 128, 4, 4))
-"""for weights in 16 bits if wider tiles leave SMs idle"""
+# (maximum pairs of an expert on average, tile sizes)
 TUNINGS = (
     (8, MoeTuning(16, GemmTile(32, 128, 4, 3), GemmTile(32, 256, 4, 3))),
     (24, MoeTuning(32, GemmTile(64, 64, 4, 4), GemmTile(64, 128, 4, 3))),
     (96, MoeTuning(64, GemmTile(64, 64, 4, 4), GemmTile(128, 64, 4, 4))),
     (1 << 30, MoeTuning(128, GemmTile(128, 64, 8, 4), GemmTile(256, 64, 8, 4))),
 )
-"""(maximum pairs of an expert on average, tile sizes)"""
+# for weights in 8 bits
 FP8_TUNINGS = (
     (8, MoeTuning(16, GemmTile(32, 128, 4, 3), GemmTile(64, 128, 4, 3))),
     (24, MoeTuning(32, GemmTile(64, 128, 4, 3), GemmTile(128, 64, 4, 3))),
     (1 << 30, MoeTuning(64, GemmTile(64, 64, 4, 3), GemmTile(128, 64, 4, 3))),
 )
-"""for weights in 8 bits"""
 
 
 def gemm_shared_bytes(tile: GemmTile, bm: int, num_weights: int, is_fp8: bool) -> int:
@@ -108,14 +104,11 @@ def choose_tuning(
 class Routing(NamedTuple):
     """Pairs of a token and one of its local experts, sorted by expert."""
 
-    weights: Tensor
-    """float32 [num_tokens, top_k]"""
-    sources: Tensor
-    """int32 [pairs]: the token of each pair"""
+    weights: Tensor  # float32 [num_tokens, top_k]
+    sources: Tensor  # int32 [pairs]: the token of each pair
+    # int32 [num_tokens, top_k]: indices of a token's pairs; -1: the expert is not local
     places: Tensor
-    """int32 [num_tokens, top_k]: indices of a token's pairs; -1: the expert is not local"""
-    tiles: Tensor
-    """int32 [1 + maximum tiles, TILE]: the number of tiles, then the tiles"""
+    tiles: Tensor  # int32 [1 + maximum tiles, TILE]: the number of tiles, then the tiles
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:

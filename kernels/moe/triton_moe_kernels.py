@@ -15,8 +15,7 @@ from penstock.kernels.quantize import types
 from penstock.kernels.triton_pdl import launch_dependents, wait
 
 BLOCK = tl.constexpr(types.BLOCK)
-TILE = tl.constexpr(4)
-"""int32 of a tile in the list: expert, first pair, end of the pairs, unused"""
+TILE = tl.constexpr(4)  # int32 of a tile in the list: expert, first pair, end of the pairs, unused
 
 
 @triton.jit

@@ -11,10 +11,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-UNIT = 64
-"""columns"""
-MAX_GROUP = 128
-"""columns of a group; larger groups are stored as several"""
+UNIT = 64  # columns
+MAX_GROUP = 128  # columns of a group; larger groups are stored as several
 MIN_GROUP = 32
 
 
@@ -22,10 +20,9 @@ MIN_GROUP = 32
 class Integers:
     """A matrix [num_rows, num_columns]: `codes * scale`, plus a shift for each group if it has."""
 
+    # int8 [num_rows, num_columns], or uint8 [num_rows, num_columns / 2]: codes plus 8
     codes: Tensor
-    """int8 [num_rows, num_columns], or uint8 [num_rows, num_columns / 2]: codes plus 8"""
-    scale: Tensor
-    """float32 [num_rows, groups], or of scale and shift [num_rows, groups, 2]"""
+    scale: Tensor  # float32 [num_rows, groups], or of scale and shift [num_rows, groups, 2]
 
     @property
     def bits(self) -> int:

@@ -15,27 +15,22 @@ from torch.nn import functional
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
 
-BLOCK = 128
-"""columns of a row whose words are adjacent"""
+BLOCK = 128  # columns of a row whose words are adjacent
 
-ZERO_BITS = 255
-"""the lowest bits of a scale in float32, 0 in every number of float16 and bfloat16"""
+ZERO_BITS = 255  # the lowest bits of a scale in float32, 0 in every number of float16 and bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """Packed matrices [..., num_rows, num_columns]."""
 
-    words: Tensor
-    """int32 [..., blocks, num_rows, 4 * bits]; the last block is padded"""
-    groups: Tensor
-    """int32 [..., groups, num_rows], of `pack_groups`: a scale and a zero point"""
+    words: Tensor  # int32 [..., blocks, num_rows, 4 * bits]; the last block is padded
+    groups: Tensor  # int32 [..., groups, num_rows], of `pack_groups`: a scale and a zero point
+    # int32 [..., num_columns]: the matrix's column of each packed one, sorted by groups; None:
+    # packed in the matrix's order
     order: Tensor | None
-    """int32 [..., num_columns]: the matrix's column of each packed one, sorted by groups; None:
-    packed in the matrix's order"""
     num_columns: int
-    group_size: int
-    """packed columns with one scale"""
+    group_size: int  # packed columns with one scale
 
     @property
     def bits(self) -> int:

@@ -12,10 +12,8 @@ from penstock.kernels.device import this_device
 from penstock.kernels.quantize.types import FP8, LARGEST
 
 _LARGEST = tl.constexpr(LARGEST)
-_SUBNORMAL = tl.constexpr(2**-6)
-"""lower bound of e4m3's normal numbers"""
-_STEPS = tl.constexpr(16384.0)
-"""float32 has steps of 2**-9 here, as subnormal numbers of e4m3 have"""
+_SUBNORMAL = tl.constexpr(2**-6)  # lower bound of e4m3's normal numbers
+_STEPS = tl.constexpr(16384.0)  # float32 has steps of 2**-9 here, as subnormal numbers of e4m3 have
 _STEPS_BITS = tl.constexpr(0x46800000)
 
 

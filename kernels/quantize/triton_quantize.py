@@ -9,8 +9,7 @@ from penstock.kernels.quantize.triton_e4m3 import as_operand, narrow
 from penstock.kernels.quantize.types import FP8, LARGEST, SMALLEST
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
-MAX_SIZE = 32768
-"""columns of a row, which one program holds in registers"""
+MAX_SIZE = 32768  # columns of a row, which one program holds in registers
 ELEMENTS_PER_WARP = 512
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 

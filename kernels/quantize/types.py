@@ -14,24 +14,20 @@ from torch import Tensor
 from penstock.kernels.quantize.packed import Packed
 
 FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max
-"""448"""
-BLOCK = 128
-"""rows, and columns, of a block with one scale"""
-SMALLEST = 1e-12
-"""lower bound of a row's largest element, so that a row of zeros has a scale"""
+LARGEST = torch.finfo(FP8).max  # 448
+BLOCK = 128  # rows, and columns, of a block with one scale
+SMALLEST = 1e-12  # lower bound of a row's largest element, so that a row of zeros has a scale
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
     """Quantized matrices: row i is `values[i] * scale[i]`, or each block has a scale."""
 
-    values: Tensor
-    """float8_e4m3fn [..., num_rows, num_columns]"""
+    values: Tensor  # float8_e4m3fn [..., num_rows, num_columns]
+    # float32 [..., num_rows], or for blocks of 128 by 128 [..., row blocks, column blocks]
     scale: Tensor
-    """float32 [..., num_rows], or for blocks of 128 by 128 [..., row blocks, column blocks]"""
+    # of the numbers before, if they are activations, and of products with them
     dtype: torch.dtype = torch.bfloat16
-    """of the numbers before, if they are activations, and of products with them"""
 
     @property
     def shape(self) -> torch.Size:
@@ -72,8 +68,7 @@ class Quantized:
         return [self[begin:end] for begin, end in pairwise([0, *accumulate(sizes)])]
 
 
-Rows = Tensor | Quantized
-"""activations, or a weight that is not packed"""
+Rows = Tensor | Quantized  # activations, or a weight that is not packed
 Matrix = Rows | Packed
 
 

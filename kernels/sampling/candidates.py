@@ -12,10 +12,8 @@ from torch import Tensor
 from penstock.kernels.layouts.sampling import SamplingTensors
 from penstock.kernels.sampling.sampling import sample
 
-NUM_LIKELIEST = 64
-"""candidates of each rank in addition to the drawn token"""
-NEVER = -1e30
-"""logit of other tokens; finite, so that sums over such tokens alone are not NaN"""
+NUM_LIKELIEST = 64  # candidates of each rank in addition to the drawn token
+NEVER = -1e30  # logit of other tokens; finite, so that sums over such tokens alone are not NaN
 
 
 def candidates_suffice(temperature: float, top_k: int, top_p: float, min_p: float) -> bool:

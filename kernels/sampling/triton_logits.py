@@ -12,10 +12,10 @@ from penstock.kernels.sampling.triton_sampling import summarise_run
 from penstock.kernels.sampling.triton_top_k_top_p import GROUP, GROUPS_PER_RUN
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
+# programs of a row in a large batch, and of a small batch; few: most rows need no change
 PROGRAMS_PER_ROW, NUM_PROGRAMS = 8, 1024
-"""programs of a row in a large batch, and of a small batch; few: most rows need no change"""
+# small: many registers, of which other programs need some while a program waits for memory
 BLOCK, MASK_BLOCK = 1024, 4096
-"""small: many registers, of which other programs need some while a program waits for memory"""
 _BIAS_BLOCK = tl.constexpr(256)
 _PENALTIES, _BIAS = tl.constexpr(layout.PENALTIES), tl.constexpr(layout.BIAS)
 _MASK, _DEFERRED = tl.constexpr(layout.MASK), tl.constexpr(layout.DEFERRED)

@@ -48,14 +48,10 @@ def sample(
 class Runs(NamedTuple):
     """Results of the first kernel for each row and run: contiguous arrays."""
 
-    best: Tensor
-    """float32: the best score, or the largest logit"""
-    sum: Tensor
-    """float32: the sum of the softmax's weights, relative to the largest"""
-    token: Tensor
-    """int32: the token with the best score"""
-    group_max: Tensor
-    """float32: the largest logit of each group"""
+    best: Tensor  # float32: the best score, or the largest logit
+    sum: Tensor  # float32: the sum of the softmax's weights, relative to the largest
+    token: Tensor  # int32: the token with the best score
+    group_max: Tensor  # float32: the largest logit of each group
 
 
 def scan_runs(arguments: Sequence[Any], vocab_size: int, shards: Shards) -> None:

@@ -17,11 +17,9 @@ from penstock.kernels.sampling.triton_gumbel import RUN, best, noise_of, weight
 
 GROUP = tl.constexpr(32)
 GROUPS_PER_RUN = tl.constexpr(RUN.value // GROUP.value)
-_TILE = tl.constexpr(128)
-"""groups read at a time"""
+_TILE = tl.constexpr(128)  # groups read at a time
 _LOWEST = tl.constexpr(-(2**31))
-_NO_GROUP = tl.constexpr(2**25)
-"""a group whose token ids exceed any vocabulary"""
+_NO_GROUP = tl.constexpr(2**25)  # a group whose token ids exceed any vocabulary
 
 
 @triton.jit

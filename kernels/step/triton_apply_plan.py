@@ -8,8 +8,7 @@ from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.layouts.step import Slots, StepBuffers
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
-NUM_PROGRAMS = 16
-"""programs of `_apply_changes`"""
+NUM_PROGRAMS = 16  # programs of `_apply_changes`
 BLOCK = 256
 
 

@@ -24,8 +24,7 @@ from penstock.launch.pipeline.target import free_port, private_pipeline
 Result = dict[str, Any]
 KINDS = ("http", "gateway", "detokenizer", "scheduler", "worker", "client")
 EVENT_END, LAST_CHUNK = b"\n\n", b"0\r\n\r\n"
-CONNECT_RETRIES = 7
-"""of httpx, which waits twice as long before each: half a minute in all"""
+CONNECT_RETRIES = 7  # of httpx, which waits twice as long before each: half a minute in all
 READ_BYTES = 1 << 18
 
 
@@ -73,12 +72,9 @@ class EventClient:
         )
         head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json"
         self._request = b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head.encode(), len(body), body)
-        self._num_tokens = num_streams * max_tokens
-        """of a run"""
-        self.num_events = self.num_tokens = 0
-        """of all runs"""
-        self.ttft: list[float] = []
-        """seconds to the first event of each stream"""
+        self._num_tokens = num_streams * max_tokens  # of a run
+        self.num_events = self.num_tokens = 0  # of all runs
+        self.ttft: list[float] = []  # seconds to the first event of each stream
         self._poll = select.epoll()
         self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_streams)]
         self._by_fd = {one.fileno(): one for one in self._sockets}

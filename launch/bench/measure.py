@@ -12,8 +12,8 @@ from penstock.protocol.client.session import Answer
 from penstock.protocol.messages.client import ErrorReply, GenerateReply, GenerateRequest
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 
+# seconds to wait for the scheduler's report of the end; it reports every half second
 REPORT_TIMEOUT = 5.0
-"""seconds to wait for the scheduler's report of the end; it reports every half second"""
 
 
 class Meter(LocalClient):
@@ -26,8 +26,7 @@ class Meter(LocalClient):
         sampling = ("temperature", "top_k", "top_p")
         self.sampling: dict[str, Any] = {name: getattr(options, name) for name in sampling}
         self.sampling["min_p"] = 0.0
-        self.report = self.status(wait=True)
-        """of the last idle moment"""
+        self.report = self.status(wait=True)  # of the last idle moment
 
     @property
     def gpu_idle_us(self) -> tuple[float, float]:

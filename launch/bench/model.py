@@ -37,8 +37,7 @@ from penstock.launch.pipeline.options import flag, given_options
 from penstock.protocol.config import Config
 
 WARM_UP_TOKENS = 16
-IDLE_REQUESTS = 5
-"""of each kind, sent one by one before the load"""
+IDLE_REQUESTS = 5  # of each kind, sent one by one before the load
 
 
 def bench_offline(options: OfflineOptions, arguments: Namespace) -> dict[str, Any]:

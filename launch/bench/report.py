@@ -43,6 +43,7 @@ LOAD_COLUMNS = (
     *("requests sent/s", "latest send ms", "requests/s", "good ones/s", "output tokens/s"),
     *("seconds", "completed", "failed", "preemptions"),
 )
+# options that are in the headline by other words, or do not matter
 NOT_SHOWN = {
     *(
         "name",
@@ -55,7 +56,6 @@ NOT_SHOWN = {
         "log_level",
     )
 }
-"""options that are in the headline by other words, or do not matter"""
 TIMES = ("ttft", "tpot", "itl", "e2el")
 SERVE_COLUMNS = (
     *("requests", "TTFT idle ms", "TTFT ms", "p99", "TPOT ms", "p99"),

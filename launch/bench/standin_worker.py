@@ -17,8 +17,7 @@ from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 
 TOKEN_ID = 65
-WAKE_SECONDS = 0.001
-"""by which a sleep may end late without making the steps longer"""
+WAKE_SECONDS = 0.001  # by which a sleep may end late without making the steps longer
 NUM_BLOCKS = 1 << 16
 BLOCK_SIZE = 16
 

@@ -29,12 +29,10 @@ class Target(Struct):
     endpoint: str
     model: str
     vocab_size: int
-    config: Config | None = None
-    """None where only endpoint and model are known"""
+    config: Config | None = None  # None where only endpoint and model are known
+    # from the start to `ready`, of a pipeline of the benchmark's own
     ready_seconds: float | None = None
-    """from the start to `ready`, of a pipeline of the benchmark's own"""
-    keys: str = ""
-    """folder of keys, if the gateway has some"""
+    keys: str = ""  # folder of keys, if the gateway has some
 
 
 @contextlib.contextmanager

@@ -41,10 +41,9 @@ class Processes:
     """Name → pid, kept up to date by the supervisor's events; to be entered with `async with`."""
 
     def __init__(self, pipeline: str, changes: Changes) -> None:
-        self.num_restarts: Counter[str] = Counter()
-        """by name"""
+        self.num_restarts: Counter[str] = Counter()  # by name
+        # every process that was seen on this machine, if there is no other one
         self.seen: list[psutil.Process] = []
-        """every process that was seen on this machine, if there is no other one"""
         self.pids: dict[str, int] = {}
         self._pipeline = pipeline
         self._changes = changes

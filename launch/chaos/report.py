@@ -30,10 +30,8 @@ class Recovery(Struct):
 
     event: Event
     num_running: int
-    is_over: bool
-    """the pipeline was whole again within the time-out"""
-    silence: float
-    """seconds, the longest in which a stream that ran got nothing"""
+    is_over: bool  # the pipeline was whole again within the time-out
+    silence: float  # seconds, the longest in which a stream that ran got nothing
 
 
 class Outcome(Struct):
@@ -42,18 +40,14 @@ class Outcome(Struct):
     expected: list[Content]
     flights: list[Flight]
     recoveries: list[Recovery]
+    # by name of the process; a worker's death ends the others of its group
     num_restarts: dict[str, int]
-    """by name of the process; a worker's death ends the others of its group"""
+    # resident bytes by kind of process, before and after the load
     memory: tuple[dict[str, int], dict[str, int]]
-    """resident bytes by kind of process, before and after the load"""
-    is_answering: bool
-    """the pipeline, after the load"""
-    used_blocks: int
-    """KV blocks in use after the load, less those before"""
-    processes: list[psutil.Process]
-    """every one there has been"""
-    num_open: int
-    """requests that are open in the gateway or the scheduler after the load"""
+    is_answering: bool  # the pipeline, after the load
+    used_blocks: int  # KV blocks in use after the load, less those before
+    processes: list[psutil.Process]  # every one there has been
+    num_open: int  # requests that are open in the gateway or the scheduler after the load
 
 
 def make_report(outcome: Outcome, *, is_exact: bool) -> dict[str, Any]:

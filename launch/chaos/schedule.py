@@ -61,12 +61,11 @@ class Kill(Struct, frozen=True):
 class Event(Struct, frozen=True):
     """Kills at one moment, and perhaps one more before the pipeline is whole again."""
 
-    num_tokens: int
-    """that the load receives between the recovery from the last event and this one"""
+    num_tokens: int  # that the load receives between the recovery from the last event and this one
     kills: list[Kill]
     again: Kill | None = None
+    # of `again`: the first processes were started again, or the first token after that has come
     moment: Moment = "restart"
-    """of `again`: the first processes were started again, or the first token after that has come"""
 
     @property
     def all_kills(self) -> list[Kill]:

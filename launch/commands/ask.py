@@ -17,8 +17,7 @@ from penstock.launch.commands.client_options import (
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.client.client import Stream
 
-INTERRUPTED = 130
-"""exit code after Ctrl-C, as in shells"""
+INTERRUPTED = 130  # exit code after Ctrl-C, as in shells
 
 
 def add_arguments(command: ArgumentParser) -> None:

@@ -29,15 +29,12 @@ from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
 from penstock.protocol.transport.channel import DECODE_ERRORS
 
-TRIES = 5
-"""of a request whose connection is lost"""
+TRIES = 5  # of a request whose connection is lost
+# attempts to connect again, within 7 s: a process that is restarted listens again by then
 CONNECT_RETRIES = 4
-"""attempts to connect again, within 7 s: a process that is restarted listens again by then"""
-TRY_AGAIN = (429, 503)
-"""the pipeline is overloaded, or a part of it is about to come back"""
+TRY_AGAIN = (429, 503)  # the pipeline is overloaded, or a part of it is about to come back
 
-START = b'{"id":"batch_req_'
-"""of each line of the output"""
+START = b'{"id":"batch_req_'  # of each line of the output
 
 EARLIER = "in an earlier run"
 
@@ -54,23 +51,19 @@ class Line(Struct):
 class Outcome(Struct):
     """One line of the output."""
 
-    id: str
-    """of the line's number"""
+    id: str  # of the line's number
     custom_id: str | None
+    # status_code, request_id and body; None for a line whose request was not sent
     response: dict[str, Any] | None
-    """status_code, request_id and body; None for a line whose request was not sent"""
     error: dict[str, str] | None
 
 
 class Results(Struct):
     """Lines that have a result in the output."""
 
-    done: set[str | None] = msgspec.field(default_factory=set)
-    """by custom_id"""
-    refused: set[str | None] = msgspec.field(default_factory=set)
-    """by custom_id"""
-    bad: set[str] = msgspec.field(default_factory=set)
-    """by id: the custom_id may be missing"""
+    done: set[str | None] = msgspec.field(default_factory=set)  # by custom_id
+    refused: set[str | None] = msgspec.field(default_factory=set)  # by custom_id
+    bad: set[str] = msgspec.field(default_factory=set)  # by id: the custom_id may be missing
 
     def add(self, outcome: Outcome) -> None:
         """Add the line of an outcome."""
@@ -153,8 +146,7 @@ class Batch:
         self._config = config
         self._output = output
         self._earlier = _read_results(output)
-        self._numbers: dict[str, int] = {}
-        """of the lines of the input, by custom_id"""
+        self._numbers: dict[str, int] = {}  # of the lines of the input, by custom_id
         errors = {"bad": len(self._earlier.bad), "refused": len(self._earlier.refused)}
         self._counts = Counter({f"{what} {EARLIER}": n for what, n in errors.items() if n})
 

@@ -15,6 +15,7 @@ from penstock.launch.pipeline.procfile import read_procfile
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.config import Config
 
+# name: description
 COMMANDS = {
     "all": "start a pipeline and keep it running",
     "serve": "do the same as `launch all`, by the name of vLLM's command",
@@ -36,16 +37,15 @@ COMMANDS = {
     "completion": "print a script that completes commands in bash, zsh or fish",
     "help": "print the help of a command",
 }
-"""name: description"""
+# within `penstock.launch`, where it is not `commands.NAME`
 MODULES = {
     **dict.fromkeys(read_procfile(), "commands.service"),
     **dict.fromkeys(("all", "serve"), "commands.start"),
     "bench": "bench.commands",
     "chaos": "chaos.run",
 }
-"""within `penstock.launch`, where it is not `commands.NAME`"""
+# what becomes of characters and bytes that the encoding of a stream lacks
 _UNENCODABLE = {"stdin": "replace", "stdout": "backslashreplace", "stderr": "backslashreplace"}
-"""what becomes of characters and bytes that the encoding of a stream lacks"""
 FIRST_STEPS = """\
 Penstock serves Qwen3 models from a pipeline of small processes.
 

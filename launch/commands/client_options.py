@@ -17,11 +17,9 @@ from penstock.protocol.client.failover import check_addresses
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.messages.sampling import SamplingParams
 
-OPEN_FILES = 32
-"""descriptors of a command with a client, at most"""
+OPEN_FILES = 32  # descriptors of a command with a client, at most
 
-SILENCE = 2.0
-"""seconds without a connection after which the command reports that it waits"""
+SILENCE = 2.0  # seconds without a connection after which the command reports that it waits
 
 
 class WaitingClient(Client):

@@ -15,8 +15,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.run_folder import check_own_folder
 
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-TIMEOUT = 30
-"""seconds, of a driver that has to load"""
+TIMEOUT = 30  # seconds, of a driver that has to load
 
 
 class Gpu(NamedTuple):

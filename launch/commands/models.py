@@ -24,11 +24,9 @@ from penstock.protocol.checkpoint import (
 from penstock.protocol.checkpoint_files import check_files, weight_files
 from penstock.protocol.config import Config
 
-CONTEXT = 32_768
-"""tokens of the KV cache with which a model fits"""
+CONTEXT = 32_768  # tokens of the KV cache with which a model fits
 MAX_TP = 8
-INTEGER_BITS = {"int8": 8, "int4": 4}
-"""by --quantization, on CPUs"""
+INTEGER_BITS = {"int8": 8, "int4": 4}  # by --quantization, on CPUs
 
 
 class Machine(Struct):
@@ -41,23 +39,18 @@ class Machine(Struct):
 class Listed(Struct, kw_only=True):
     """A checkpoint; the needs are those of each worker of the smallest group that fits."""
 
-    model: str
-    """as `--model` takes it"""
+    model: str  # as `--model` takes it
     folder: str
-    refusal: str = ""
-    """why it is not served; then there is nothing else"""
+    refusal: str = ""  # why it is not served; then there is nothing else
     dtype: str = ""
     fits: bool = False
     tp: int = 1
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     kv_bytes_of_32k: int = 0
-    needed_bytes: int = 0
-    """with 32k tokens of KV cache, and an estimate of the largest step"""
-    available_bytes: int = 0
-    """of one GPU, or of the RAM, by --gpu-memory-utilization"""
-    max_tokens: int = 0
-    """that fit into the KV cache"""
+    needed_bytes: int = 0  # with 32k tokens of KV cache, and an estimate of the largest step
+    available_bytes: int = 0  # of one GPU, or of the RAM, by --gpu-memory-utilization
+    max_tokens: int = 0  # that fit into the KV cache
 
 
 def add_arguments(command: ArgumentParser) -> None:

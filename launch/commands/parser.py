@@ -13,15 +13,13 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import OTHER_NAMES, flag
 from penstock.protocol.config import DISTRIBUTION
 
-MAX_SHOWN_OPTIONS = 12
-"""options that a usage line lists"""
+MAX_SHOWN_OPTIONS = 12  # options that a usage line lists
 
 
 class Parser(argparse.ArgumentParser):
     """The parser of `launch` and, by argparse's rules, of each of its commands."""
 
-    module = ""
-    """module whose `add_arguments` adds the arguments, imported when they are needed"""
+    module = ""  # module whose `add_arguments` adds the arguments, imported when they are needed
 
     def load(self) -> None:
         """Add the arguments of `module`, once."""

@@ -7,8 +7,8 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import add_name, name_of
 from penstock.launch.pipeline.procfile import kind_of
 
+# kind: the least number that a pipeline needs
 SCALABLE = {"tokenizer": 1, "detokenizer": 1, "http": 0}
-"""kind: the least number that a pipeline needs"""
 
 
 def add_arguments(command: ArgumentParser) -> None:

@@ -56,8 +56,8 @@ from penstock.protocol.transport.process import raise_descriptor_limit
 
 WORKER = "penstock.services.worker"
 MAX_PORTS = 100  # that are tried
+# in the order in which `run_folder` and `tempfile` read them
 RUN_FOLDER_VARIABLES = ("XDG_RUNTIME_DIR", "TMPDIR", "TEMP", "TMP")
-"""in the order in which `run_folder` and `tempfile` read them"""
 
 
 def add_arguments(command: ArgumentParser) -> None:

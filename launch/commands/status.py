@@ -20,8 +20,7 @@ from penstock.protocol.messages.status import (
     StatusReply,
 )
 
-TIMEOUT = 2.0
-"""seconds that the gateway has to answer"""
+TIMEOUT = 2.0  # seconds that the gateway has to answer
 
 
 def add_arguments(command: ArgumentParser) -> None:

@@ -28,10 +28,8 @@ from penstock.protocol.messages.histogram import Histogram
 from penstock.protocol.messages.metrics import Metrics
 from penstock.protocol.messages.status import ModelStatus, SchedulerStatus, StatusReply
 
-SILENCE = 2.0
-"""seconds without a report after which it is said that the gateway does not answer"""
-NUM_KEPT = 60
-"""reports, one each half second, of which percentiles are shown"""
+SILENCE = 2.0  # seconds without a report after which it is said that the gateway does not answer
+NUM_KEPT = 60  # reports, one each half second, of which percentiles are shown
 SHARES = (0.5, 0.9, 0.99)
 TIMES = {
     "TTFT": "time_to_first_token_seconds",

@@ -16,8 +16,7 @@ from penstock.protocol.checkpoint import (
 )
 from penstock.protocol.config import Config
 
-HEAD_DIM = 128
-"""of every published Qwen3"""
+HEAD_DIM = 128  # of every published Qwen3
 
 
 def add_arguments(command: ArgumentParser) -> None:

@@ -19,10 +19,8 @@ from penstock.protocol.messages.client import (
 from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
 from penstock.protocol.tokenizer_file import read_eos_token_ids
 
-MAX_WIDTH = 10
-"""beams; twice as many logprobs are requested, of which 20 are allowed"""
-MAX_PENALTY = 10
-"""exponent of a length; a much greater one is infinite"""
+MAX_WIDTH = 10  # beams; twice as many logprobs are requested, of which 20 are allowed
+MAX_PENALTY = 10  # exponent of a length; a much greater one is infinite
 
 
 class BeamSearchParams(Struct):
@@ -31,12 +29,9 @@ class BeamSearchParams(Struct):
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0
-    """changes nothing: beams follow from the model's own logprobs"""
-    length_penalty: float = 1.0
-    """exponent of the length, by which the sum of logprobs is divided"""
-    include_stop_str_in_output: bool = False
-    """keep the EOS at the end of a beam"""
+    temperature: float = 0.0  # changes nothing: beams follow from the model's own logprobs
+    length_penalty: float = 1.0  # exponent of the length, by which the sum of logprobs is divided
+    include_stop_str_in_output: bool = False  # keep the EOS at the end of a beam
 
     def __post_init__(self) -> None:
         if not 1 <= self.beam_width <= MAX_WIDTH:
@@ -51,15 +46,11 @@ class BeamSearchParams(Struct):
 class Beam(Struct, kw_only=True):
     """One continuation of the prompt."""
 
-    token_ids: list[int] = []
-    """of the output"""
-    logprobs: list[TokenLogprobs] = []
-    """one for each of `token_ids`"""
-    cum_logprob: float = 0.0
-    """the sum, that of an EOS included"""
+    token_ids: list[int] = []  # of the output
+    logprobs: list[TokenLogprobs] = []  # one for each of `token_ids`
+    cum_logprob: float = 0.0  # the sum, that of an EOS included
     finish_reason: FinishReason = "length"
-    stop_reason: int | None = None
-    """the EOS"""
+    stop_reason: int | None = None  # the EOS
 
 
 class BeamSearch:
@@ -140,13 +131,10 @@ class BeamSearch:
 class BeamSearchSequence(Struct, kw_only=True):
     """One of the best continuations of a prompt."""
 
-    tokens: list[int]
-    """of the prompt and of the output"""
-    logprobs: list[ByToken | None]
-    """of the output's tokens"""
+    tokens: list[int]  # of the prompt and of the output
+    logprobs: list[ByToken | None]  # of the output's tokens
     cum_logprob: float
-    text: str
-    """of `tokens`"""
+    text: str  # of `tokens`
     finish_reason: FinishReason
     stop_reason: int | None
 

@@ -15,8 +15,8 @@ from penstock.protocol.messages.client import (
 from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
 from penstock.protocol.messages.sampling import SamplingParams
 
+# token id → its logprob: the token that stands at a position, and the likeliest ones
 ByToken = dict[int, Logprob]
-"""token id → its logprob: the token that stands at a position, and the likeliest ones"""
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
@@ -26,13 +26,10 @@ class CompletionOutput(Struct, kw_only=True):
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None
-    """the sum over `token_ids`, if `logprobs` were requested"""
-    logprobs: list[ByToken | None] | None
-    """one for each of `token_ids`, if they were requested"""
+    cumulative_logprob: float | None  # the sum over `token_ids`, if `logprobs` were requested
+    logprobs: list[ByToken | None] | None  # one for each of `token_ids`, if they were requested
     finish_reason: FinishReason
-    stop_reason: StopReason = None
-    """which of `stop` or `stop_token_ids` ended it; None for EOS"""
+    stop_reason: StopReason = None  # which of `stop` or `stop_token_ids` ended it; None for EOS
 
     def finished(self) -> bool:
         """Return whether the answer has ended; the answers of `LLM` have."""
@@ -42,15 +39,12 @@ class CompletionOutput(Struct, kw_only=True):
 class RequestStateStats(Struct, kw_only=True):
     """Moments of the first answer to a prompt: seconds, all but the first of `time.monotonic`."""
 
-    arrival_time: float
-    """of `time.time`"""
-    queued_ts: float
-    """at the scheduler"""
+    arrival_time: float  # of `time.time`
+    queued_ts: float  # at the scheduler
     scheduled_ts: float
     first_token_ts: float
     last_token_ts: float
-    first_token_latency: float
-    """seconds from the arrival to the first token"""
+    first_token_latency: float  # seconds from the arrival to the first token
     num_generation_tokens: int
 
 
@@ -58,19 +52,14 @@ class RequestOutput(Struct, kw_only=True):
     """One prompt with its answers."""
 
     request_id: str
-    prompt: str | None
-    """None where token ids or a conversation were given"""
+    prompt: str | None  # None where token ids or a conversation were given
     prompt_token_ids: list[int]
+    # one for each prompt token, None for the first, if requested
     prompt_logprobs: list[ByToken | None] | None = None
-    """one for each prompt token, None for the first, if requested"""
-    num_cached_tokens: int = 0
-    """of the prompt, from the prefix cache"""
-    outputs: list[CompletionOutput] = []
-    """as many as `n`, in order"""
-    finished: bool = False
-    """all of `outputs` are here"""
-    metrics: RequestStateStats | None = None
-    """None where no token has come"""
+    num_cached_tokens: int = 0  # of the prompt, from the prefix cache
+    outputs: list[CompletionOutput] = []  # as many as `n`, in order
+    finished: bool = False  # all of `outputs` are here
+    metrics: RequestStateStats | None = None  # None where no token has come
 
     def add(self, index: int, reply: GenerateReply, n: int) -> None:
         """Take answer `index` of `n`; they come in any order."""

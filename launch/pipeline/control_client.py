@@ -19,10 +19,9 @@ from penstock.protocol.messages.supervisor import (
 )
 from penstock.protocol.transport.context import Context
 
-TIMEOUT = 60
-"""seconds"""
+TIMEOUT = 60  # seconds
+# seconds; a worker is back when it has loaded its model, and the next command waits for that
 CHANGE_TIMEOUT = 600
-"""seconds; a worker is back when it has loaded its model, and the next command waits for that"""
 
 
 def request(pipeline: str, message: ControlRequest, timeout: int = TIMEOUT) -> ControlReply:

@@ -25,11 +25,10 @@ from penstock.protocol.checkpoint import (
 )
 
 MAGIC = b"GGUF"
-GROUP = 32
-"""columns with one scale"""
+GROUP = 32  # columns with one scale
 _PLAIN = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
+# types of tokens: of the model of byte pairs, added as special ones, and added as text
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
-"""types of tokens: of the model of byte pairs, added as special ones, and added as text"""
 MATRICES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -50,15 +49,14 @@ OTHERS = {
     "ffn_gate_inp": "mlp.gate",
 }
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+# words of Qwen's tokenizers, as their `tokenizer.json` has them
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""words of Qwen's tokenizers, as their `tokenizer.json` has them"""
 _ENDS = ("<|im_end|>", "<|endoftext|>")
 
-Tensors = dict[str, tuple[str, NDArray[Any]]]
-"""type in safetensors' words, and data, by name"""
+Tensors = dict[str, tuple[str, NDArray[Any]]]  # type in safetensors' words, and data, by name
 
 
 def convert(path: Path, folder: Path) -> None:

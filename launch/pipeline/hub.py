@@ -24,17 +24,14 @@ class Downloaded(Struct):
     """Result of the downloader."""
 
     folder: str = ""
-    error: str = ""
-    """error message; empty if the folder was found"""
+    error: str = ""  # error message; empty if the folder was found
 
 
 class HubModel(NamedTuple):
     """A repository of the hub."""
 
-    name: str
-    """`Qwen/Qwen3-8B`"""
-    revision: str = ""
-    """branch, tag or commit; empty: the main branch"""
+    name: str  # `Qwen/Qwen3-8B`
+    revision: str = ""  # branch, tag or commit; empty: the main branch
 
     def folder(self, *, weights: bool = True) -> Path:
         """Return the snapshot in the cache, after downloading what it lacks.

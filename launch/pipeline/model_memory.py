@@ -10,17 +10,13 @@ from penstock.protocol.checkpoint import ModelConfig
 from penstock.protocol.config import Config
 
 DEFAULTS = Config()
-RUN = 4096
-"""token ids between which the vocabulary is cut on GPUs"""
-SCALE_BITS = 32
-"""of the scale of a group of integers, with its zero point on GPUs"""
-INTEGER_GROUP = 64
-"""columns of a scale of integers on CPUs"""
-TEMPORARIES = 4
-"""copies of a matrix while it becomes integers"""
+RUN = 4096  # token ids between which the vocabulary is cut on GPUs
+SCALE_BITS = 32  # of the scale of a group of integers, with its zero point on GPUs
+INTEGER_GROUP = 64  # columns of a scale of integers on CPUs
+TEMPORARIES = 4  # copies of a matrix while it becomes integers
+# of the driver, compiled kernels and the allocator's rounding in each worker: at most 1,140 MiB of
+# 0.6B and 8B on an H200
 GPU_CONTEXT_BYTES = 1200 << 20
-"""of the driver, compiled kernels and the allocator's rounding in each worker: at most 1,140 MiB of
-0.6B and 8B on an H200"""
 
 
 class Layout(NamedTuple):
@@ -30,8 +26,7 @@ class Layout(NamedTuple):
     on_gpus: bool = True
     quantize_lm_head: bool = False
     fp8_kv_cache: bool = False
-    integer_bits: int = 0
-    """of the layers' matrices on CPUs; 0: not integers"""
+    integer_bits: int = 0  # of the layers' matrices on CPUs; 0: not integers
 
     @property
     def element_bytes(self) -> int:
@@ -44,10 +39,8 @@ class Needs(NamedTuple):
 
     weights: int
     kv_per_token: int
-    step: int
-    """of the largest step, in addition"""
-    start: int = 0
-    """while weights are loaded, before there is a KV cache"""
+    step: int  # of the largest step, in addition
+    start: int = 0  # while weights are loaded, before there is a KV cache
 
     def with_context(self, num_tokens: int) -> int:
         """Return all of it with a KV cache of `num_tokens`."""

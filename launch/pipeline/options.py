@@ -17,9 +17,10 @@ from msgspec import Struct
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
 
+# what has parts, and so is written as JSON on the command line
 PARTED = {msgspec.inspect.DictType, msgspec.inspect.ListType, msgspec.inspect.StructType}
-"""what has parts, and so is written as JSON on the command line"""
 
+# names of some options in vLLM, SGLang or nano-vllm
 OTHER_NAMES = {
     "data_parallel_size": "dp",
     "host": "http_host",
@@ -30,7 +31,6 @@ OTHER_NAMES = {
     "tensor_parallel_size": "tp",
     "tp_size": "tp",
 }
-"""names of some options in vLLM, SGLang or nano-vllm"""
 
 
 def flag(field: str) -> str:

@@ -13,12 +13,9 @@ from collections.abc import Callable
 
 from penstock.protocol.transport.process_exit import ProcessExit
 
-NOTIFY_VARIABLE = "NOTIFY_SOCKET"
-"""of sd_notify(3), for systemd's `Type=notify`"""
-OWNER_VARIABLE = "PENSTOCK_OWNER"
-"""pid of the parent process with which the pipeline ends"""
-READY_VARIABLE = "PENSTOCK_READY"
-"""file descriptor of the pipe to the owner"""
+NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # of sd_notify(3), for systemd's `Type=notify`
+OWNER_VARIABLE = "PENSTOCK_OWNER"  # pid of the parent process with which the pipeline ends
+READY_VARIABLE = "PENSTOCK_READY"  # file descriptor of the pipe to the owner
 
 
 def notify_ready() -> None:
@@ -69,14 +66,14 @@ class ReadyPipe:
 
     def __init__(self) -> None:
         read, write = os.pipe()
+        # `write` is for the process to start
         self._read, self.write = os.fdopen(read, "rb", 0), os.fdopen(write, "wb", 0)
-        """`write` is for the process to start"""
+        # variables of the process to start
         self.environment = {
             READY_VARIABLE: str(write),
             OWNER_VARIABLE: str(os.getpid()),
             NOTIFY_VARIABLE: "",  # of the owner, which may be a service
         }
-        """variables of the process to start"""
 
     def wait(self, process: "subprocess.Popen[str]") -> bool:
         """Wait until a child process is ready; False if it exits before."""

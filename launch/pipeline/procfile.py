@@ -8,14 +8,14 @@ from pathlib import Path
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
 
+# a link to the procfile at the top of the repository, a copy of it in an installed package
 PROCFILE = Path(__file__).parents[1] / "procfile"
-"""a link to the procfile at the top of the repository, a copy of it in an installed package"""
 
+# kinds of processes that each model has for itself
 OF_MODEL = ("tokenizer", "scheduler", "worker", "detokenizer")
-"""kinds of processes that each model has for itself"""
+# descriptors of the supervisor, which has the most: sockets and connections of some clients; for
+# each process two pipes, a pidfd, a connection and kept memory
 BASE, PER_PROCESS = 128, 6
-"""descriptors of the supervisor, which has the most: sockets and connections of some clients; for
-each process two pipes, a pidfd, a connection and kept memory"""
 _LINE = re.compile(r"([A-Za-z0-9_-]+):\s*(\S.*)")
 
 

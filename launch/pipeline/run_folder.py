@@ -27,8 +27,8 @@ from penstock.protocol.transport.context import host_and_port
 from penstock.protocol.transport.process_exit import ProcessExit
 
 LOCK_FILE = "lock"
+# of a run folder's file system: for the lock, `config.json` and its successor, and sockets
 NEEDED_BYTES, NEEDED_FILES = 1 << 16, 16
-"""of a run folder's file system: for the lock, `config.json` and its successor, and sockets"""
 
 
 def control_endpoint(folder: Path) -> str:

@@ -24,10 +24,10 @@ from penstock.protocol.client.client import Client
 from penstock.protocol.client.errors import NoAnswer
 from penstock.protocol.config import Config, run_folder
 
+# options for others who might use it, unless they are given
 NOBODY_ELSE = {"http": 0, "drain_timeout": 0}
-"""options for others who might use it, unless they are given"""
+# seconds without a sign of the pipeline after which a look is taken whether it is still there
 SILENCE = 10.0
-"""seconds without a sign of the pipeline after which a look is taken whether it is still there"""
 _numbers = itertools.count()
 
 

@@ -22,11 +22,10 @@ from penstock.launch.pipeline.procfile import shell_line
 from penstock.launch.supervisor.output import Log
 from penstock.protocol.transport.process_exit import ProcessExit
 
+# it has a CPU or waits for one, or waits for a disk
 UNDERWAY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP})
-"""it has a CPU or waits for one, or waits for a disk"""
 _PR_SET_CHILD_SUBREAPER = 36
-MAX_LATE = 1.0
-"""seconds by which a timer may be late, if this process was not stopped itself"""
+MAX_LATE = 1.0  # seconds by which a timer may be late, if this process was not stopped itself
 
 
 class ChildProcess:
@@ -41,8 +40,8 @@ class ChildProcess:
         self._wait = wait
         self._log = log
         self._loop = asyncio.get_running_loop()
+        # how the process ended, set after all its lines were passed on
         self.end: asyncio.Future[str] = self._loop.create_future()
-        """how the process ended, set after all its lines were passed on"""
         try:
             self._exit = ProcessExit(pid, wait)
         except OSError:  # no descriptor is left
@@ -144,8 +143,7 @@ class ChildEvents:
         """on_stopped: called with the pid of a child that was stopped for `max_stop` seconds."""
         self._max_stop = max_stop
         self._on_stopped = on_stopped
-        self._timers: dict[int, asyncio.TimerHandle] = {}
-        """of stopped children, by pid"""
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # of stopped children, by pid
         self._session = os.getsid(0)
         self._loop = asyncio.get_running_loop()
         self._loop.add_signal_handler(signal.SIGCHLD, self.receive)

@@ -59,8 +59,7 @@ class ControlServer:
         self._connect = connect
         self._end = end
         self._tasks = tasks
-        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """by kind"""
+        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by kind
         self._watchers: set[bytes] = set()
         self._context: Context = Context()
         endpoint = control_endpoint(config.run_folder)

@@ -6,22 +6,19 @@ from collections import OrderedDict, defaultdict, deque
 from penstock.protocol.messages.supervisor import PoisonFound, ProcessesDied, SuspectsCleared
 from penstock.protocol.poison import PoisonList
 
-CRASH_WINDOW = 60.0
-"""seconds within which deaths are counted"""
-MAX_DEATHS = 1 << 10
-"""deaths whose suspects are remembered, the newest"""
+CRASH_WINDOW = 60.0  # seconds within which deaths are counted
+MAX_DEATHS = 1 << 10  # deaths whose suspects are remembered, the newest
 
 
 class Deaths:
     """Counts of deaths. A death that a request may explain does not count."""
 
     def __init__(self) -> None:
-        self.poison = PoisonList()
-        """requests that were given up"""
+        self.poison = PoisonList()  # requests that were given up
+        # name → times and pids
         self._recent: defaultdict[str, deque[tuple[float, int]]] = defaultdict(deque)
-        """name → times and pids"""
+        # name and pid → digests of the suspects that are not cleared
         self._suspects: OrderedDict[tuple[str, int], set[bytes]] = OrderedDict()
-        """name and pid → digests of the suspects that are not cleared"""
 
     def count(self, name: str, pid: int) -> int:
         """Count a death; return how many of this process within the window have no explanation."""

@@ -19,12 +19,11 @@ from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.messages.supervisor import Forked, ForkRequest
 from penstock.protocol.transport.forks import FORKS_VARIABLE, MAX_MESSAGE
 
-MAX_FORK_SECONDS = 5.0
-"""in which a fork server that is ready must reply"""
+MAX_FORK_SECONDS = 5.0  # in which a fork server that is ready must reply
 KILLED = describe_exit(-signal.SIGKILL)
 MAX_KILLS = 5
+# NumPy would start threads when it is imported, and a process with threads should not fork
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
-"""NumPy would start threads when it is imported, and a process with threads should not fork"""
 
 
 class ForkServer:

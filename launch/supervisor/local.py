@@ -26,14 +26,12 @@ from penstock.protocol.transport.process import (
 )
 
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
-SERVE_FORKS = "python -P -m penstock.services"
-"""command of a fork server, without its services"""
+SERVE_FORKS = "python -P -m penstock.services"  # command of a fork server, without its services
+# services of each fork server; only the worker imports torch
 FORKED = (("gateway", "tokenizer", "scheduler", "detokenizer", "http"), ("worker",))
-"""services of each fork server; only the worker imports torch"""
+# of --hang-timeout: seconds after which a process that was stopped (SIGSTOP) is killed
 STOPPED_SHARE = 1 / 100
-"""of --hang-timeout: seconds after which a process that was stopped (SIGSTOP) is killed"""
-KEEPERS = ("worker", "scheduler")
-"""kinds of processes with memory that outlives them"""
+KEEPERS = ("worker", "scheduler")  # kinds of processes with memory that outlives them
 
 
 class LocalProcess(ManagedProcess):
@@ -129,8 +127,8 @@ class LocalProcesses(Processes):
         self._environment = environment(config) | {SUPERVISOR_VARIABLE: str(os.getpid())}
         self._incarnations = count(1)
         packaged = read_procfile()
+        # fork server and service by the command that they replace
         self._forks: dict[str, tuple[ForkServer, str]] = {}
-        """fork server and service by the command that they replace"""
         self._fork_servers = []
         for services in forked_services(config):
             command = " ".join((SERVE_FORKS, *services))

@@ -22,23 +22,21 @@ from penstock.protocol.messages.supervisor import (
 )
 from penstock.protocol.transport.memory_client import MAX_MESSAGE
 
+# in which the last user of memory must have exited, or the memory is dropped
 MAX_EXIT_SECONDS = 5.0
-"""in which the last user of memory must have exited, or the memory is dropped"""
+# ends of processes that have written nothing wrong before; a shell reports crashes as 128 + N
 ORDERLY = ("exit code 0", "exit code 1", "signal 9", "signal 15")
-"""ends of processes that have written nothing wrong before; a shell reports crashes as 128 + N"""
 
 
 class _Peer(NamedTuple):
     socket: socket.socket
-    end: "asyncio.Future[str]"
-    """how the process ended"""
+    end: "asyncio.Future[str]"  # how the process ended
 
 
 class _Region(NamedTuple):
     manifest: bytes
     descriptor: int
-    user: "asyncio.Future[str]"
-    """the end of the process that uses it, or used it last"""
+    user: "asyncio.Future[str]"  # the end of the process that uses it, or used it last
 
 
 class MemoryServer:

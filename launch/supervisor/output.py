@@ -21,17 +21,14 @@ import msgspec
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.protocol.transport.process import json_line
 
-MAX_WAITING_BYTES = 1 << 24
-"""of lines that wait for a reader; newer ones are dropped"""
-LAST_SECONDS = 5.0
-"""for which a reader may take the last lines at the end"""
+MAX_WAITING_BYTES = 1 << 24  # of lines that wait for a reader; newer ones are dropped
+LAST_SECONDS = 5.0  # for which a reader may take the last lines at the end
+# errors of a file without room, which may get some later
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""errors of a file without room, which may get some later"""
 COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 NAME_WIDTH = len("detokenizer.1")
 NUM_LAST_LINES = 10
-MAX_LINE = 1 << 16
-"""bytes: of a line in one piece, and of what a pipe of Linux holds"""
+MAX_LINE = 1 << 16  # bytes: of a line in one piece, and of what a pipe of Linux holds
 
 
 class Output:
@@ -134,8 +131,7 @@ class Log:
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
         self._on_line = on_line
-        self._begun = b""
-        """a line without its end"""
+        self._begun = b""  # a line without its end
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
         asyncio.get_running_loop().add_reader(self._reader, self._read)

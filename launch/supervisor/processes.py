@@ -15,8 +15,7 @@ from penstock.launch.supervisor.output import NUM_LAST_LINES
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.transport.context import Context
 
-GRACE = 5.0
-"""seconds between SIGTERM and SIGKILL"""
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 class ManagedProcess(ABC):
@@ -24,30 +23,21 @@ class ManagedProcess(ABC):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.pid = 0
-        """0: it does not run"""
-        self.last_pid = 0
-        """of the run that ended last"""
-        self.node = ""
-        """name of its machine; empty where there is only this one"""
+        self.pid = 0  # 0: it does not run
+        self.last_pid = 0  # of the run that ended last
+        self.node = ""  # name of its machine; empty where there is only this one
         self.num_starts = 0
-        self.started_at = 0.0
-        """by time.monotonic()"""
-        self.end = ""
-        """reason of its last end: `exit code 1`"""
-        self.is_restart_requested = False
-        """no death precedes its next start"""
+        self.started_at = 0.0  # by time.monotonic()
+        self.end = ""  # reason of its last end: `exit code 1`
+        self.is_restart_requested = False  # no death precedes its next start
+        # pid that the watchdog killed because another process of its group was lost
         self.killed_with_group = 0
-        """pid that the watchdog killed because another process of its group was lost"""
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self.wanted = asyncio.Event()
         self.wanted.set()
-        self.idle = asyncio.Event()
-        """it neither runs nor is being started"""
-        self.spawned = asyncio.Event()
-        """it was started, or is not to be started"""
-        self.has_started = asyncio.Event()
-        """it has sent a heartbeat since then"""
+        self.idle = asyncio.Event()  # it neither runs nor is being started
+        self.spawned = asyncio.Event()  # it was started, or is not to be started
+        self.has_started = asyncio.Event()  # it has sent a heartbeat since then
         self.task: asyncio.Task[None]
 
     @abstractmethod
@@ -115,8 +105,7 @@ class Policy(Protocol):
 class Processes(ABC):
     """Starts, restarts and stops processes, each by its name."""
 
-    watchdog_context: Context
-    """of the socket that all processes connect to"""
+    watchdog_context: Context  # of the socket that all processes connect to
 
     def __init__(self, policy: Policy, tasks: Tasks) -> None:
         self.by_name: dict[str, ManagedProcess] = {}

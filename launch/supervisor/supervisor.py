@@ -31,10 +31,9 @@ from penstock.protocol.config import Config
 from penstock.protocol.transport.context import endpoints
 from penstock.protocol.transport.process import text_line
 
-MAX_EARLY_DEATHS = 3
-"""deaths of one process that stop a pipeline which was never ready"""
+MAX_EARLY_DEATHS = 3  # deaths of one process that stop a pipeline which was never ready
+# from the configuration, and the commands by kind of process
 MakeProcesses = Callable[[Config, dict[str, str], Policy, Tasks], Processes]
-"""from the configuration, and the commands by kind of process"""
 
 
 class Supervisor:

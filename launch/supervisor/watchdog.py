@@ -34,8 +34,8 @@ from penstock.protocol.transport.asyncio_handlers import attend, leave
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.context import Context, endpoints
 
+# seconds by which the supervisor's own timer may be late, if it was not stopped itself
 MAX_LATE = 2 * HEARTBEAT_INTERVAL
-"""seconds by which the supervisor's own timer may be late, if it was not stopped itself"""
 
 
 class _Watched:
@@ -44,19 +44,13 @@ class _Watched:
     def __init__(self, process: ManagedProcess, now: float) -> None:
         """now: by the event loop's clock, as all times."""
         self.process = process
-        self.heartbeat = SupervisorHeartbeat(process.name, process.pid)
-        """the newest one"""
-        self.has_started = False
-        """it has sent a heartbeat"""
-        self.heard_at = now
-        """the time of the newest heartbeat; at first, of the start"""
-        self.worked_at = now
-        """the latest time at which it was seen to use a CPU since then"""
-        self.cpu_seconds = 0.0
-        """at the last examination"""
+        self.heartbeat = SupervisorHeartbeat(process.name, process.pid)  # the newest one
+        self.has_started = False  # it has sent a heartbeat
+        self.heard_at = now  # the time of the newest heartbeat; at first, of the start
+        self.worked_at = now  # the latest time at which it was seen to use a CPU since then
+        self.cpu_seconds = 0.0  # at the last examination
         self.is_being_examined = self.is_being_killed = self.has_exited = False
-        self.is_unreachable = False
-        """since the newest heartbeat"""
+        self.is_unreachable = False  # since the newest heartbeat
 
 
 class Watchdog:
@@ -81,10 +75,8 @@ class Watchdog:
         self._step_timeout = config.step_timeout
         self._say = say
         self._processes = processes
-        self._watched: dict[str, _Watched] = {}
-        """by name"""
-        self._lacking: dict[str, float] = {}
-        """groups that lack ranks, and since when"""
+        self._watched: dict[str, _Watched] = {}  # by name
+        self._lacking: dict[str, float] = {}  # groups that lack ranks, and since when
         self._tasks = tasks
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()

@@ -31,12 +31,11 @@ from penstock.protocol.expected_weights import expected_weights
 from penstock.protocol.quantization import FP8_BLOCKS
 from penstock.protocol.tokenizer_file import byte_characters
 
+# configuration whose chat template is copied
 DEMO_TOKENIZER = Path(__file__).parents[1] / "demo" / "checkpoint" / "tokenizer_config.json"
-"""configuration whose chat template is copied"""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 VOCAB_SIZE = 151_936
-NUM_BYTE_PAIRS = 151_643
-"""ids of ordinary tokens; special tokens follow"""
+NUM_BYTE_PAIRS = 151_643  # ids of ordinary tokens; special tokens follow
 SPECIAL_IDS = {
     "<|endoftext|>": 151_643,
     "<|im_start|>": 151_644,
@@ -69,11 +68,10 @@ EXPERTS = {
     }
 }
 MAX_SHARD_BYTES = 4 << 30
-DEVIATION = 0.02
-"""standard deviation of the weights"""
+DEVIATION = 0.02  # standard deviation of the weights
 GROUP = 128
-CODE_DEVIATION = 4.6
-"""standard deviation of 0 to 15"""
+CODE_DEVIATION = 4.6  # standard deviation of 0 to 15
+# `quantization_config` of each format
 FORMATS: dict[str, dict[str, Any]] = {
     "fp8": FP8_BLOCKS,
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
@@ -86,7 +84,6 @@ FORMATS: dict[str, dict[str, Any]] = {
         "sym": True,
     },
 }
-"""`quantization_config` of each format"""
 
 
 def shape_of(size: str) -> dict[str, Any]:

@@ -38,18 +38,16 @@ from penstock.protocol.transport.curve import KeysError, secure_client
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 Kind = TypeVar("Kind", GenerateReply, TokenizeReply, DetokenizeReply, AbortReply, StatusReply)
 REFUSED = "the gateway refuses this client: its key is unknown there, or only one of them has keys"
+# connections lost after which a question that exceeds the gateway's limit is given up
 MAX_HANG_UPS = 3
-"""connections lost after which a question that exceeds the gateway's limit is given up"""
 FORKED = "this client was made before a fork: make another one in the new process"
 IN_USE = "another thread is using this client: give each thread a client of its own"
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-CONNECT_TIMEOUT = 2000
-"""milliseconds after which the next one of several addresses is tried"""
-TURN = 0.005
-"""seconds for which replies are taken in a row, where others have to work between"""
+CONNECT_TIMEOUT = 2000  # milliseconds after which the next one of several addresses is tried
+TURN = 0.005  # seconds for which replies are taken in a row, where others have to work between
+# milliseconds between two of ZeroMQ's heartbeats, and of silence after which the next address is
+# tried
 HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT = 1000, 5000
-"""milliseconds between two of ZeroMQ's heartbeats, and of silence after which the next address is
-tried"""
 
 
 def expect(answer: Answer, kind: type[Kind]) -> Kind:
@@ -87,17 +85,17 @@ class Connection:
         if not self._is_name:
             check_addresses(endpoint)
         self._addresses = Addresses(endpoint)
+        # the current address can't be connected, or its connection is lost
         self._is_failing = False
-        """the current address can't be connected, or its connection is lost"""
         self._context = context or Context()
         self._owns_context = context is None
         self._pid, self._thread = os.getpid(), threading.RLock()
         self._session = Session(max_unread_bytes)
+        # called where messages wait after the TURN of one `take`; None: it takes all
         self.on_rest: Callable[[], None] | None = None
-        """called where messages wait after the TURN of one `take`; None: it takes all"""
         self.is_connected = False
+        # by the number of the question, of those longer than OVERSIZE_SLACK
         self._num_hang_ups: Counter[bytes] = Counter()
-        """by the number of the question, of those longer than OVERSIZE_SLACK"""
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)

@@ -4,8 +4,8 @@ import re
 
 from penstock.protocol.client.errors import ClientError
 
+# up to 65535: libzmq would use the port modulo 65536
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])"
-"""up to 65535: libzmq would use the port modulo 65536"""
 ADDRESS = re.compile(rf"tcp://[\w.:;%*\[\]-]+:{_PORT}|ipc://.+", re.ASCII)
 
 
@@ -27,8 +27,7 @@ class Addresses:
         usable = endpoint.replace("://*:", "://127.0.0.1:")
         self._all = list(dict.fromkeys(usable.split(",")))
         self.current = self._all[0]
-        self._num_failures = 0
-        """since the latest connection"""
+        self._num_failures = 0  # since the latest connection
         self._refused_by: set[str] = set()
 
     def __len__(self) -> int:

@@ -13,8 +13,8 @@ from penstock.protocol.messages.client import ErrorReply, GenerateReply
 from penstock.protocol.messages.sampling import Pooling
 
 LABELS = ("yes", "no")
+# of the published Qwen3-Reranker, where a request has none
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-"""of the published Qwen3-Reranker, where a request has none"""
 _SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".'
@@ -44,16 +44,16 @@ class Scoring:
         self._instruction = instruction
         self._judges = label_ids is not None
         self._fields: dict[str, Any] = {"pooling": Pooling(label_ids=list(label_ids or ()))}
+        # of an embedding model: instruction and text → `query` or `document`
         self._texts: dict[tuple[str | None, str], str] = {}
-        """of an embedding model: instruction and text → `query` or `document`"""
         if self._judges:
             self._fields["add_special_tokens"] = False
             task = INSTRUCTION if instruction is None else instruction
+            # texts in the prompt of each request, by their meaning
             self.parts = [
                 {"instruction": task, "query": query, "document": document}
                 for query, document in pairs
             ]
-            """texts in the prompt of each request, by their meaning"""
             return
         for query, document in pairs:
             self._texts.setdefault((instruction, query), "query")

@@ -39,16 +39,13 @@ NO_GATEWAY = "endpoint: got no reply of a Penstock gateway; is it the HTTP port?
 _decode_batch = msgspec.msgpack.Decoder(ReplyBatch).decode
 Done = GenerateReply | TokenizeReply | DetokenizeReply | AbortReply | StatusReply
 Final = Done | ErrorReply
-Take = Callable[[TextDelta], bool]
-"""taker of new output; it returns False where it refuses it"""
+Take = Callable[[TextDelta], bool]  # taker of new output; it returns False where it refuses it
+# tokens with logprobs that are taken at once: converting more would delay other streams
 MAX_PIECE = 64
-"""tokens with logprobs that are taken at once: converting more would delay other streams"""
-LOGPROB_BYTES = 256
-"""of memory, more or less"""
-PATIENCE = 1.0
-"""seconds in which a client that reads at all makes room for the next piece"""
+LOGPROB_BYTES = 256  # of memory, more or less
+PATIENCE = 1.0  # seconds in which a client that reads at all makes room for the next piece
+# open answers of which each may leave the whole limit unread; more of them divide it
 FAIR_ANSWERS = 16
-"""open answers of which each may leave the whole limit unread; more of them divide it"""
 
 
 class Answer:
@@ -59,15 +56,14 @@ class Answer:
         self.number = number
         self._frame = MSGPACK.encode(question)
         self.final: Final | None = None
+        # of several answers to a prompt: the `request_id` that was given for all
         self.prompt_id: str | None = None
-        """of several answers to a prompt: the `request_id` that was given for all"""
         self.on_change: Callable[[], None] = lambda: None
+        # what has arrived and is not taken, as few pieces
         self._waiting: deque[TextDelta] = deque()
-        """what has arrived and is not taken, as few pieces"""
-        self.num_unread = 0
-        """bytes of it beyond its first part, more or less"""
+        self.num_unread = 0  # bytes of it beyond its first part, more or less
+        # time.monotonic() since when its reader can't pass on a piece; inf: it can
         self.blocked_since = math.inf
-        """time.monotonic() since when its reader can't pass on a piece; inf: it can"""
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs | None] = []
         self._num_chars = 0
@@ -199,13 +195,11 @@ class Session:
 
     def __init__(self, max_unread_bytes: float = math.inf) -> None:
         """max_unread_bytes: of a stream whose reader is blocked; then it is `cut`."""
-        self.cut: list[Answer] = []
-        """streams to be aborted"""
+        self.cut: list[Answer] = []  # streams to be aborted
         self._max_unread = max_unread_bytes
         self._answers: dict[bytes, Answer] = {}
         self._numbers = itertools.count(1)
-        self._has_received = False
-        """a gateway has replied"""
+        self._has_received = False  # a gateway has replied
 
     def ask(self, question: Request) -> Answer:
         """Register a question, whose `frames` are to be sent. Raises msgspec's errors."""

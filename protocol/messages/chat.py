@@ -16,8 +16,8 @@ class MessageError(ValueError):
         self.field = field
 
 
+# types of parts, as in OpenAI's API and in vLLM
 _TEXTS = ("text", "refusal", "input_text", "output_text")
-"""types of parts, as in OpenAI's API and in vLLM"""
 
 
 class ContentPart(Struct, kw_only=True):
@@ -25,8 +25,7 @@ class ContentPart(Struct, kw_only=True):
 
     type: str
     text: str = ""
-    refusal: str = ""
-    """of an assistant: its text"""
+    refusal: str = ""  # of an assistant: its text
 
 
 class FunctionCall(Struct, kw_only=True):
@@ -51,8 +50,7 @@ class Message(Struct, kw_only=True):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None
-    """another name of `reasoning_content`"""
+    reasoning: str | None = None  # another name of `reasoning_content`
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 

@@ -24,8 +24,7 @@ StopReason = Annotated[
     str | int | None,
     Meta(description="which of `stop` or `stop_token_ids` ended the text; None: EOS, or no stop"),
 ]
-NO_CONTROL = r"^(?!.*[\x00-\x1f\x7f])"
-"""matches text without control characters"""
+NO_CONTROL = r"^(?!.*[\x00-\x1f\x7f])"  # matches text without control characters
 RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=NO_CONTROL)]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31, description="lower is handled earlier")]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -37,12 +36,10 @@ class ChatMessage(Struct, kw_only=True, omit_defaults=True, forbid_unknown_field
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
     name: str | None = None
-    reasoning_content: str | None = None
-    """reasoning of an assistant's message"""
+    reasoning_content: str | None = None  # reasoning of an assistant's message
+    # of an assistant: as in OpenAI's API, but `arguments` is a map, as templates want it
     tool_calls: list[dict[str, Any]] | None = None
-    """of an assistant: as in OpenAI's API, but `arguments` is a map, as templates want it"""
-    tool_call_id: str | None = None
-    """of a tool's answer: the call it answers"""
+    tool_call_id: str | None = None  # of a tool's answer: the call it answers
 
     def __post_init__(self) -> None:
         if self.role == "developer":
@@ -56,27 +53,23 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
 class PromptFields(Struct, kw_only=True, omit_defaults=True):
     """A prompt, and how it becomes token ids. Exactly one of `prompt` and `messages` is given."""
 
-    prompt: PromptText | None = None
-    """text, or token ids"""
-    messages: Messages | None = None
-    """a conversation, put through the model's chat template"""
+    prompt: PromptText | None = None  # text, or token ids
+    messages: Messages | None = None  # a conversation, put through the model's chat template
+    # functions that the model may call, as in OpenAI's API; for the chat template
     tools: list[dict[str, Any]] | None = None
-    """functions that the model may call, as in OpenAI's API; for the chat template"""
+    # what else the chat template takes: `enable_thinking`
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    """what else the chat template takes: `enable_thinking`"""
+    # instead of the model's, where the pipeline runs with --trust-request-chat-template
     chat_template: str | None = None
-    """instead of the model's, where the pipeline runs with --trust-request-chat-template"""
+    # end the prompt with the beginning of an assistant's message; the default, unless
+    # `continue_final_message`
     add_generation_prompt: bool | None = None
-    """end the prompt with the beginning of an assistant's message; the default, unless
-    `continue_final_message`"""
-    continue_final_message: bool = False
-    """leave the last message open: generation continues it"""
+    continue_final_message: bool = False  # leave the last message open: generation continues it
+    # those that the tokenizer adds; by default to `prompt`, not to `messages`
     add_special_tokens: bool | None = None
-    """those that the tokenizer adds; by default to `prompt`, not to `messages`"""
-    truncate_prompt_tokens: Positive | None = None
-    """keep N tokens of a longer prompt"""
+    truncate_prompt_tokens: Positive | None = None  # keep N tokens of a longer prompt
+    # where tokens are cut off; left: the last N are kept
     truncation_side: Literal["left", "right"] = "left"
-    """where tokens are cut off; left: the last N are kept"""
 
 
 class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unknown_fields=True):
@@ -95,27 +88,25 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Positive | None = None
     truncation_side: Literal["left", "right"] = "left"
-    cache_salt: CacheSalt | None = None
-    """share KV blocks with requests of the same salt only"""
+    cache_salt: CacheSalt | None = None  # share KV blocks with requests of the same salt only
+    # name of the client, set by the pipeline's HTTP servers only; None: the connection is one
     client: RequestId | None = None
-    """name of the client, set by the pipeline's HTTP servers only; None: the connection is one"""
     priority: Priority = 0
+    # the client's own name for the request; None: the gateway makes one
     request_id: RequestId | None = None
-    """the client's own name for the request; None: the gateway makes one"""
+    # send the text as it comes (DEALER sockets only: a REQ socket gets one reply)
     stream: bool = False
-    """send the text as it comes (DEALER sockets only: a REQ socket gets one reply)"""
+    # output that the client has already: generation continues after it. The reply and a stream
+    # include it
     output_token_ids: list[TokenId] = msgspec.field(default_factory=list)
-    """output that the client has already: generation continues after it. The reply and a stream
-    include it"""
+    # return an embedding, or probabilities of labels, in place of text
     pooling: Pooling | None = None
-    """return an embedding, or probabilities of labels, in place of text"""
+    # seconds after which the request is aborted: it is answered with what it has by then
     timeout: Annotated[float, Meta(gt=0)] | None = None
-    """seconds after which the request is aborted: it is answered with what it has by then"""
-    model: str | None = None
-    """name of one of several models; None: the first one"""
+    model: str | None = None  # name of one of several models; None: the first one
+    # for metrics, of a client that sends a request for each of several answers to a prompt: their
+    # number in the first one, and 0 in the others
     num_answers: Annotated[int, Meta(ge=0)] = 1
-    """for metrics, of a client that sends a request for each of several answers to a prompt: their
-    number in the first one, and 0 in the others"""
 
 
 class TokenizePromptRequest(PromptFields, tag="tokenize", forbid_unknown_fields=True):
@@ -130,8 +121,7 @@ class DetokenizeRequest(Struct, kw_only=True, tag="detokenize", forbid_unknown_f
     """A request for the text of token ids."""
 
     token_ids: list[TokenId]
-    skip_special_tokens: bool = False
-    """leave special tokens out of the text"""
+    skip_special_tokens: bool = False  # leave special tokens out of the text
     client: RequestId | None = None
     model: str | None = None
 
@@ -145,23 +135,19 @@ class AbortRequest(Struct, kw_only=True, tag="abort", forbid_unknown_fields=True
 class StatusRequest(Struct, kw_only=True, tag="status", forbid_unknown_fields=True):
     """A request for the pipeline's status."""
 
-    wait: bool = False
-    """answer only when every stage is there"""
+    wait: bool = False  # answer only when every stage is there
+    # answer with the scheduler's next report; without, with its last, up to half a second old. With
+    # `wait`: when every stage is there the next time, not if it is now
     fresh: bool = False
-    """answer with the scheduler's next report; without, with its last, up to half a second old.
-    With `wait`: when every stage is there the next time, not if it is now"""
-    metrics: bool = False
-    """answer with `StatusReply.metrics`, too"""
-    model: str | None = None
-    """with `wait`: wait for this model; None: for all"""
+    metrics: bool = False  # answer with `StatusReply.metrics`, too
+    model: str | None = None  # with `wait`: wait for this model; None: for all
 
 
 class Usage(Struct, kw_only=True):
     """Token counts of one request."""
 
     prompt_tokens: int
-    cached_tokens: int
-    """prompt tokens whose KV came from the prefix cache"""
+    cached_tokens: int  # prompt tokens whose KV came from the prefix cache
     output_tokens: int
 
 
@@ -174,21 +160,20 @@ class GenerateReply(Struct, kw_only=True, tag="generated"):
     finish_reason: FinishReason
     stop_reason: StopReason = None
     usage: Usage
+    # the prompt ends within `<think>`: the text begins with reasoning, up to `</think>`
     starts_reasoning: bool = False
-    """the prompt ends within `<think>`: the text begins with reasoning, up to `</think>`"""
+    # of a chat: index of the reasoning's first character in `text`; None: there is none
     reasoning_begin: int | None = None
-    """of a chat: index of the reasoning's first character in `text`; None: there is none"""
+    # index after the reasoning's last character, where the token `</think>` stands; None: the
+    # reasoning has not ended
     reasoning_end: int | None = None
-    """index after the reasoning's last character, where the token `</think>` stands; None: the
-    reasoning has not ended"""
-    times: RequestTimes | None = None
-    """None where no token has come"""
+    times: RequestTimes | None = None  # None where no token has come
+    # one for each of `token_ids`, if requested; None for tokens that the client has sent
     logprobs: list[TokenLogprobs | None] | None = None
-    """one for each of `token_ids`, if requested; None for tokens that the client has sent"""
+    # one for each prompt token, if requested; None for the first token
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """one for each prompt token, if requested; None for the first token"""
+    # float32, little-endian (base64 in JSON): the result of `pooling`; None if it was aborted
     pooled: bytes | None = None
-    """float32, little-endian (base64 in JSON): the result of `pooling`; None if it was aborted"""
 
     @property
     def numbers(self) -> list[float]:
@@ -204,39 +189,32 @@ class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
     """
 
     request_id: str
-    token_offset: int
-    """index of the first of `token_ids` in the request's output"""
-    char_offset: int
-    """index of the first character of `text` in the request's text"""
+    token_offset: int  # index of the first of `token_ids` in the request's output
+    char_offset: int  # index of the first character of `text` in the request's text
     token_ids: list[TokenId]
     text: str
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
-    logprobs: list[TokenLogprobs | None] | None = None
-    """one for each of `token_ids`, if requested"""
+    logprobs: list[TokenLogprobs | None] | None = None  # one for each of `token_ids`, if requested
+    # in the request's first delta only; the reply has them, too
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """in the request's first delta only; the reply has them, too"""
-    starts_reasoning: bool = False
-    """as in `GenerateReply`"""
+    starts_reasoning: bool = False  # as in `GenerateReply`
+    # as in `GenerateReply`, like `reasoning_end`: index in the request's text, once it is known
     reasoning_begin: int | None = None
-    """as in `GenerateReply`, like `reasoning_end`: index in the request's text, once it is known"""
     reasoning_end: int | None = None
+    # as in `Usage`, like `cached_tokens`; clients get both in a stream's first delta only
     prompt_tokens: int = 0
-    """as in `Usage`, like `cached_tokens`; clients get both in a stream's first delta only"""
     cached_tokens: int = 0
-    attempt: int = 0
-    """attempt of the request; like `phase_seconds`, it is not sent to clients"""
+    attempt: int = 0  # attempt of the request; like `phase_seconds`, it is not sent to clients
+    # as in `StreamOpened`, in a stream's first delta only
     phase_seconds: tuple[float, float] = (0.0, 0.0)
-    """as in `StreamOpened`, in a stream's first delta only"""
-    pooled: bytes | None = None
-    """as in `GenerateReply`, in the only delta"""
+    pooled: bytes | None = None  # as in `GenerateReply`, in the only delta
 
 
 class ReplyBatch(Struct, tag="replies"):
     """Gateway → http: replies to several requests of one HTTP server, oldest first."""
 
-    numbers: list[bytes]
-    """the frame that preceded each request"""
+    numbers: list[bytes]  # the frame that preceded each request
     replies: list["GenerateReply | TextDelta | ErrorReply"]
 
 
@@ -268,10 +246,10 @@ class ErrorReply(Struct, kw_only=True, tag="error"):
     message: str
     request_id: str | None = None
     field: str | None = None
+    # of `overloaded`: seconds after which the client should try again
     retry_after: float | None = None
-    """of `overloaded`: seconds after which the client should try again"""
+    # of a prompt that doesn't fit into the context: its tokens, and how many fit
     too_long: tuple[int, int] | None = None
-    """of a prompt that doesn't fit into the context: its tokens, and how many fit"""
 
 
 Request = GenerateRequest | TokenizePromptRequest | DetokenizeRequest | AbortRequest | StatusRequest

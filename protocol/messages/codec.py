@@ -15,8 +15,7 @@ from msgspec import Struct
 from penstock.protocol.messages.client import Reply, Request, RequestId
 
 NUMBER_BYTES = 9
-_MARK = b"\x01"
-"""first byte of a number"""
+_MARK = b"\x01"  # first byte of a number
 
 
 class RequestKind(Struct):
@@ -78,8 +77,7 @@ def encode_number(number: int) -> bytes:
     return _MARK + number.to_bytes(NUMBER_BYTES - 1, "big")
 
 
-BATCH = encode_number(0)
-"""in front of a `ReplyBatch`; requests have other numbers"""
+BATCH = encode_number(0)  # in front of a `ReplyBatch`; requests have other numbers
 
 
 def has_number(envelope: Sequence[bytes]) -> bool:

@@ -8,10 +8,9 @@ from msgspec import Struct
 class Histogram(Struct, kw_only=True):
     """Counts of values up to each bound, as in Prometheus."""
 
-    bounds: list[float]
-    """ascending; seconds or tokens"""
+    bounds: list[float]  # ascending; seconds or tokens
+    # [len(bounds) + 1]: of values in each interval, not summed; the last is beyond all bounds
     counts: list[int]
-    """[len(bounds) + 1]: of values in each interval, not summed; the last is beyond all bounds"""
     sum: float = 0.0
 
     @classmethod

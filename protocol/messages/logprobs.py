@@ -9,34 +9,28 @@ class Logprob(Struct, kw_only=True):
     """One token that could stand at a position."""
 
     token_id: int
+    # natural logarithm of its probability under the model's own logits: before temperature,
+    # penalties, bias and restrictions
     logprob: float
-    """natural logarithm of its probability under the model's own logits: before temperature,
-    penalties, bias and restrictions"""
-    rank: int
-    """place among all tokens in the order of their logprobs; 1: the likeliest"""
-    token: str
-    """its text; bytes that are not UTF-8 are shown as U+FFFD"""
+    rank: int  # place among all tokens in the order of their logprobs; 1: the likeliest
+    token: str  # its text; bytes that are not UTF-8 are shown as U+FFFD
     bytes: list[int]
 
 
 class TokenLogprobs(Logprob, kw_only=True):
     """The token that does stand there, and the likeliest ones that could."""
 
-    top: list[Logprob]
-    """likeliest first; up to the requested number"""
+    top: list[Logprob]  # likeliest first; up to the requested number
+    # where the token's text begins in the output; None for a token of the prompt
     text_offset: int | None = None
-    """where the token's text begins in the output; None for a token of the prompt"""
 
 
 class PackedLogprobs(Struct, array_like=True):
     """One position, as the worker sends it: the token itself first, then the likeliest ones."""
 
-    token_ids: bytes
-    """int32 [1 + k]"""
-    logprobs: bytes
-    """float32 [1 + k]"""
-    rank: int = 1
-    """of the token itself"""
+    token_ids: bytes  # int32 [1 + k]
+    logprobs: bytes  # float32 [1 + k]
+    rank: int = 1  # of the token itself
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs) or not self.token_ids:

@@ -7,8 +7,8 @@ from msgspec import Struct
 
 from penstock.protocol.messages.histogram import Histogram
 
+# bounds of the tokens of a step: 1, 8, 16, 32, … 8,192
 ITERATION_TOKENS = [1.0, *(float(1 << bits) for bits in range(3, 14))]
-"""bounds of the tokens of a step: 1, 8, 16, 32, … 8,192"""
 
 
 # Bounds of histograms in seconds, as vLLM's (vllm/v1/metrics/loggers.py, commit 005a810bc40f),
@@ -39,27 +39,20 @@ def token_bounds(largest: int) -> list[float]:
 class RequestTimes(Struct, kw_only=True):
     """Durations of the parts of one request, seconds."""
 
-    queue: float
-    """from its arrival at the scheduler until a step first had it"""
-    prefill: float
-    """from then to its first token, at the scheduler"""
-    decode: float
-    """from its first token to its last, at the gateway"""
-    first_token: float
-    """from its arrival at the gateway to its first token there"""
+    queue: float  # from its arrival at the scheduler until a step first had it
+    prefill: float  # from then to its first token, at the scheduler
+    decode: float  # from its first token to its last, at the gateway
+    first_token: float  # from its arrival at the gateway to its first token there
 
 
 class Metrics(Struct, kw_only=True):
     """Since the start of this gateway."""
 
-    request_success: dict[str, int] = {}
-    """finish reason → answered requests"""
-    request_failed: dict[str, int] = {}
-    """code of the error → refused or failed requests"""
+    request_success: dict[str, int] = {}  # finish reason → answered requests
+    request_failed: dict[str, int] = {}  # code of the error → refused or failed requests
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    prefix_cache_hits: int = 0
-    """prompt tokens that were found in the prefix cache"""
+    prefix_cache_hits: int = 0  # prompt tokens that were found in the prefix cache
     time_to_first_token_seconds: Histogram
     inter_token_latency_seconds: Histogram
     e2e_request_latency_seconds: Histogram

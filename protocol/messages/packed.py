@@ -26,10 +26,8 @@ class PackedLists:
     """
 
     __slots__ = ()
-    item_bytes: ClassVar[dict[str, int]] = {}
-    """field → bytes of each item"""
-    parallel: ClassVar[tuple[str, ...]] = ()
-    """fields with equal numbers of bytes"""
+    item_bytes: ClassVar[dict[str, int]] = {}  # field → bytes of each item
+    parallel: ClassVar[tuple[str, ...]] = ()  # fields with equal numbers of bytes
 
     def __post_init__(self) -> None:
         for field, size in self.item_bytes.items():

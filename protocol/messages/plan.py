@@ -26,8 +26,7 @@ from penstock.protocol.messages.packed import PackedLists
 from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.structured import Reasoning, StructuredOutputs
 
-BLOCK_BITS = 20
-"""of an int32 for the id of a block; the others are the slot's"""
+BLOCK_BITS = 20  # of an int32 for the id of a block; the others are the slot's
 MAX_BLOCKS = 1 << BLOCK_BITS
 MAX_SLOTS = 1 << (31 - BLOCK_BITS)
 
@@ -38,29 +37,23 @@ class RowExtras(Struct, array_like=True):
     Filled by the scheduler; used by rank 0 only.
     """
 
-    num_prompt_tokens: int
-    """of the row's prefill tokens; the others are output"""
+    num_prompt_tokens: int  # of the row's prefill tokens; the others are output
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
-    min_tokens: int = 0
-    """of output, before which none of `end_token_ids` may be drawn"""
-    end_token_ids: list[int] = []
-    """EOS, unless it is ignored, and the row's stop tokens"""
+    min_tokens: int = 0  # of output, before which none of `end_token_ids` may be drawn
+    end_token_ids: list[int] = []  # EOS, unless it is ignored, and the row's stop tokens
+    # likeliest tokens to report in addition to the sampled one; -1: no logprobs
     num_logprobs: int = -1
-    """likeliest tokens to report in addition to the sampled one; -1: no logprobs"""
+    # likewise for each prompt token after the first; then num_computed_tokens is 0
     num_prompt_logprobs: int = -1
-    """likewise for each prompt token after the first; then num_computed_tokens is 0"""
     structured_outputs: StructuredOutputs | None = None
-    reasoning: Reasoning = "none"
-    """of a row with `structured_outputs`: how its output begins"""
-    allowed_token_ids: list[int] = []
-    """the only tokens that may be drawn; empty: all"""
-    bad_words: list[list[int]] = []
-    """token sequences that the output must not contain"""
+    reasoning: Reasoning = "none"  # of a row with `structured_outputs`: how its output begins
+    allowed_token_ids: list[int] = []  # the only tokens that may be drawn; empty: all
+    bad_words: list[list[int]] = []  # token sequences that the output must not contain
+    # the row ends with its prefill tokens: its result is in `SampledTokens.pooled`
     pooling: Pooling | None = None
-    """the row ends with its prefill tokens: its result is in `SampledTokens.pooled`"""
     # number of `structured_outputs` in `CompileGrammars`; 0: the worker compiles it in the step
     grammar: int = 0
 
@@ -71,19 +64,14 @@ class RowAdded(Struct, PackedLists, array_like=True):
     item_bytes: ClassVar = {"token_ids": 4, "block_ids": 4}
 
     slot: int
-    token_ids: bytes
-    """prefill tokens: the prompt and what was generated before: int32 [num_tokens]"""
-    block_ids: bytes
-    """its block table: int32 [num_blocks], room for every prefill token"""
-    num_computed_tokens: int
-    """leading tokens whose KV is in the blocks already (prefix cache)"""
+    token_ids: bytes  # prefill tokens: the prompt and what was generated before: int32 [num_tokens]
+    block_ids: bytes  # its block table: int32 [num_blocks], room for every prefill token
+    num_computed_tokens: int  # leading tokens whose KV is in the blocks already (prefix cache)
     temperature: float
-    top_k: int
-    """0: all"""
+    top_k: int  # 0: all
     top_p: float
     min_p: float
-    seed: int
-    """int64, key of the sampling noise"""
+    seed: int  # int64, key of the sampling noise
     extras: RowExtras | None = None
 
 
@@ -93,18 +81,15 @@ class BatchPlan(Struct, PackedLists, array_like=True, tag="plan"):
     item_bytes: ClassVar = {"removed": 4, "appended": 4, "chunks": 8, "drafts": 4}
 
     epoch: int
-    step: int
-    """counts from 0 in each epoch, without a gap"""
-    removed: bytes = b""
-    """slots that leave: int32 [num_removed]"""
+    step: int  # counts from 0 in each epoch, without a gap
+    removed: bytes = b""  # slots that leave: int32 [num_removed]
     added: list[RowAdded] = []
+    # blocks that rows get: int32 [num_appended] of slot << BLOCK_BITS | block id
     appended: bytes = b""
-    """blocks that rows get: int32 [num_appended] of slot << BLOCK_BITS | block id"""
-    chunks: bytes = b""
-    """prefill: int32 [num_chunks, 2] of (slot, number of tokens)"""
+    chunks: bytes = b""  # prefill: int32 [num_chunks, 2] of (slot, number of tokens)
+    # int32, for each slot that is named: slot, position of its first token, number of tokens, and
+    # these tokens
     drafts: bytes = b""
-    """int32, for each slot that is named: slot, position of its first token, number of tokens, and
-    these tokens"""
 
 
 class SampledTokens(Struct, PackedLists, array_like=True, tag="sampled"):
@@ -114,15 +99,14 @@ class SampledTokens(Struct, PackedLists, array_like=True, tag="sampled"):
 
     epoch: int
     step: int
-    token_ids: bytes
-    """int32 [num_sampled]"""
+    token_ids: bytes  # int32 [num_sampled]
+    # (index among the sampled, ascending; its logprobs), of the rows that requested them
     logprobs: list[tuple[int, PackedLogprobs]] = []
-    """(index among the sampled, ascending; its logprobs), of the rows that requested them"""
+    # (slot; one for each prompt token but the first that this step's chunk predicts): a chunk of
+    # positions [a, b) predicts tokens a + 1 to b, as far as they are the prompt's
     prompt_logprobs: list[tuple[int, list[PackedLogprobs]]] = []
-    """(slot; one for each prompt token but the first that this step's chunk predicts): a chunk of
-    positions [a, b) predicts tokens a + 1 to b, as far as they are the prompt's"""
+    # (index among the sampled; why the row can't continue): its grammar ran out of its limits, and
+    # its token is void; or there is no token, which then is -1: its logits are NaN or infinite
     failed: list[tuple[int, str]] = []
-    """(index among the sampled; why the row can't continue): its grammar ran out of its limits, and
-    its token is void; or there is no token, which then is -1: its logits are NaN or infinite"""
+    # (index among the sampled; float32 numbers) of rows with `pooling`, whose token is void
     pooled: list[tuple[int, bytes]] = []
-    """(index among the sampled; float32 numbers) of rows with `pooling`, whose token is void"""

@@ -5,8 +5,7 @@ import logging
 from msgspec import Struct
 
 log = logging.getLogger(__name__)
-PROTOCOL_VERSION = 15
-"""of the messages in this folder; those that register a process carry it"""
+PROTOCOL_VERSION = 15  # of the messages in this folder; those that register a process carry it
 
 
 class Heartbeat(Struct, tag=True):

@@ -19,8 +19,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=128)]
-MAX_N = 128
-"""answers to a prompt"""
+MAX_N = 128  # answers to a prompt
 MAX_LABELS = 64
 
 
@@ -30,11 +29,11 @@ class Pooling(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=Tr
     By default the embedding: the last token's hidden state after the final norm, of length 1.
     """
 
+    # leading numbers of the embedding to keep, and to normalise; None: all
     dimensions: Positive | None = None
-    """leading numbers of the embedding to keep, and to normalise; None: all"""
+    # in place of an embedding: the probability of each of these tokens to be the next one, in
+    # relation to the others
     label_ids: Annotated[list[TokenId], Meta(max_length=MAX_LABELS)] = []
-    """in place of an embedding: the probability of each of these tokens to be the next one, in
-    relation to the others"""
 
 
 class SamplingParams(Struct, kw_only=True, omit_defaults=True):

@@ -19,25 +19,19 @@ class TokenizedRequest(Struct, PackedLists, tag=True):
 
     request_id: str
     attempt: int
-    sampling: SamplingParams
-    """every default filled in"""
-    prompt_token_ids: bytes = b""
-    """int32 [num_prompt_tokens]"""
-    output_token_ids: bytes = b""
-    """int32, generated and delivered by an earlier attempt"""
+    sampling: SamplingParams  # every default filled in
+    prompt_token_ids: bytes = b""  # int32 [num_prompt_tokens]
+    output_token_ids: bytes = b""  # int32, generated and delivered by an earlier attempt
+    # deaths of another replica's workers at which it was in flight, since its last token
     num_deaths: int = 0
-    """deaths of another replica's workers at which it was in flight, since its last token"""
-    cache_salt: str = ""
-    """only requests with the same salt share KV blocks"""
-    client: str = ""
-    """name of the client: clients take turns"""
+    cache_salt: str = ""  # only requests with the same salt share KV blocks
+    client: str = ""  # name of the client: clients take turns
     priority: int = 0
     reasoning: Reasoning = "none"
     bad_words: list[list[TokenId]] = []  # those of `sampling`, as token sequences
-    pooling: Pooling | None = None
-    """the request ends with its prompt: no token is sampled"""
+    pooling: Pooling | None = None  # the request ends with its prompt: no token is sampled
+    # its output is reasoning, where it begins so, and an answer: only the answer is stopped
     is_chat: bool = False
-    """its output is reasoning, where it begins so, and an answer: only the answer is stopped"""
 
 
 class ReleaseRequest(Struct, tag=True):
@@ -47,8 +41,7 @@ class ReleaseRequest(Struct, tag=True):
     """
 
     request_id: str
-    attempt: int
-    """a later attempt is not released"""
+    attempt: int  # a later attempt is not released
 
 
 class GatewayStarted(Struct, tag=True):

@@ -8,13 +8,15 @@ from msgspec import Meta, Struct
 
 from penstock.protocol.json_schema import within_limit
 
+# how an answer begins: at once; with `<think>` if the model likes; within it, as the prompt has
+# opened it. A grammar is for what follows `</think>`
 Reasoning = Literal["none", "optional", "open"]
-"""how an answer begins: at once; with `<think>` if the model likes; within it, as the prompt has
-opened it. A grammar is for what follows `</think>`"""
 # beginning of the reason why a row ends whose matcher has ended with an error
 GRAMMAR_FAILED = "structured_outputs: the grammar failed"
+# of a schema, a regex, the choices or a grammar, as JSON; longer ones are refused
 MAX_GRAMMAR_BYTES = 1 << 16
-"""of a schema, a regex, the choices or a grammar, as JSON; longer ones are refused"""
+# llguidance's LLParserLimits, for whoever compiles one. With them the costliest mask that was found
+# takes 0.1 s; they don't bound the time that compiling takes
 GRAMMAR_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 200_000,
@@ -23,27 +25,23 @@ GRAMMAR_LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-"""llguidance's LLParserLimits, for whoever compiles one. With them the costliest mask that was
-found takes 0.1 s; they don't bound the time that compiling takes"""
+# llguidance's options for JSON: a space after `,` and `:` or none, as the model likes it, and no
+# other whitespace, of which a small model may write until its tokens are used up. A schema can't
+# change them: `lenient` would let keywords pass that are not enforced
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""llguidance's options for JSON: a space after `,` and `:` or none, as the model likes it, and no
-other whitespace, of which a small model may write until its tokens are used up. A schema can't
-change them: `lenient` would let keywords pass that are not enforced"""
 
 
 class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Exactly one of these; named as in vLLM."""
 
-    json: Any | None = None
-    """a JSON schema: a map, or its text"""
-    json_object: bool = False
-    """any JSON object"""
+    json: Any | None = None  # a JSON schema: a map, or its text
+    json_object: bool = False  # any JSON object
+    # matches the whole text; syntax of Rust's `regex`
     regex: Annotated[str, Meta(min_length=1)] | None = None
-    """matches the whole text; syntax of Rust's `regex`"""
+    # one of these texts
     choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)] | None = None
-    """one of these texts"""
+    # a Lark grammar in llguidance's dialect, which has `%json {…}` too
     grammar: Annotated[str, Meta(min_length=1)] | None = None
-    """a Lark grammar in llguidance's dialect, which has `%json {…}` too"""
 
     def __post_init__(self) -> None:
         fields = self.__struct_fields__
@@ -101,8 +99,8 @@ _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)+/')
 # Text that must follow is allowed in any tokens. Otherwise it is forced in the tokenizer's own:
 # then a special token's name would be that token instead of text
 NO_FORCING = '%llguidance {"no_forcing": true}'
+# what would end a regex in Lark; escaped characters are found first, and left as they are
 _UNSAFE = re.compile(r"\\?\n|\\.|/")
-"""what would end a regex in Lark; escaped characters are found first, and left as they are"""
 
 
 def _escape(found: re.Match[str]) -> str:

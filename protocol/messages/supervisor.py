@@ -14,16 +14,11 @@ class SupervisorHeartbeat(Struct, tag=True):
 
     name: str
     pid: Positive
-    busy_seconds: float = 0.0
-    """duration of the running step; 0 between steps"""
-    group: str = ""
-    """workers of one group die together: a collective can't lose a member"""
-    group_size: int = 1
-    """ranks of the group"""
-    counters: dict[str, float] = {}
-    """metrics of the process; see `ProcessStatus.counters`"""
-    cpu_seconds: float = 0.0
-    """user and system, since its start"""
+    busy_seconds: float = 0.0  # duration of the running step; 0 between steps
+    group: str = ""  # workers of one group die together: a collective can't lose a member
+    group_size: int = 1  # ranks of the group
+    counters: dict[str, float] = {}  # metrics of the process; see `ProcessStatus.counters`
+    cpu_seconds: float = 0.0  # user and system, since its start
     rss_bytes: int = 0
 
 
@@ -32,17 +27,15 @@ class SupervisorReport(Struct, tag=True):
 
     processes: list[ProcessStatus]
     draining: bool = False
+    # digests of requests that were given up, for a gateway that has restarted
     poison: list[bytes] = []
-    """digests of requests that were given up, for a gateway that has restarted"""
 
 
 class ProcessesDied(Struct, tag=True):
     """Scheduler or gateway → supervisor: processes died while they worked at requests."""
 
-    processes: list[tuple[str, int]]
-    """names and pids"""
-    suspects: list[bytes]
-    """digests of these requests"""
+    processes: list[tuple[str, int]]  # names and pids
+    suspects: list[bytes]  # digests of these requests
 
 
 class PoisonFound(Struct, tag=True):
@@ -99,8 +92,7 @@ ControlRequest = ListProcesses | ScaleProcesses | RestartProcesses | SignalProce
 class ControlReply(Struct, tag=True):
     """Reply to every request."""
 
-    error: str = ""
-    """reason why the request failed"""
+    error: str = ""  # reason why the request failed
     processes: list[ProcessStatus] = []
     number: int = 0
 
@@ -117,16 +109,15 @@ class TakeMemory(Struct, tag=True):
     """Process → supervisor: pass on the memory of this name, once its last user has exited."""
 
     name: str
+    # share the memory read-only while its user still runs; it is taken before it is written
     shares: bool = False
-    """share the memory read-only while its user still runs; it is taken before it is written"""
 
 
 class KeepMemory(Struct, tag=True):
     """Process → supervisor: keep this memory, whose descriptor comes with the message."""
 
     name: str
-    manifest: bytes
-    """the contents, for the process that takes the memory"""
+    manifest: bytes  # the contents, for the process that takes the memory
 
 
 class DropMemory(Struct, tag=True):
@@ -138,8 +129,7 @@ class DropMemory(Struct, tag=True):
 class MemoryReply(Struct, tag=True):
     """Supervisor → process; the descriptor of memory that was taken comes with the message."""
 
-    manifest: bytes = b""
-    """empty if no memory has this name"""
+    manifest: bytes = b""  # empty if no memory has this name
 
 
 ToMemoryServer = TakeMemory | KeepMemory | DropMemory
@@ -152,14 +142,11 @@ class ForkRequest(Struct, array_like=True):
     """
 
     service: str
-    environment: dict[str, str]
-    """changes to the fork server's own"""
-    inherited: list[str]
-    """environment variables that hold the numbers of the other descriptors"""
+    environment: dict[str, str]  # changes to the fork server's own
+    inherited: list[str]  # environment variables that hold the numbers of the other descriptors
 
 
 class Forked(Struct, array_like=True):
     """Forked process → supervisor; and the fork server itself, when it is ready or can't fork."""
 
-    pid: int = 0
-    """0: the fork server is ready, or no process was forked"""
+    pid: int = 0  # 0: the fork server is ready, or no process was forked

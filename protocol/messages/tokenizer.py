@@ -17,10 +17,8 @@ from penstock.protocol.messages.scheduler import TokenizedRequest
 class TokenizeRequest(PromptFields, tag=True, omit_defaults=True):
     """Gateway → tokenizer: a prompt, and the request that its token ids complete."""
 
-    request: TokenizedRequest
-    """without the fields that the tokenizer fills in"""
-    replica: int = 0
-    """the replica whose scheduler gets the request"""
+    request: TokenizedRequest  # without the fields that the tokenizer fills in
+    replica: int = 0  # the replica whose scheduler gets the request
 
 
 class TokenizerQuery(Struct, tag=True):
@@ -51,8 +49,7 @@ class RequestFailed(Struct, tag=True):
     request_id: str
     attempt: int
     error: ErrorReply
-    is_poison: bool = False
-    """the request has killed processes: equal requests are to be refused"""
+    is_poison: bool = False  # the request has killed processes: equal requests are to be refused
 
 
 ToTokenizer = TokenizeRequest | TokenizerQuery | Refused

@@ -14,36 +14,26 @@ class WorkerState(Struct, array_like=True, tag=True):
     """Worker → scheduler: name, place and memory; sent at start, on change, and as heartbeat."""
 
     name: str
-    group: str = ""
-    """the tensor-parallel group it has joined; empty: none yet"""
+    group: str = ""  # the tensor-parallel group it has joined; empty: none yet
     rank: int = -1
-    num_blocks: int = 0
-    """KV blocks that fit; 0: the model is not loaded yet"""
-    block_size: int = 0
-    """tokens per block"""
+    num_blocks: int = 0  # KV blocks that fit; 0: the model is not loaded yet
+    block_size: int = 0  # tokens per block
+    # median and 99th percentile of the GPU's wait between two steps; 0 on a CPU
     idle_us: tuple[float, float] = (0.0, 0.0)
-    """median and 99th percentile of the GPU's wait between two steps; 0 on a CPU"""
     pid: int = 0
+    # at the same place in every version, or another one could not be refused
     version: int = PROTOCOL_VERSION
-    """at the same place in every version, or another one could not be refused"""
-    node: str = ""
-    """id of its machine; empty where there is only one"""
+    node: str = ""  # id of its machine; empty where there is only one
+    # `tcp://host:port` at which it could listen as rank 0, of a worker without a group
     rendezvous: str = ""
-    """`tcp://host:port` at which it could listen as rank 0, of a worker without a group"""
-    incarnation: int = 0
-    """a larger one was started later"""
+    incarnation: int = 0  # a larger one was started later
+    # of its KV memory, which may be an earlier worker's; 0: the memory ends with the worker
     memory_id: int = 0
-    """of its KV memory, which may be an earlier worker's; 0: the memory ends with the worker"""
-    epoch: int = -1
-    """of the plans that it expects"""
-    num_plans_before: int = 0
-    """that it has run of the epoch before, which was another scheduler's"""
-    host_slots: int = 0
-    """KV blocks that fit into its host tier; 0: there is none, or none yet"""
-    host_memory_id: int = 0
-    """of the host tier's memory, as `memory_id`"""
-    standby: bool = False
-    """whether it is in a standby group: see `WorkerAssignment`"""
+    epoch: int = -1  # of the plans that it expects
+    num_plans_before: int = 0  # that it has run of the epoch before, which was another scheduler's
+    host_slots: int = 0  # KV blocks that fit into its host tier; 0: there is none, or none yet
+    host_memory_id: int = 0  # of the host tier's memory, as `memory_id`
+    standby: bool = False  # whether it is in a standby group: see `WorkerAssignment`
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):
@@ -56,17 +46,15 @@ class WorkerAssignment(Struct, array_like=True, tag=True):
     group: str
     rank: int
     tp_size: int
-    rendezvous: str
-    """`tcp://host:port` for torch.distributed"""
+    rendezvous: str  # `tcp://host:port` for torch.distributed
+    # KV blocks that the group before had, whose requests wait; 0: there was none
     num_blocks: int = 0
-    """KV blocks that the group before had, whose requests wait; 0: there was none"""
+    # of that group's members on this worker's machine: their memory is free once they exit
     pids_before: list[int] = []
-    """of that group's members on this worker's machine: their memory is free once they exit"""
     replica: int = 0
-    spans_nodes: bool = False
-    """whether the group's workers are on several machines"""
+    spans_nodes: bool = False  # whether the group's workers are on several machines
+    # whether it only maps the memory of a group that runs, and prepares to continue with it
     standby: bool = False
-    """whether it only maps the memory of a group that runs, and prepares to continue with it"""
 
 
 class CopyBlocks(Struct, PackedLists, array_like=True, tag=True):
@@ -79,12 +67,11 @@ class CopyBlocks(Struct, PackedLists, array_like=True, tag=True):
     item_bytes: ClassVar = {"blocking": 8, "overlapped": 8}
 
     epoch: int
-    blocking: bytes = b""
-    """between the steps of earlier plans and that of the next one"""
+    blocking: bytes = b""  # between the steps of earlier plans and that of the next one
+    # after these; they may end after the step of the next plan, but before the one that follows
     overlapped: bytes = b""
-    """after these; they may end after the step of the next plan, but before the one that follows"""
+    # of the prefixes that are copied to the host, in this order, where there is a folder
     hashes: list[bytes] = []
-    """of the prefixes that are copied to the host, in this order, where there is a folder"""
 
 
 class FolderRequest(Struct, PackedLists, array_like=True, tag=True):
@@ -93,14 +80,10 @@ class FolderRequest(Struct, PackedLists, array_like=True, tag=True):
     item_bytes: ClassVar = {"slots": 4}
 
     epoch: int
-    fetched: list[bytes] = []
-    """to be read into host slots"""
-    slots: bytes = b""
-    """int32 [num_fetched], reserved until the files are reported"""
-    removed: list[bytes] = []
-    """content that may be wrong"""
-    lists: bool = False
-    """forget earlier requests, and report all files as added"""
+    fetched: list[bytes] = []  # to be read into host slots
+    slots: bytes = b""  # int32 [num_fetched], reserved until the files are reported
+    removed: list[bytes] = []  # content that may be wrong
+    lists: bool = False  # forget earlier requests, and report all files as added
 
 
 class FolderReport(Struct, array_like=True, tag=True):
@@ -110,10 +93,8 @@ class FolderReport(Struct, array_like=True, tag=True):
     rank: int
     added: list[bytes] = []
     removed: list[bytes] = []
-    fetched: list[bytes] = []
-    """in their host slots"""
-    failed: list[bytes] = []
-    """requested, but missing or wrong"""
+    fetched: list[bytes] = []  # in their host slots
+    failed: list[bytes] = []  # requested, but missing or wrong
 
 
 class CompileGrammars(Struct, array_like=True, tag=True):

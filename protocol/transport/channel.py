@@ -12,23 +12,21 @@ from zmq.backend import zmq_poll
 
 log = logging.getLogger(__name__)
 Received = TypeVar("Received")
-HEARTBEAT_INTERVAL = 0.5
-"""seconds between two heartbeats"""
-MAX_MISSED_HEARTBEATS = 10
-"""heartbeats that a peer may miss before it is given up"""
+HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats
+MAX_MISSED_HEARTBEATS = 10  # heartbeats that a peer may miss before it is given up
+# seconds for which messages are received from one socket in a row, so that other sockets and
+# heartbeats have their turn
 MAX_DRAIN_SECONDS = 0.1
-"""seconds for which messages are received from one socket in a row, so that other sockets and
-heartbeats have their turn"""
+# A longer frame ends its connection. Between our own processes, this only guards against a corrupt
+# length, for which libzmq would allocate memory: a restarted detokenizer may get all tokens of
+# 2,048 streams of 131,072 (1 GiB) at once. 4 GiB is also the maximum of MessagePack's lengths.
 MAX_FRAME_BYTES = 1 << 32
-"""A longer frame ends its connection. Between our own processes, this only guards against a corrupt
-length, for which libzmq would allocate memory: a restarted detokenizer may get all tokens of 2,048
-streams of 131,072 (1 GiB) at once. 4 GiB is also the maximum of MessagePack's lengths."""
+# bytes by which a client's frame may exceed the limit and still be answered with an error; for a
+# longer one libzmq disconnects before the frame is in memory
 OVERSIZE_SLACK = 1 << 22
-"""bytes by which a client's frame may exceed the limit and still be answered with an error; for a
-longer one libzmq disconnects before the frame is in memory"""
+# exceptions of msgspec for data that can't be decoded, or encoded again as MessagePack:
+# RecursionError for deep nesting, OverflowError for an integer over 64 bits
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)
-"""exceptions of msgspec for data that can't be decoded, or encoded again as MessagePack:
-RecursionError for deep nesting, OverflowError for an integer over 64 bits"""
 
 
 class Traffic:
@@ -41,8 +39,8 @@ class Traffic:
 
 traffic = Traffic()
 _POLLIN, _DONTWAIT = int(zmq.POLLIN), int(zmq.DONTWAIT)
+# numbers: an operation on pyzmq's enums takes a microsecond
 _SNDMORE = int(zmq.SNDMORE) | _DONTWAIT
-"""numbers: an operation on pyzmq's enums takes a microsecond"""
 
 
 class Channel(Generic[Received]):
@@ -55,8 +53,7 @@ class Channel(Generic[Received]):
     def __init__(self, socket: "zmq.Socket[bytes]", receives: Any = None) -> None:
         self.socket = socket
         self.num_bad_frames = 0
-        self._frames: list[zmq.Frame] = []
-        """of a message that is received in part"""
+        self._frames: list[zmq.Frame] = []  # of a message that is received in part
         self.encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(receives).decode
         self._is_router = socket.type == zmq.ROUTER

@@ -30,10 +30,9 @@ from penstock.protocol.config import Config
 from penstock.protocol.transport.channel import MAX_FRAME_BYTES, Channel
 from penstock.protocol.transport.curve import ZAP_ENDPOINT, Authenticator
 
-CLUSTER = "cluster://"
-"""prefix of a name whose addresses the directory knows"""
+CLUSTER = "cluster://"  # prefix of a name whose addresses the directory knows
+# channels, and what to call when a message waits there
 Handlers = list[tuple[Channel[Any], Callable[[], None]]]
-"""channels, and what to call when a message waits there"""
 
 
 def bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
@@ -107,12 +106,9 @@ def check_reach(config: Config) -> None:
 class Context(zmq.Context["zmq.Socket[bytes]"]):
     """The sockets of a process on one machine; `Cluster` is the same interface for several."""
 
-    handlers: Handlers
-    """of the context's own channels, which the process's event loop must serve"""
-    node_id: str
-    """of this machine; empty without a cluster"""
-    host: str
-    """address at which the other processes reach this machine"""
+    handlers: Handlers  # of the context's own channels, which the process's event loop must serve
+    node_id: str  # of this machine; empty without a cluster
+    host: str  # address at which the other processes reach this machine
     _authenticator: Authenticator | None
 
     def __init__(self, node_id: str = "", host: str = "127.0.0.1") -> None:

@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 SERVER = "server"
 CLIENTS = "clients"
 ZAP_DOMAIN = b"clients"
-ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-"""where libzmq asks who may connect (ZAP, ZeroMQ RFC 27)"""
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where libzmq asks who may connect (ZAP, ZeroMQ RFC 27)
 
 
 class KeysError(ValueError):
@@ -66,8 +65,7 @@ class Authenticator:
     def __init__(self, channel: Channel[Any]) -> None:
         """channel: bound to ZAP_ENDPOINT."""
         self.channel = channel
-        self.folders: dict[bytes, Path] = {}
-        """of keys, by domain"""
+        self.folders: dict[bytes, Path] = {}  # of keys, by domain
 
     def handle(self) -> None:
         """Answer every query of libzmq that waits. A refused client learns no reason."""

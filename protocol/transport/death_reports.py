@@ -10,16 +10,15 @@ from penstock.protocol.messages.supervisor import PoisonFound, ProcessesDied, Su
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.process import SUPERVISOR_VARIABLE, Process
 
-MAX_SUSPECTS = 1 << 14
-"""requests whose deaths are remembered, the newest"""
+MAX_SUSPECTS = 1 << 14  # requests whose deaths are remembered, the newest
 
 
 class DeathReports:
     """Reports to the supervisor, if there is one, which requests may have ended processes."""
 
     def __init__(self, process: Process) -> None:
+        # digests that were reported and not cleared, the newest
         self.suspects: OrderedDict[bytes, None] = OrderedDict()
-        """digests that were reported and not cleared, the newest"""
         self._channel: Channel[None] | None = None
         if SUPERVISOR_VARIABLE in os.environ:
             self._channel = process.context.connect(zmq.PUSH, process.endpoints.supervisor)

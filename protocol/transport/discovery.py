@@ -20,28 +20,22 @@ from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, MAX_MISSED_H
 from penstock.protocol.transport.context import CLUSTER, Context, drain, host_and_port
 from penstock.protocol.transport.curve import secure_client, secure_server
 
-NODE_VARIABLE = "PENSTOCK_NODE"
-"""path of the file that describes the machine, a `Node` as JSON"""
-KEYS_FOLDER = "cluster-keys"
-"""in the folder of that file, as `launch keys` makes it"""
-KEYS_CLIENT = "process"
-"""whose key all processes have"""
+NODE_VARIABLE = "PENSTOCK_NODE"  # path of the file that describes the machine, a `Node` as JSON
+KEYS_FOLDER = "cluster-keys"  # in the folder of that file, as `launch keys` makes it
+KEYS_CLIENT = "process"  # whose key all processes have
 ZAP_DOMAIN = b"cluster"
+# milliseconds after which a connection is tried again: the intervals of TCP alone grow
 CONNECT_TIMEOUT = 2000
-"""milliseconds after which a connection is tried again: the intervals of TCP alone grow"""
 
 
 class Node(Struct, frozen=True):
     """The facts that a process of a cluster needs at its start."""
 
-    node_id: str
-    """of the machine, for the cluster"""
-    name: str
-    """of the machine, for people"""
-    host: str
-    """address at which other machines reach this one"""
+    node_id: str  # of the machine, for the cluster
+    name: str  # of the machine, for people
+    host: str  # address at which other machines reach this one
+    # name → `tcp://` address of what the supervisor binds: `directory` and `supervisor`
     fixed: dict[str, str]
-    """name → `tcp://` address of what the supervisor binds: `directory` and `supervisor`"""
 
 
 class Address(Struct, frozen=True):
@@ -50,8 +44,7 @@ class Address(Struct, frozen=True):
     node_id: str
     ipc: str
     tcp: str
-    incarnation: int
-    """of the process that binds it; a later one replaces it"""
+    incarnation: int  # of the process that binds it; a later one replaces it
 
 
 class Announcement(Struct, tag=True):
@@ -82,10 +75,8 @@ class _Following:
     def __init__(self, socket: "zmq.Socket[bytes]", name: str) -> None:
         self.socket = socket
         self.name = name
-        self.endpoint = ""
-        """to which it is connected; empty: none"""
-        self.num_handshakes = 0
-        """at this endpoint"""
+        self.endpoint = ""  # to which it is connected; empty: none
+        self.num_handshakes = 0  # at this endpoint
         self.on_connected: Callable[[], None] = lambda: None
         self.on_reconnect = self._exit
 
@@ -119,8 +110,7 @@ class Cluster(Context):
     _directory: Channel[Any]
     _bound: dict[str, Address]
     _known: dict[str, Address]
-    _followings: dict[Any, _Following]
-    """by socket"""
+    _followings: dict[Any, _Following]  # by socket
     _incarnation: int
 
     def __init__(self, node: Node, folder: Path, incarnation: int = 0) -> None:

@@ -17,8 +17,7 @@ from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import tune_collector
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SLACK = 64
-"""cancelled timers that are kept in addition to as many as there are others"""
+_SLACK = 64  # cancelled timers that are kept in addition to as many as there are others
 
 
 class Timer:

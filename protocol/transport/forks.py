@@ -15,12 +15,9 @@ from penstock.protocol.messages.supervisor import Forked, ForkRequest
 from penstock.protocol.transport.process import die_with_parent
 from penstock.protocol.transport.process_exit import ProcessExit
 
-FORKS_VARIABLE = "PENSTOCK_FORKS"
-"""number of the inherited socket"""
-MAX_MESSAGE = 1 << 16
-"""bytes"""
-MAX_DESCRIPTORS = 8
-"""of one request"""
+FORKS_VARIABLE = "PENSTOCK_FORKS"  # number of the inherited socket
+MAX_MESSAGE = 1 << 16  # bytes
+MAX_DESCRIPTORS = 8  # of one request
 
 
 def serve_forks() -> str:

@@ -9,8 +9,8 @@ from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.process import Process
 from penstock.protocol.transport.supervisor_heartbeat import Counters, HeartbeatSender
 
+# heartbeats that the thread may miss on a busy machine; if more, the process itself was stopped
 MAX_MISSED = 3
-"""heartbeats that the thread may miss on a busy machine; if more, the process itself was stopped"""
 
 
 class LentSockets:

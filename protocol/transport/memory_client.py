@@ -15,10 +15,8 @@ from penstock.protocol.messages.supervisor import (
     ToMemoryServer,
 )
 
-MEMORY_VARIABLE = "PENSTOCK_MEMORY"
-"""number of the inherited descriptor"""
-MAX_MESSAGE = 1 << 20
-"""bytes of a message, most of them of a manifest"""
+MEMORY_VARIABLE = "PENSTOCK_MEMORY"  # number of the inherited descriptor
+MAX_MESSAGE = 1 << 20  # bytes of a message, most of them of a manifest
 
 
 class Taken(NamedTuple):

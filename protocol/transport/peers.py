@@ -19,8 +19,7 @@ class Peer(Generic[Work]):
         self.identity = identity
         self.name = name
         self.work: dict[object, Work] = {}
-        self.num_missed = 0
-        """heartbeats of this process since the peer's latest message"""
+        self.num_missed = 0  # heartbeats of this process since the peer's latest message
 
 
 class Peers(Generic[Work]):

@@ -30,25 +30,24 @@ from penstock.protocol.transport.discovery import context_from_environment
 from penstock.protocol.transport.process_exit import ProcessExit
 
 PROCESS_VARIABLE = "PENSTOCK_PROCESS"
+# pid of the supervisor, which may exit while this process is still importing
 SUPERVISOR_VARIABLE = "PENSTOCK_SUPERVISOR"
-"""pid of the supervisor, which may exit while this process is still importing"""
+# number by the supervisor; of two processes the one that was started later has the larger one
 INCARNATION_VARIABLE = "PENSTOCK_INCARNATION"
-"""number by the supervisor; of two processes the one that was started later has the larger one"""
+# in the run folder: the last number that a process without a supervisor has taken
 COUNTER_FILE = "incarnations"
-"""in the run folder: the last number that a process without a supervisor has taken"""
+# Linux's own default maximum; containers may have a hard limit of 2**30, over which some programs
+# loop
 MAX_DESCRIPTORS = 1 << 20
-"""Linux's own default maximum; containers may have a hard limit of 2**30, over which some programs
-loop"""
-MACOS_MAX_DESCRIPTORS = 10_240
-"""whatever its hard limit says"""
+MACOS_MAX_DESCRIPTORS = 10_240  # whatever its hard limit says
 MAX_FAILURE_LINES = 20  # in a second
 _LOCAL_TIME = "%m-%d %H:%M:%S"  # of text logs, before milliseconds
+# containers after which the newest are visited. Python's default, 700, are those of a few requests
+# that have just begun: in a burst, a seventh of all CPU time went into visits that found nothing
 YOUNG_OBJECTS = 10_000
-"""containers after which the newest are visited. Python's default, 700, are those of a few requests
-that have just begun: in a burst, a seventh of all CPU time went into visits that found nothing"""
 _PR_SET_PDEATHSIG = 1
+# numbers of one process: 4 billion, so that 2 billion incarnations fit into an int64
 _INCARNATION_BITS = 32
-"""numbers of one process: 4 billion, so that 2 billion incarnations fit into an int64"""
 
 
 class Identity(NamedTuple):

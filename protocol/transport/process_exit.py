@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import psutil
 
+# errors of Linux before 5.3, and of sandboxes that do not know the call
 REFUSED = errno.ENOSYS, errno.EPERM
-"""errors of Linux before 5.3, and of sandboxes that do not know the call"""
 
 
 class ProcessExit:

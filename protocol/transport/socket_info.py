@@ -23,24 +23,18 @@ from zmq.utils.monitor import parse_monitor_message
 from penstock.protocol.transport.channel import Channel
 
 _COUNTERS = struct.Struct("QQ")
-_COUNTERS_AT = 120
-"""offset of `tcpi_bytes_acked` and `tcpi_bytes_received` in `struct tcp_info`"""
+_COUNTERS_AT = 120  # offset of `tcpi_bytes_acked` and `tcpi_bytes_received` in `struct tcp_info`
 _INT = struct.Struct("i")
-_CREDENTIALS = struct.Struct("iII")
-"""`struct ucred`: process, user and group"""
-IPV6_PREFIX = 64
-"""bits of an address that a provider assigns to one customer"""
-MAX_KNOWN = 256
-"""hosts whose form is remembered: a header may have 64 KB"""
-_SO_NWRITE = 0x1024
-"""bytes that macOS has yet to send"""
+_CREDENTIALS = struct.Struct("iII")  # `struct ucred`: process, user and group
+IPV6_PREFIX = 64  # bits of an address that a provider assigns to one customer
+MAX_KNOWN = 256  # hosts whose form is remembered: a header may have 64 KB
+_SO_NWRITE = 0x1024  # bytes that macOS has yet to send
 
 
 class Counters(NamedTuple):
     """Bytes of a TCP connection since it was accepted."""
 
-    acked: int
-    """sent, and acknowledged by the client's kernel"""
+    acked: int  # sent, and acknowledged by the client's kernel
     received: int
 
 

@@ -28,8 +28,7 @@ class HeartbeatSender:
         self._counters = counters
         self._counted: dict[str, float] = {}
         self._counters_failed = False
-        self.group, self.group_size = "", 1
-        """of a worker, as in `SupervisorHeartbeat`"""
+        self.group, self.group_size = "", 1  # of a worker, as in `SupervisorHeartbeat`
         self._own = psutil.Process()
         self._rss_bytes = 0
         self._channel: Channel[Any] | None = None

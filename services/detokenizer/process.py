@@ -44,13 +44,11 @@ class Detokenizer:
         self._table = table
         self._streams: dict[int, TextStream] = {}
         self._epoch = 0
-        self._number: int | None = 0
-        """of the last message; None: only a first one is of use"""
+        self._number: int | None = 0  # of the last message; None: only a first one is of use
         self._deltas: list[TextDelta] = []
-        self._stops: list[StopFound] = []
-        """texts and found stops of the step that is being handled"""
+        self._stops: list[StopFound] = []  # texts and found stops of the step that is being handled
+        # requests whose text can't be made, to be taken by the caller
         self.failures: list[RequestFailed] = []
-        """requests whose text can't be made, to be taken by the caller"""
 
     def handle(self, message: StepTokens) -> tuple[list[TextDelta], list[StopFound]]:
         """Return the step's texts and found stops. Raises LostError if a message is missing."""
@@ -168,11 +166,10 @@ class DetokenizerProcess:
         self.gateway = context.connect(zmq.PUSH, results, on_reconnect=self.reopen_all)
         self.heartbeats = HeartbeatThread(process, to_peers=self.on_heartbeat)
         self.loop = EventLoop(process.context, self.on_heartbeat, self.heartbeats)
+        # streams of each replica → id of the request, and when it was opened; for traces
         self.traced: dict[Detokenizer, dict[int, tuple[str, float]]] = {}
-        """streams of each replica → id of the request, and when it was opened; for traces"""
         self.tokens: list[Channel[ToDetokenizer]] = []
-        self.detokenizers: list[Detokenizer] = []
-        """of each replica"""
+        self.detokenizers: list[Detokenizer] = []  # of each replica
         for at in process.all_endpoints:
             where = at.detokenizers
             tokens = context.connect(zmq.DEALER, where, ToDetokenizer, process.identity)

@@ -25,8 +25,7 @@ class TextStream:
         self._prompt_tokens = opened.prompt_tokens
         self._cached_tokens = opened.cached_tokens
         self._starts_reasoning = opened.starts_reasoning
-        self._phase_seconds = opened.phase_seconds
-        """not sent yet; then 0"""
+        self._phase_seconds = opened.phase_seconds  # not sent yet; then 0
         self._table = table
         self._text = table.text
         self._special = {} if opened.skip_special_tokens else table.special
@@ -35,16 +34,15 @@ class TextStream:
         self._min_tokens = opened.min_tokens
         self._max_held = max((len(stop) - 1 for stop in opened.stop), default=0)
         self._has_logprobs = opened.logprobs is not None
-        self._prompt_logprobs = opened.prompt_logprobs
-        """not sent yet"""
+        self._prompt_logprobs = opened.prompt_logprobs  # not sent yet
         self._decoder = Utf8Decoder("replace")
         for token_id in unpack(opened.prompt_tail):  # may end within a character
             self._decoder.decode(self._text.get(token_id, b""))
+        # of a character, which the output has yet to continue
         self._prompt_bytes = self._decoder.getstate()[0]
-        """of a character, which the output has yet to continue"""
         ends = opened.eos_token_ids, opened.stop_token_ids
+        # tokens without text: of reasoning, of the answer
         self._silent = [frozenset() if self._keeps_stop else frozenset(ids) for ids in ends]
-        """tokens without text: of reasoning, of the answer"""
         self._reasoning: ReasoningTracker | None = None
         self._reasoning_begin: int | None = None
         self._reasoning_end: int | None = None
@@ -54,8 +52,7 @@ class TextStream:
         self._num_tokens = 0
         self._num_chars = 0
         self._held = ""
-        self.stopped = ""
-        """the stop string that was found: the text is complete"""
+        self.stopped = ""  # the stop string that was found: the text is complete
 
     def feed(
         self, token_ids: list[int], logprobs: Sequence[PackedLogprobs | None] = ()

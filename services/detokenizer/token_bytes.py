@@ -13,10 +13,8 @@ from penstock.protocol.tokenizer_file import byte_characters, read_tokenizer_fil
 class TokenBytes(Struct, frozen=True):
     """The bytes of every token by id; ids that no token has are in neither."""
 
-    text: dict[int, bytes]
-    """special tokens have none"""
-    special: dict[int, bytes]
-    """the special tokens' names"""
+    text: dict[int, bytes]  # special tokens have none
+    special: dict[int, bytes]  # the special tokens' names
     reasoning: ReasoningTokens
 
     def logprobs(

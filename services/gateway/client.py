@@ -11,10 +11,8 @@ class Share:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.num_open = 0
-        """requests and tokenizer queries that are not answered"""
-        self.num_waiting_tokens = 0
-        """prompt tokens of requests that have no output yet"""
+        self.num_open = 0  # requests and tokenizer queries that are not answered
+        self.num_waiting_tokens = 0  # prompt tokens of requests that have no output yet
         self.num_bytes = 0
 
 
@@ -23,10 +21,8 @@ class Totals(Share):
 
     def __init__(self, name: str = "") -> None:
         super().__init__(name)
-        self.num_waiting = 0
-        """requests without output"""
-        self.num_started = 0
-        """requests that have had their first token since the gateway's start"""
+        self.num_waiting = 0  # requests without output
+        self.num_started = 0  # requests that have had their first token since the gateway's start
 
     def count(
         self, share: Share, num_open: int = 0, num_tokens: int = 0, num_bytes: int = 0
@@ -56,30 +52,24 @@ class Connection:
         self.fd = fd
         self.number = 0
         self.is_inner = is_inner
-        self.num_messages = 0
-        """received"""
+        self.num_messages = 0  # received
+        # bytes that libzmq and the kernel have for the client; updated by `update_num_read`
         self.num_queued = 0
-        """bytes that libzmq and the kernel have for the client; updated by `update_num_read`"""
+        # bytes that the client had read at the last `update_num_read`, and `take_progress`
         self.num_read = self.num_read_before = 0
-        """bytes that the client had read at the last `update_num_read`, and `take_progress`"""
-        self.largest = 0
-        """bytes of the largest message sent"""
+        self.largest = 0  # bytes of the largest message sent
         self.share = share or Share("")
-        self.host = ""
-        """address of the client's machine; empty within this machine"""
-        self.is_closed = is_closed
-        """by the client or the gateway: nothing is sent on it any more"""
+        self.host = ""  # address of the client's machine; empty within this machine
+        self.is_closed = is_closed  # by the client or the gateway: nothing is sent on it any more
         self.is_cut_off = False
-        self.is_refused = False
-        """True if the connection is beyond a limit, and no longer counted"""
+        self.is_refused = False  # True if the connection is beyond a limit, and no longer counted
+        # ids of requests with output that waits until the queue has room, oldest first
         self.unsent: dict[str, None] = {}
-        """ids of requests with output that waits until the queue has room, oldest first"""
-        self.replies: deque[list[bytes]] = deque()
-        """waiting frames of replies to other requests"""
+        self.replies: deque[list[bytes]] = deque()  # waiting frames of replies to other requests
         self.num_status_queries = 0
         self.retry_at = 0.0
+        # ZeroMQ identity, known from the first message; libzmq's own ones begin with a zero
         self.identity = b""
-        """ZeroMQ identity, known from the first message; libzmq's own ones begin with a zero"""
 
     @property
     def is_full(self) -> bool:
@@ -89,11 +79,9 @@ class Connection:
 class Client(NamedTuple):
     """The sender of a request: the way back to it, its encoding, and its share."""
 
+    # the frames before the message: identity, and an empty frame for a REQ socket
     envelope: tuple[bytes, ...]
-    """the frames before the message: identity, and an empty frame for a REQ socket"""
     codec: Codec
     connection: Connection
-    share: Share
-    """of the client that an HTTP server names, otherwise of the connection"""
-    turn: str = ""
-    """name in a `FairQueue`: the connections of one client take turns"""
+    share: Share  # of the client that an HTTP server names, otherwise of the connection
+    turn: str = ""  # name in a `FairQueue`: the connections of one client take turns

@@ -26,10 +26,9 @@ from penstock.protocol.messages.tokenizer import TokenizeRequest
 from penstock.protocol.transport.event_loop import Timer
 from penstock.services.gateway.client import Client, Totals
 
-TOKEN_BYTES = 8
-"""bytes that a token id counts for, in memory and in messages"""
-TEXT_BYTES = 4
-"""bytes of text that count as a token, until a tokenizer has counted the tokens"""
+TOKEN_BYTES = 8  # bytes that a token id counts for, in memory and in messages
+TEXT_BYTES = 4  # bytes of text that count as a token, until a tokenizer has counted the tokens
+# parameters of a request with `pooling`, whose logits nothing may change
 POOLED = SamplingParams(
     max_tokens=1,
     temperature=0.0,
@@ -39,9 +38,7 @@ POOLED = SamplingParams(
     repetition_penalty=1.0,
     speculative=False,
 )
-"""parameters of a request with `pooling`, whose logits nothing may change"""
-_LOGPROB_BYTES = 256
-"""bytes that one `Logprob` counts for: four objects and their struct"""
+_LOGPROB_BYTES = 256  # bytes that one `Logprob` counts for: four objects and their struct
 DEFAULTS = GenerationConfig()
 _decode = msgspec.msgpack.Decoder(GenerateRequest).decode
 Output = TextDelta | GenerateReply | ErrorReply
@@ -86,23 +83,22 @@ class Entry:
         self._stop_token_ids = request.stop_token_ids
         self.attempt = self.num_attempts = 0
         self.replica = 0
+        # attempt → replica, of attempts that were migrated to another replica
         self.migrated_from: dict[int, int] = {}
-        """attempt → replica, of attempts that were migrated to another replica"""
         self.num_deaths = 0  # as in `TokenizedRequest`
         self.timer: Timer | None = None
-        self.num_bytes = num_bytes
-        """bytes of the request's frame, the text and the tokens"""
+        self.num_bytes = num_bytes  # bytes of the request's frame, the text and the tokens
+        # prompt tokens until there is output, then 0
         self.num_waiting_tokens = estimated_tokens(request)
-        """prompt tokens until there is output, then 0"""
         has_grammar = request.structured_outputs is not None
+        # estimated bytes to be tokenized, without a grammar, which is compiled elsewhere
         self.size = TEXT_BYTES * self.num_waiting_tokens if has_grammar else num_bytes
-        """estimated bytes to be tokenized, without a grammar, which is compiled elsewhere"""
         self.is_open = True
+        # identity of the tokenizer that sent this attempt on; empty once there is output
         self.tokenizer = b""
-        """identity of the tokenizer that sent this attempt on; empty once there is output"""
         self.accepted_at = monotonic()
+        # moments of the same clock, seconds; 0: not yet
         self.first_token_at = self.last_token_at = 0.0
-        """moments of the same clock, seconds; 0: not yet"""
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.phase_seconds = (0.0, 0.0)  # as in `StreamOpened`
         self.token_ids: list[int] = list(request.output_token_ids)

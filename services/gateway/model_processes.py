@@ -28,8 +28,8 @@ from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.requests.lifecycle import Requests
 from penstock.services.gateway.requests.router import Router
 
+# for which output that has arrived is collected before it is delivered, where more of it waits
 MAX_MERGE_SECONDS = 0.01
-"""for which output that has arrived is collected before it is delivered, where more of it waits"""
 
 
 class ModelProcesses:

@@ -28,9 +28,9 @@ from penstock.services.gateway.validation import RefusedError
 
 log = logging.getLogger("gateway")
 UNREAD = "it does not read its answers (--max-unread-bytes)"
+# seconds at the end of a drain: a client with ZMQ_IMMEDIATE, as ours, discards unread replies when
+# its connection is closed
 CLOSE_GRACE_SECONDS = 1.0
-"""seconds at the end of a drain: a client with ZMQ_IMMEDIATE, as ours, discards unread replies when
-its connection is closed"""
 
 
 class Gateway:

@@ -12,8 +12,8 @@ from penstock.services.gateway.clients.client_socket import ClientSocket
 from penstock.services.gateway.model_processes import ModelProcesses
 from penstock.services.gateway.validation import RefusedError
 
+# status requests that are answered at once, when a report arrives: in a few milliseconds
 MAX_WAITING = 1024
-"""status requests that are answered at once, when a report arrives: in a few milliseconds"""
 MAX_WAITING_PER_CONNECTION = 64
 
 
@@ -34,10 +34,9 @@ class PipelineStatus:
     def __init__(
         self, clients: ClientSocket, models: Sequence[ModelProcesses], handlers: Handlers
     ) -> None:
-        self.processes: list[ProcessStatus] = []
-        """of the supervisor's newest report"""
+        self.processes: list[ProcessStatus] = []  # of the supervisor's newest report
+        # by the model that they wait for; None: all
         self.for_ready: dict[str | None, list[StatusQuery]] = {}
-        """by the model that they wait for; None: all"""
         self.for_report: list[StatusQuery] = []
         self._clients, self._ledger = clients, clients.ledger
         self._models, self._handlers = models, handlers

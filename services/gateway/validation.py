@@ -29,13 +29,12 @@ from penstock.protocol.transport.channel import DECODE_ERRORS
 
 TokenizerRequest = TokenizePromptRequest | DetokenizeRequest
 WorkRequest = GenerateRequest | TokenizerRequest
-TOKEN_BYTES = 5
-"""of a token id in MessagePack, at most"""
+TOKEN_BYTES = 5  # of a token id in MessagePack, at most
 _DEFAULTS = GenerateRequest()
+# fields that a request with `pooling` must leave out
 _OF_TEXT = (*SamplingParams.__struct_fields__, "stream", "output_token_ids")
-"""fields that a request with `pooling` must leave out"""
+# fields of requests in which clients nest what they like
 UNTYPED = ("messages", "tools", "chat_template_kwargs", "structured_outputs")
-"""fields of requests in which clients nest what they like"""
 
 
 class RefusedError(Exception):

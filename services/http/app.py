@@ -30,6 +30,7 @@ from penstock.services.http.shared.places import decoded_bytes
 
 _log = logging.getLogger("http")
 _HANDLED = (ApiError, MessageError, RequestError, HTTPException, ClientDisconnect)
+# the page loads nothing from, and sends nothing to, other servers
 _PAGE_HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": (
@@ -40,7 +41,6 @@ _PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-"""the page loads nothing from, and sends nothing to, other servers"""
 
 
 def make_app(models: Models) -> ASGIApp:

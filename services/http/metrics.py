@@ -41,11 +41,11 @@ _HISTOGRAMS = {
     "request_params_max_tokens": "max_tokens of requests.",
     "request_params_n": "n of requests.",
 }
+# metric → the field that it has, if that has another name
 _OTHER_NAMES = {
     "prefix_cache_queries": "prompt_tokens",
     "time_per_output_token_seconds": "inter_token_latency_seconds",
 }
-"""metric → the field that it has, if that has another name"""
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of answered requests.",
     "generation_tokens": "Generated tokens.",

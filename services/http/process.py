@@ -24,17 +24,14 @@ from penstock.services.http.routes import OPERATIONS
 from penstock.services.http.shared.app_state import Models
 from penstock.services.http.shared.connections import Limits, limited_protocol, limits_for
 
+# seconds that running requests have after SIGTERM, up to --drain-timeout: SIGKILL comes after 5
 MAX_GRACE = 4
-"""seconds that running requests have after SIGTERM, up to --drain-timeout: SIGKILL comes after 5"""
+# seconds of them if the gateway does not run. One that died is back by then; one that has drained
+# answers nothing any more
 RETURN = 1
-"""seconds of them if the gateway does not run. One that died is back by then; one that has drained
-answers nothing any more"""
-BACKLOG = 2048
-"""connections that wait until they are accepted"""
-LAST_ANSWERS = 0.5
-"""seconds to send errors for unfinished requests"""
-KEEP_ALIVE = 75
-"""seconds that a connection may be idle: longer than clients keep idle connections"""
+BACKLOG = 2048  # connections that wait until they are accepted
+LAST_ANSWERS = 0.5  # seconds to send errors for unfinished requests
+KEEP_ALIVE = 75  # seconds that a connection may be idle: longer than clients keep idle connections
 _NO_ERRORS = ("Cancel %s running task", "Invalid UTF-8 sequence")
 
 

@@ -89,15 +89,11 @@ class Operation(Struct, frozen=True):
     method: str
     path: str
     run: Callable[[Any, Any], Awaitable[Response]]
-    reply: Any
-    """type of the reply in JSON; None without one"""
+    reply: Any  # type of the reply in JSON; None without one
     body: type[Struct] | None = None
-    media_type: str = ""
-    """in addition to JSON"""
-    is_open: bool = False
-    """needs no key"""
-    is_batch: bool = False
-    """its body has several inputs, each of which is a request to the gateway"""
+    media_type: str = ""  # in addition to JSON
+    is_open: bool = False  # needs no key
+    is_batch: bool = False  # its body has several inputs, each of which is a request to the gateway
 
 
 async def list_models(models: Models, _: Texts) -> Response:

@@ -62,8 +62,8 @@ class SchedulerProcess:
         node, sizes = process.context.node_id, (self.config.tp, self.config.spare_workers)
         self.group = WorkerGroup(*sizes, self.replica, node, self.epoch + 1)
         self.streams = RecoverableStreams(self.epoch)
+        # requests that the gateway has not released; they are queued once there is a scheduler
         self.requests: dict[str, Sequence] = {}
-        """requests that the gateway has not released; they are queued once there is a scheduler"""
         self.lease = Lease(self.config.lease_timeout)
         self.reported_ready, self.has_deaths, self.plan_bytes = False, False, 0
         self.poison = poison.SequencePoison(DeathReports(process))

@@ -25,34 +25,32 @@ from penstock.services.tokenizer.child import added_memory, end_child, start_chi
 from penstock.services.tokenizer.errors import PromptError
 
 log = logging.getLogger("tokenizer")
+# arguments of `apply_chat_template` that `chat_template_kwargs` can't give
 NOT_FOR_CLIENTS = frozenset(
     {"messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}
     | {"continue_final_message", "conversation", "return_dict", "return_tensors"}
 )
-"""arguments of `apply_chat_template` that `chat_template_kwargs` can't give"""
+# of CPU time: a usual template takes milliseconds, and others wait meanwhile
 MAX_RENDER_SECONDS = 5.0
-"""of CPU time: a usual template takes milliseconds, and others wait meanwhile"""
-MAX_RENDER_BYTES = 1 << 28
-"""of memory, for a client's template"""
-MAX_OWN_BYTES = 1 << 30
-"""of memory, for the checkpoint's template"""
+MAX_RENDER_BYTES = 1 << 28  # of memory, for a client's template
+MAX_OWN_BYTES = 1 << 30  # of memory, for the checkpoint's template
 LIMITS = f"takes more than {MAX_RENDER_SECONDS:g} s or {MAX_RENDER_BYTES >> 20} MiB to render"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+# in templates of models that begin `<think>` themselves, unless the prompt has an empty one
 REASONING_SWITCH = "enable_thinking"
-"""in templates of models that begin `<think>` themselves, unless the prompt has an empty one"""
+# put after the final message if it is to be continued: the text before it is the prompt
 _END_OF_FINAL_MESSAGE = "\ue000end of the final message\ue001"
-"""put after the final message if it is to be continued: the text before it is the prompt"""
 
+# what reading a checkpoint's template and special tokens raises
 _UNREADABLE = (
     *(OSError, msgspec.MsgspecError, TemplateError),
     *(TypeError, LookupError, RecursionError, ValueError),
 )
-"""what reading a checkpoint's template and special tokens raises"""
+# how a refusal begins: of the model's template, and of the request's
 _OWN_REFUSAL = (
     "messages: the chat template refused them: ",
     "chat_template: got one that refuses the messages: ",
 )
-"""how a refusal begins: of the model's template, and of the request's"""
 
 
 class TimeLimitError(BaseException):
@@ -77,8 +75,8 @@ class ChatTemplate:
                 self._templates[name] = template = _environment().from_string(source)
                 # each rendering copies them: a plain map faster than Jinja's ChainMap
                 template.globals = dict(template.globals)
+            # the model itself, where the prompt leaves it to it
             self.opens_reasoning = any(REASONING_SWITCH in source for source in sources.values())
-            """the model itself, where the prompt leaves it to it"""
             self._special_tokens = {
                 name: token["content"] if isinstance(token, dict) else token
                 for name in SPECIAL_TOKENS
@@ -198,11 +196,11 @@ def _compile(source: str) -> Template:
         raise PromptError("chat_template", message) from error
 
 
+# what a template raises, itself or for data that it is not made for
 _REFUSALS = (
     *(TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError),
     *(TypeError, ValueError),
 )
-"""what a template raises, itself or for data that it is not made for"""
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:

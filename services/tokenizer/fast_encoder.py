@@ -12,6 +12,7 @@ except ImportError:  # no package for this platform
     fastokens = None
 
 log = logging.getLogger("tokenizer")
+# texts that are encoded at the start; each added token is, too
 PROBES = (
     "Hello world, it's 12345 o'clock…\n\n  and  tabs\tare\r\nhere ",
     "I'LL we'Re IT'ſ x''s\u00a0\u3000\u200b\u0085\n \n\t \r\r\n\x0b end   ",
@@ -21,7 +22,6 @@ PROBES = (
     "def f(x):\n\treturn {'a': x**2, \"b\": [1.5e-3]}  # ∑ ﷽ https://a.b/c?d=e&f\n" * 20,
     "a" * 1000 + " " * 1000 + "\n" * 1000 + "é" * 1000 + "0" * 1000,
 )
-"""texts that are encoded at the start; each added token is, too"""
 
 
 def load_fast_encoder(path: Path, tokenizer: Tokenizer) -> Any:

@@ -33,8 +33,8 @@ MAX_COMPILE_SECONDS = 2.0
 MAX_PATTERN_PAIRS = 20_000
 # sum of the values of `multipleOf`, without decimal points: each is as many states
 MAX_MULTIPLES = 100_000
+# Some limits apply only while text is matched; each step may cost as much as compiling.
 MATCHED_TOKENS = 3
-"""Some limits apply only while text is matched; each step may cost as much as compiling."""
 TOO_LARGE = "its repetitions expand to too many states; use smaller repetition counts"
 MAX_STACK_BYTES = 1 << 20
 MAX_CHILDREN = 2
@@ -44,8 +44,8 @@ MAX_REASON_BYTES = 2048
 # of the children: requests without a new grammar go first
 NICENESS = 5
 
+# gets the reason why the grammar can't be served, or an empty string
 OnChecked = Callable[[str], None]
-"""gets the reason why the grammar can't be served, or an empty string"""
 
 
 class GrammarChecker:
@@ -56,8 +56,8 @@ class GrammarChecker:
     """
 
     def __init__(self, folder: Path, loop: EventLoop) -> None:
+        # loaded here: the children have it without loading it
         self._tokenizer = LLTokenizer(str(folder / "tokenizer.json"))
-        """loaded here: the children have it without loading it"""
         self._loop = loop
         # verdicts by hash, the one that was used last at the end
         self._reasons: OrderedDict[bytes, str] = OrderedDict()

@@ -43,8 +43,7 @@ from penstock.services.worker.step.persistent_batch import PersistentBatch
 from penstock.services.worker.timings import StartTimes, step_profiler
 
 log = logging.getLogger(__name__)
-CPU_KV_BYTES = 1 << 30
-"""size of the KV cache on a CPU by default"""
+CPU_KV_BYTES = 1 << 30  # size of the KV cache on a CPU by default
 
 
 class Rank(NamedTuple):

@@ -23,10 +23,9 @@ from penstock.protocol.transport.process_exit import ProcessExit
 from penstock.services.worker.memory.persistent_memory import SharedMemoryError
 from penstock.services.worker.model_runner import ModelRunner
 
-MAX_END = 5.0
-"""maximum seconds in which a killed worker ends"""
+MAX_END = 5.0  # maximum seconds in which a killed worker ends
+# makes the runner of a rank; calls the last argument repeatedly meanwhile
 Load = Callable[[Config, WorkerAssignment, Callable[[], None]], ModelRunner]
-"""makes the runner of a rank; calls the last argument repeatedly meanwhile"""
 
 
 class WorkerError(Exception):
@@ -51,8 +50,8 @@ class Member:
         self._num_plans_before = 0
         self._sent_state_at = 0.0
         self._is_standby = self._is_prepared = False
+        # messages that came while graphs were captured
         self._deferred_messages: deque[ToWorker] = deque()
-        """messages that came while graphs were captured"""
 
     def send_state(self) -> None:
         state = WorkerState(self._process.name, self._group, self._rank, pid=os.getpid())

@@ -45,8 +45,7 @@ class ModelRunner:
         """
         self.num_blocks, self.block_size = batch.num_blocks, batch.block_size
         self.kv, self.memory_id, self.take_over = kv, memory_id, take_over
-        self.offload: KvOffload | None = None
-        """the host tier"""
+        self.offload: KvOffload | None = None  # the host tier
         self._model = model
         self._batch = batch
         self._kv_caches = kv_caches = kv.layers

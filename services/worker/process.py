@@ -32,13 +32,12 @@ class Worker(Member):
         super().__init__(process, load)
         self.loop.add(self.channel, self.receive)
         self._next_step = 0
-        self._steps: deque[_Step] = deque()
-        """launched, their tokens not yet sent"""
+        self._steps: deque[_Step] = deque()  # launched, their tokens not yet sent
         # reports that a thread has made
         self._compiled: deque[GrammarCompiled] = deque()
         self._notify_compiled = self.make_notifier(self._send_compiled)
+        # steps that may run while the worker waits for a plan; one keeps the GPU busy
         self._max_running = min(1, process.config.num_plans_in_flight - 1)
-        """steps that may run while the worker waits for a plan; one keeps the GPU busy"""
 
     def receive(self) -> None:
         """Handle what waits at the socket. Raises WorkerError and what the runner raises."""

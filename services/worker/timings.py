@@ -13,10 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 log = logging.getLogger(__name__)
-WINDOW = 1024
-"""steps of the idle times' percentiles"""
-FIRST_STEP = 100
-"""first step of a trace, after one-time work"""
+WINDOW = 1024  # steps of the idle times' percentiles
+FIRST_STEP = 100  # first step of a trace, after one-time work
 
 
 class StartTimes:
@@ -48,8 +46,8 @@ class IdleTimes:
     def __init__(self) -> None:
         self._last_end: Any = None
         self._begin: Any = None
+        # (end of a step, begin of the next), not yet measured
         self._gaps: deque[tuple[Any, Any]] = deque()
-        """(end of a step, begin of the next), not yet measured"""
         self._microseconds: deque[float] = deque(maxlen=WINDOW)
 
     def begin(self, *, follows: bool) -> None:

@@ -27,39 +27,31 @@ from penstock.protocol.transport.process import (
 )
 
 PUBLIC_KEYS = "keys"
+# index of the GPU that Ray gives to a worker, among those that it sees
 GPU_VARIABLE = "PENSTOCK_GPU"
-"""index of the GPU that Ray gives to a worker, among those that it sees"""
-MAX_LINES = 10_000
-"""lines kept for a supervisor that does not come for them"""
-LOST = "its Ray actor"
-"""end of a process whose actor or node is lost"""
+MAX_LINES = 10_000  # lines kept for a supervisor that does not come for them
+LOST = "its Ray actor"  # end of a process whose actor or node is lost
 
 
 class Spec(NamedTuple):
     """Arguments of an actor."""
 
     name: str
-    command: str
-    """the procfile's"""
+    command: str  # the procfile's
     config: Config
+    # from where the node downloads the model; None: the folder exists on every node
     source: HubModel | None
-    """from where the node downloads the model; None: the folder exists on every node"""
-    run: str
-    """of this pipeline in the cluster"""
-    fixed: dict[str, str]
-    """as `Node.fixed`"""
-    keys: dict[str, bytes]
-    """of the processes: content by path"""
-    public_keys: dict[str, bytes]
-    """of `--curve-keys`"""
+    run: str  # of this pipeline in the cluster
+    fixed: dict[str, str]  # as `Node.fixed`
+    keys: dict[str, bytes]  # of the processes: content by path
+    public_keys: dict[str, bytes]  # of `--curve-keys`
 
 
 class Started(NamedTuple):
     """The process that runs now."""
 
     pid: int
-    node: str
-    """name of its node"""
+    node: str  # name of its node
 
 
 @ray.remote

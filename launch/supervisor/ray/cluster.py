@@ -18,19 +18,15 @@ except ImportError as error:
     raise LaunchError("--backend ray needs Ray: pip install 'penstock-llm[ray]'") from error
 
 
-TIMEOUT = 5.0
-"""seconds that the head of the cluster has to answer"""
+TIMEOUT = 5.0  # seconds that the head of the cluster has to answer
 
 
 class Joined(NamedTuple):
     """The cluster, joined."""
 
-    here: Machine
-    """the node of this process"""
-    machines: list[Machine]
-    """those that are alive now"""
-    run: str
-    """what no other pipeline of the cluster is called"""
+    here: Machine  # the node of this process
+    machines: list[Machine]  # those that are alive now
+    run: str  # what no other pipeline of the cluster is called
 
     def place(self, config: Config, kinds: list[str]) -> Placement:
         """Return a place for every process. Raises LaunchError."""

@@ -18,8 +18,7 @@ from penstock.protocol.transport.discovery import (
 class FixedNetwork(Context):
     """The context of sockets whose addresses are known before any process starts."""
 
-    fixed: dict[str, str]
-    """name → `tcp://` address"""
+    fixed: dict[str, str]  # name → `tcp://` address
     _folder: Path
 
     def __init__(self, host: str, folder: Path) -> None:

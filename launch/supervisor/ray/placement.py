@@ -15,8 +15,7 @@ from penstock.launch.pipeline.procfile import kind_of
 from penstock.protocol.config import Config, replica_of
 
 Resources = Counter[str]
-Free = dict[str, tuple[float, float]]
-"""CPUs and GPUs by node"""
+Free = dict[str, tuple[float, float]]  # CPUs and GPUs by node
 
 
 class Machine(NamedTuple):
@@ -24,8 +23,7 @@ class Machine(NamedTuple):
 
     node_id: str
     name: str
-    host: str
-    """the address at which the other nodes reach it"""
+    host: str  # the address at which the other nodes reach it
     cpus: float
     gpus: float
 
@@ -56,10 +54,8 @@ class Placement(NamedTuple):
 
     device: Literal["cpu", "cuda"]
     groups: list[Group]
-    bundles: dict[str, Bundle]
-    """by name of the process"""
-    nodes: dict[str, OnNode]
-    """by kind of process; what is in neither is spread"""
+    bundles: dict[str, Bundle]  # by name of the process
+    nodes: dict[str, OnNode]  # by kind of process; what is in neither is spread
 
     def num_gpus(self, name: str) -> int:
         return int(self.device == "cuda" and kind_of(name) == "worker")

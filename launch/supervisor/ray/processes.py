@@ -40,10 +40,9 @@ from penstock.protocol.transport.asyncio_handlers import attend, leave
 from penstock.protocol.transport.curve import CLIENTS, SERVER
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
 
-PING_TIMEOUT = 1.0
-"""seconds within which an actor that can be reached answers"""
+PING_TIMEOUT = 1.0  # seconds within which an actor that can be reached answers
+# of actors with a GPU: their process chooses it itself, and shares memory with the others
 ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""of actors with a GPU: their process chooses it itself, and shares memory with the others"""
 
 
 class RemoteProcess(ManagedProcess):

@@ -12,10 +12,10 @@ from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server
 from penstock.protocol.transport.process import Process
 
 log = logging.getLogger("gateway")
+# messages of one client that libzmq receives ahead; then the client has to wait
 MAX_RECEIVE_QUEUE = 8
-"""messages of one client that libzmq receives ahead; then the client has to wait"""
+# messages in libzmq's queue for one client; further output waits in the ledger
 MAX_SEND_QUEUE = 4096
-"""messages in libzmq's queue for one client; further output waits in the ledger"""
 OPTIONS = {
     zmq.HANDSHAKE_IVL: 10_000,  # milliseconds in which a client shows its key
     zmq.RCVHWM: MAX_RECEIVE_QUEUE,

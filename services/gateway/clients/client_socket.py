@@ -22,14 +22,12 @@ from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.ledger import Ledger
 
 log = logging.getLogger("gateway")
-MAX_FRAMES = 8
-"""of a message, its sender's identity included"""
-MAX_ENVELOPE_BYTES = 1024
-"""of the frames before the request"""
+MAX_FRAMES = 8  # of a message, its sender's identity included
+MAX_ENVELOPE_BYTES = 1024  # of the frames before the request
+# of a frame on the wire in addition to its content, at least
 FRAME_BYTES, CURVE_FRAME_BYTES = 2, 35
-"""of a frame on the wire in addition to its content, at least"""
+# seconds in which a full queue is not tried again: a try costs the encoding of a reply
 RETRY_INTERVAL = 0.01
-"""seconds in which a full queue is not tried again: a try costs the encoding of a reply"""
 ENVELOPE = (
     f"a message has more than {MAX_FRAMES} frames, or {MAX_ENVELOPE_BYTES} bytes before the request"
 )
@@ -58,8 +56,8 @@ class ClientSocket:
         self.ledger = ledger
         self._watch = client_watch.ClientWatch(config, self.max_frame_bytes)
         self._on_defect = on_defect
+        # requests whose output `deliver_pending` sends, by id
         self._pending: OrderedDict[str, Entry] = OrderedDict()
-        """requests whose output `deliver_pending` sends, by id"""
 
     def receive(self) -> Iterator[tuple[Client, bytes]]:
         """Yield the messages that wait, not decoded. Clients beyond a limit are disconnected."""

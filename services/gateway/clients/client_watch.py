@@ -20,19 +20,15 @@ from penstock.protocol.transport.socket_info import (
 from penstock.services.gateway.client import Connection
 from penstock.services.gateway.clients.bind_clients import MAX_RECEIVE_QUEUE
 
-HANDSHAKE_BYTES, CURVE_HANDSHAKE_BYTES = 104, 564
-"""of a REQ socket without an identity, at least"""
+HANDSHAKE_BYTES, CURVE_HANDSHAKE_BYTES = 104, 564  # of a REQ socket without an identity, at least
 MAX_IDENTITY_BYTES = 255
-MIN_MESSAGE_BYTES = 12
-"""of a request on the wire"""
-MAX_QUIET_HEARTBEATS = 2
-"""after the first message of a client that libzmq seems to ignore"""
-KERNEL_BYTES = 1 << 23
-"""more than the system receives ahead for one connection"""
+MIN_MESSAGE_BYTES = 12  # of a request on the wire
+MAX_QUIET_HEARTBEATS = 2  # after the first message of a client that libzmq seems to ignore
+KERNEL_BYTES = 1 << 23  # more than the system receives ahead for one connection
+# bytes of memory for each byte of an unfinished message: 64 for an empty frame, which has 2
 EXPANSION = 32
-"""bytes of memory for each byte of an unfinished message: 64 for an empty frame, which has 2"""
+# at which bytes of one message arrive; a whole message takes milliseconds within a machine
 MAX_BUSY_HEARTBEATS = 2
-"""at which bytes of one message arrive; a whole message takes milliseconds within a machine"""
 IGNORED = (
     "its ZeroMQ identity is that of another client (choose another), or its message has no end"
 )

@@ -26,12 +26,10 @@ from penstock.services.gateway.client import Client, Connection, Share
 from penstock.services.gateway.validation import refusal
 
 log = logging.getLogger("gateway")
-MAX_EARLIER = 64
-"""closed connections of one file descriptor whose waiting messages are recognized"""
+MAX_EARLIER = 64  # closed connections of one file descriptor whose waiting messages are recognized
+# of a gateway with as many descriptors: libzmq keeps some 50 KB for each connection
 MAX_CONNECTIONS = 4096
-"""of a gateway with as many descriptors: libzmq keeps some 50 KB for each connection"""
-RESERVED_DESCRIPTORS = 256
-"""for the pipeline's own connections and files"""
+RESERVED_DESCRIPTORS = 256  # for the pipeline's own connections and files
 TOO_MANY = "too many connections; the limit depends on its limit of open files (ulimit -n)"
 TOO_MANY_OF_ONE = "too many connections from this address"
 TOO_MANY_SILENT = "too many connections that have not sent a request, or shown a key"
@@ -48,22 +46,20 @@ class Connections:
     def __init__(self, monitor: Channel[Any]) -> None:
         """monitor: receives libzmq's events of the clients' socket."""
         self.monitor = monitor
+        # endpoint, as it is bound, at which the pipeline's own processes are clients
         self.inner = b""
-        """endpoint, as it is bound, at which the pipeline's own processes are clients"""
         self.by_fd: dict[int, Connection] = {}
         self._nobody = Connection(is_closed=True)
-        self._shares: WeakValueDictionary[str, Share] = WeakValueDictionary()
-        """by name"""
+        self._shares: WeakValueDictionary[str, Share] = WeakValueDictionary()  # by name
         self._numbers = count(1)
         self._limits = ConnectionLimits()
-        self._num_cut_off: Counter[str] = Counter()
-        """clients, by the reason"""
+        self._num_cut_off: Counter[str] = Counter()  # clients, by the reason
+        # connections that the next call of `handle_events` disconnects, with the reason
         self.refused: list[tuple[Connection, str]] = []
-        """connections that the next call of `handle_events` disconnects, with the reason"""
+        # of connections that were closed since the last heartbeat
         self._identities_closed: set[bytes] = set()
-        """of connections that were closed since the last heartbeat"""
+        # identities of closed connections by file descriptor, the last MAX_EARLIER of each
         self._earlier: dict[int, deque[bytes]] = {}
-        """identities of closed connections by file descriptor, the last MAX_EARLIER of each"""
 
     def __len__(self) -> int:
         return len(self.by_fd)

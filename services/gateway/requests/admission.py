@@ -7,10 +7,8 @@ from penstock.protocol.shares import exceeds
 from penstock.services.gateway.client import Share, Totals
 from penstock.services.gateway.validation import RefusedError
 
-NUM_SAMPLES = 20
-"""heartbeats over which the rate of starts is measured"""
-MAX_RETRY_AFTER = 60.0
-"""seconds"""
+NUM_SAMPLES = 20  # heartbeats over which the rate of starts is measured
+MAX_RETRY_AFTER = 60.0  # seconds
 
 
 class Admission:
@@ -27,8 +25,8 @@ class Admission:
         self._max_requests = config.max_running + config.max_waiting_requests
         self._max_waiting_tokens = config.max_waiting_tokens
         self._max_open_bytes = config.max_open_bytes
+        # (moment, requests started until then)
         self._starts: deque[tuple[float, int]] = deque(maxlen=NUM_SAMPLES)
-        """(moment, requests started until then)"""
 
     def sample(self, now: float) -> None:
         """Measure the rate of starts, at every heartbeat; `now` in seconds of one clock."""

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("gateway")
 DEFECT = "the gateway failed at this request; its log has the reason"
 IGNORED_FIELDS = {"seed", "request_id", "stream", "timeout", "priority", "client"}
+# fields that do not change what a process has to do for a request
 IGNORED_FIELDS |= {"output_token_ids"}
-"""fields that do not change what a process has to do for a request"""
-MAX_DEATHS = 2
-"""of tokenizers that worked at a request and nothing else"""
+MAX_DEATHS = 2  # of tokenizers that worked at a request and nothing else
 GIVEN_UP = f"{MAX_DEATHS} tokenizers died while they worked at the request; it is not tried again"
 
 
@@ -40,10 +39,9 @@ class TokenizerPoison:
 
     def __init__(self, reports: DeathReports) -> None:
         self._reports = reports
-        self.known = PoisonList()
-        """empty until a tokenizer has died"""
+        self.known = PoisonList()  # empty until a tokenizer has died
+        # → deaths at which it was alone
         self.suspects: WeakKeyDictionary[Work, int] = WeakKeyDictionary()
-        """→ deaths at which it was alone"""
 
     def num_deaths(self, request: WorkRequest) -> int:
         """Return at how many deaths of tokenizers the same request was the only one."""

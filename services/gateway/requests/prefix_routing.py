@@ -15,22 +15,18 @@ import xxhash
 from penstock.protocol.messages.client import GenerateRequest
 from penstock.protocol.messages.packed import pack
 
-PIECE_BYTES = 256
-"""of text, or of token ids of 4 bytes"""
-MAX_PIECES = 1024
-"""of one prompt that are hashed"""
-MAX_KNOWN = 1 << 16
-"""pieces that are remembered, the most recently used"""
-MUCH_MORE = 8, 1.5
-"""requests, and factor, by which the load of one replica exceeds that of another"""
+PIECE_BYTES = 256  # of text, or of token ids of 4 bytes
+MAX_PIECES = 1024  # of one prompt that are hashed
+MAX_KNOWN = 1 << 16  # pieces that are remembered, the most recently used
+MUCH_MORE = 8, 1.5  # requests, and factor, by which the load of one replica exceeds that of another
 
 
 class Prefixes:
     """Beginnings of prompts, and the replicas that have had each."""
 
     def __init__(self) -> None:
+        # hash of a piece and all before it → replicas
         self._known: OrderedDict[int, frozenset[int]] = OrderedDict()
-        """hash of a piece and all before it → replicas"""
 
     def choose(self, request: GenerateRequest, loads: Mapping[int, tuple[int, int]]) -> int:
         """Return the replica for a request, which has its prompt from now on.

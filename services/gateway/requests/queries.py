@@ -44,8 +44,7 @@ class Query:
         return TokenizerQuery(self.key, self.request)
 
 
-Work = Entry | Query
-"""of a tokenizer"""
+Work = Entry | Query  # of a tokenizer
 
 
 def num_query_tokens(request: TokenizerRequest) -> int:

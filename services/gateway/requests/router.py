@@ -18,16 +18,12 @@ class Replica:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.first_attempt = 0
-        """the newest one that this gateway has sent to its scheduler"""
+        self.first_attempt = 0  # the newest one that this gateway has sent to its scheduler
         self.status: SchedulerStatus | None = None
         self.entries: dict[str, Entry] = {}
-        self.num_assigned = 0
-        """requests assigned to it since the gateway's start"""
-        self.num_missed = 0
-        """heartbeats since its last status"""
-        self.num_absent = 0
-        """newest reports of the supervisor, in a row, without its scheduler"""
+        self.num_assigned = 0  # requests assigned to it since the gateway's start
+        self.num_missed = 0  # heartbeats since its last status
+        self.num_absent = 0  # newest reports of the supervisor, in a row, without its scheduler
 
     def load(self) -> tuple[int, int]:
         """Return a key by which equally loaded replicas take turns."""

@@ -12,12 +12,11 @@ from penstock.protocol.transport.process import predecessors
 from penstock.services.gateway.requests.failures import Failures, TokenizerPoison
 from penstock.services.gateway.requests.queries import Work
 
+# of work that one tokenizer has at a time, if it is not one piece: other work can be dropped
 MAX_BYTES = 1 << 17
-"""of work that one tokenizer has at a time, if it is not one piece: other work can be dropped"""
+# tokenizers, the newest, whose work is remembered: one that was scaled down has no successor
 MAX_SILENT = 16
-"""tokenizers, the newest, whose work is remembered: one that was scaled down has no successor"""
-_LOST = 1 << 32
-"""subtracted from priorities: more than any two of them differ"""
+_LOST = 1 << 32  # subtracted from priorities: more than any two of them differ
 
 
 class Tokenizers:
@@ -27,13 +26,12 @@ class Tokenizers:
         self.peers: Peers[Work] = Peers()
         self.unassigned: FairQueue[Work] = FairQueue()
         self._num_losses = 0
-        self._num_bytes: dict[bytes, int] = {}
-        """bytes of each tokenizer's work"""
+        self._num_bytes: dict[bytes, int] = {}  # bytes of each tokenizer's work
         self._channel = channel
         self._poison = poison
         self._failures = failures
+        # work of tokenizers that fell silent: busy, or dead if a successor registers
         self._silent: dict[bytes, list[Work]] = {}
-        """work of tokenizers that fell silent: busy, or dead if a successor registers"""
 
     def submit(self, work: Work) -> None:
         """Send work to a tokenizer, now or when one has room."""

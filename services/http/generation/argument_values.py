@@ -12,11 +12,10 @@ import msgspec
 
 from penstock.protocol.transport.channel import DECODE_ERRORS
 
+# subschemas and entries of their lists that the readings of one text are checked by; then the
+# reading that is being checked is taken
 MAX_CHECKS = 4096
-"""subschemas and entries of their lists that the readings of one text are checked by; then the
-reading that is being checked is taken"""
-MAX_PYTHON = 1 << 16
-"""characters that are read as Python, whose parser takes much memory"""
+MAX_PYTHON = 1 << 16  # characters that are read as Python, whose parser takes much memory
 _TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
     "boolean": (bool,),
@@ -26,6 +25,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
 }
+# names of types that clients use in schemas, and those that they stand for
 _ALIASES = {
     "none": "null",
     "nonetype": "null",
@@ -42,7 +42,6 @@ _ALIASES = {
     "list": "array",
     "tuple": "array",
 }
-"""names of types that clients use in schemas, and those that they stand for"""
 _NAMES = {"true": True, "false": False, "null": None, "none": None}
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}(?:\.0*)?")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -60,8 +59,8 @@ _SIZES: dict[type, tuple[str, str]] = {
     list: ("minItems", "maxItems"),
     dict: ("minProperties", "maxProperties"),
 }
+# how a value is checked: so that integers have no `.0`; as JSON Schema says; by its type alone
 Level = Literal["strict", "exact", "types"]
-"""how a value is checked: so that integers have no `.0`; as JSON Schema says; by its type alone"""
 
 
 class ArgumentSchema:

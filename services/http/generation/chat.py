@@ -93,8 +93,8 @@ class ChatChoice:
         schemas = {one.function.name: one.function.parameters or {} for one in request.tools}
         forced = is_forced(request)
         self._parser = make_parser(form.name, schemas, forced) if has_tools else None
+        # until the answer begins; a forced call comes after reasoning
         self._reasoning_calls: ReasoningCalls | None = None
-        """until the answer begins; a forced call comes after reasoning"""
         if has_tools and not forced and form.name != "json":
             self._reasoning_calls = ReasoningCalls(make_parser(form.name, schemas))
         self._has_calls = False

@@ -30,16 +30,15 @@ from penstock.services.http.shared.event_stream import (
     EventStream,
 )
 
+# converter of new tokens, and with the reply the last ones, to bodies of events
 Convert = Callable[[TextDelta | None, GenerateReply | None], Iterable[Body]]
-"""converter of new tokens, and with the reply the last ones, to bodies of events"""
 _CHUNKS = Chunks()
 
 
 class Choice(Protocol):
     """Converter of one answer's stream."""
 
-    prompt_token_ids: list[int] | None
-    """set before the first chunk, if they were requested"""
+    prompt_token_ids: list[int] | None  # set before the first chunk, if they were requested
 
     def chunks(self, delta: TextDelta | None, reply: GenerateReply | None) -> Iterable[Body]:
         """Return the chunks of new tokens, if any, and, with the reply, the last ones."""
@@ -79,19 +78,19 @@ class Generation:
             which = f"{number} answers to {len(prompts)} prompts"
             raise invalid("n", f"got {which}, expected at most {state.max_answers} answers")
         name = caller.get().unique_id
+        # fields of the reply and of all chunks
         self.head: dict[str, Any] = {
             "id": f"{kind}-{request.request_id or name}",
             "created": int(time.time()),
             "model": state.model,
         }
-        """fields of the reply and of all chunks"""
         self._client = state.client
         self._request = request
         self._options = request.stream_options or StreamOptions()
         self._prompts = prompts
         self._field_as_sent: FieldAsSent = lambda name: field_as_sent(name_as_sent(name, request))
+        # the one generated token is left out of the reply
         self._is_echo_only = request.max_tokens == 0
-        """the one generated token is left out of the reply"""
         given = f"-{request.request_id[:64]}" if request.request_id else ""
         # unique, even if two clients send the same id
         inner_id = f"{kind}-{name}{given}"

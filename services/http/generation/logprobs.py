@@ -12,8 +12,8 @@ from penstock.services.http.generation.replies import (
     TopLogprob,
 )
 
+# of consecutive tokens; None for a token whose logprob was lost with a scheduler
 Logprobs = list[TokenLogprobs | None] | None
-"""of consecutive tokens; None for a token whose logprob was lost with a scheduler"""
 _UNKNOWN = ChatLogprob(token="", logprob=-9999.0, bytes=None, top_logprobs=[])
 
 

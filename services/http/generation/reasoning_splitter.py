@@ -13,12 +13,10 @@ class ReasoningSplitter:
 
     def __init__(self) -> None:
         self._held = ""
-        self._position = 0
-        """of the held text in the request's text"""
+        self._position = 0  # of the held text in the request's text
         self._end: int | None = None
         self._is_reasoning = self._skips_newlines = False
-        self.is_answer = False
-        """True if all further text is the answer's"""
+        self.is_answer = False  # True if all further text is the answer's
 
     def feed(self, text: str, begin: int | None, end: int | None) -> tuple[str, str]:
         """Return the reasoning and the answer that `text` adds; each may be empty.
@@ -77,8 +75,7 @@ class ReasoningCalls:
     def __init__(self, parser: ToolCallParser) -> None:
         self._parser = parser
         self._held = ""
-        self._pieces: list[Piece] = []
-        """of the held text, from its first call on"""
+        self._pieces: list[Piece] = []  # of the held text, from its first call on
 
     def feed(self, reasoning: str) -> str:
         """Return new and held reasoning up to what may be a call."""

@@ -202,8 +202,7 @@ class Model(Struct, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "penstock"
-    root: str
-    """folder of the checkpoint, in which clients of vLLM look for the tokenizer"""
+    root: str  # folder of the checkpoint, in which clients of vLLM look for the tokenizer
     parent: None = None
     max_model_len: int
 

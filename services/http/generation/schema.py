@@ -57,22 +57,18 @@ class ApiRequest(SamplingParams, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    regex: str | None = None
-    """SGLang's name of `guided_regex`"""
-    json_schema: Any | None = None
-    """SGLang's name of `guided_json`"""
-    best_of: int | None = None
-    """values other than `n` are refused"""
+    regex: str | None = None  # SGLang's name of `guided_regex`
+    json_schema: Any | None = None  # SGLang's name of `guided_json`
+    best_of: int | None = None  # values other than `n` are refused
     add_special_tokens: bool | None = None
+    # keep N tokens of a longer prompt; -1: leave room for `max_tokens`
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
-    """keep N tokens of a longer prompt; -1: leave room for `max_tokens`"""
     truncation_side: Literal["left", "right"] = "left"
     cache_salt: CacheSalt | None = None
     return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
-    """logprobs name tokens `token_id:N`"""
+    return_tokens_as_token_ids: bool = False  # logprobs name tokens `token_id:N`
+    # part of the reply's `id`; default: the header X-Request-Id
     request_id: RequestId | None = None
-    """part of the reply's `id`; default: the header X-Request-Id"""
 
     @property
     def has_tokens_in_chunks(self) -> bool:
@@ -134,31 +130,27 @@ class ChatRequest(ApiRequest, kw_only=True):
     messages: Conversation
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = None
-    max_completion_tokens: Positive | None = None
-    """the new name of `max_tokens`"""
+    max_completion_tokens: Positive | None = None  # the new name of `max_tokens`
     tools: Tools = field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # Jinja template that replaces the model's; needs `--trust-request-chat-template`
     chat_template: str | None = None
-    """Jinja template that replaces the model's; needs `--trust-request-chat-template`"""
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    """the answer continues the last message"""
+    continue_final_message: bool = False  # the answer continues the last message
     include_reasoning: bool = True
-    reasoning_effort: str | None = None
-    """`none`: no thinking; other values change nothing"""
+    reasoning_effort: str | None = None  # `none`: no thinking; other values change nothing
 
 
 class CompletionRequest(ApiRequest, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | TokenId | list[TokenId]]
+    # 0, with `echo`: return the prompt only
     max_tokens: Annotated[int, Meta(ge=0, lt=2**31)] | None = 16
-    """0, with `echo`: return the prompt only"""
     echo: bool = False
-    suffix: str | None = None
-    """refused"""
+    suffix: str | None = None  # refused
 
 
 class TokenizeBody(Struct, kw_only=True):

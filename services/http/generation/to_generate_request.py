@@ -22,6 +22,7 @@ from penstock.services.http.generation.tool_grammar import (
 from penstock.services.http.shared.errors import invalid
 from penstock.services.http.shared.tool_format import HERMES, ToolFormat
 
+# field → the same field of `StructuredOutputs`
 _KINDS = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -30,10 +31,9 @@ _KINDS = {
     "json_schema": "json",
     "regex": "regex",
 }
-"""field → the same field of `StructuredOutputs`"""
 _SCHEMA = "response_format.json_schema.schema"
+# fields that the two kinds of requests have with different meanings
 _OWN = ("n", "prompt", "messages", "tools", "request_id", "stream")
-"""fields that the two kinds of requests have with different meanings"""
 _SAME = [name for name in GenerateRequest.__struct_fields__ if name not in _OWN]
 
 

@@ -25,13 +25,11 @@ from penstock.services.http.generation.tool_call_reader import (
 from penstock.services.http.generation.xml_tool_call import XmlReader
 from penstock.services.http.shared.tool_format import FUNCTION, OPENING, FormatName
 
-Schemas = Mapping[str, Mapping[str, Any]]
-"""JSON schemas of arguments by function"""
+Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of arguments by function
+# what may come before the first call without tags, and between two of them
 _BEFORE, _BETWEEN = re.compile(r"\s*(?:\[\s*)?"), re.compile(r"[\s,;]*")
-"""what may come before the first call without tags, and between two of them"""
 
-Piece = str | CalledTool
-"""text, or a piece of a call: its id and name first, then its arguments"""
+Piece = str | CalledTool  # text, or a piece of a call: its id and name first, then its arguments
 
 
 class ToolCallParser:
@@ -53,11 +51,9 @@ class ToolCallParser:
         self._new_reader, self._openings = reader, openings
         self._is_forced = is_forced
         self._reader: CallReader | None = None
-        self._opening = ""
-        """of the call that is being read, with the newlines before it"""
+        self._opening = ""  # of the call that is being read, with the newlines before it
         self._held = ""
-        self._within = ""
-        """text within the call"""
+        self._within = ""  # text within the call
         self._num_calls = 0
         self._is_after_call = False
 

@@ -14,8 +14,8 @@ _HEAD = re.compile(
     r'(?P<begins>,\s*"(?:arguments|parameters)"\s*:\s*(?=\{))?'
 )
 _KEYS = ("arguments", "parameters")
+# what may come before a call in tags, and between two of them
 _ARRAY, _SEPARATOR = re.compile(r"\s*(?:\[\s*)?"), re.compile(r"[\s,;]*")
-"""what may come before a call in tags, and between two of them"""
 _BARE_HEAD = '{"name":"'
 _CONTROL, _LINE_END = re.compile(r"[\x00-\x1f]"), "\n" + CLOSING
 _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]<]'), re.compile(r'["\\\x00-\x1f]')
@@ -33,17 +33,14 @@ class Arguments(Struct, frozen=True):
     text: str
 
 
-Event = str | Name | Arguments
-"""part of a call; a string is text that belongs to no call"""
+Event = str | Name | Arguments  # part of a call; a string is text that belongs to no call
 
 
 class CallReader(Protocol):
     """Reads one call from the text after its opening tag."""
 
-    is_done: bool
-    """the call has ended, before the text that `feed` did not use"""
-    is_refused: bool
-    """the text is not a call"""
+    is_done: bool  # the call has ended, before the text that `feed` did not use
+    is_refused: bool  # the text is not a call
 
     def feed(self, text: str) -> tuple[list[Event], str]:
         """Return what `text` holds, and its end that can't be decided yet."""
@@ -60,8 +57,8 @@ class JsonScanner:
         self._open, self._lenient_depth = list(open_brackets), lenient_depth
         self._in_string = self._is_escaped = False
         self.is_closed = False
+        # a bracket does not match, a tag is outside strings, or a string does not end
         self.is_broken = False
-        """a bracket does not match, a tag is outside strings, or a string does not end"""
 
     def scan(self, text: str) -> tuple[int, str]:
         """Return the number of characters before the value's end, or before the first mistake.
@@ -117,8 +114,7 @@ class JsonReader:
         self._read = self._read_head
         self._scanner = JsonScanner(lenient_depth=2)
         self._num_scanned = 0
-        self._body = ""
-        """as JSON: what was scanned"""
+        self._body = ""  # as JSON: what was scanned
         self._is_array = False
 
     def feed(self, text: str) -> tuple[list[Event], str]:

@@ -18,8 +18,8 @@ from penstock.services.http.generation.schema import (
 from penstock.services.http.shared.errors import invalid
 from penstock.services.http.shared.tool_format import ToolFormat
 
+# as Qwen3 was trained to write: with free white space, models write a lot of it
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""as Qwen3 was trained to write: with free white space, models write a lot of it"""
 _END_VALUE = '"\\n</parameter>\\n"'
 
 

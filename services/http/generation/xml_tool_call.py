@@ -10,8 +10,8 @@ from penstock.services.http.shared.tool_format import CLOSING, FUNCTION
 
 END_FUNCTION = "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+# what ends a value; models sometimes leave `</parameter>` out
 _VALUE_ENDS = (END_PARAMETER, f"\n{PARAMETER}", f"\n{END_FUNCTION}")
-"""what ends a value; models sometimes leave `</parameter>` out"""
 _MAX_NAME = 256
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,256})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>\n?")
@@ -28,10 +28,8 @@ class XmlReader:
         self._schemas = schemas
         self._arguments = ArgumentSchema({})
         self._read = self._read_function
-        self._separator = "{"
-        """before the next argument"""
-        self._schema: Any = True
-        """of the argument that is being read"""
+        self._separator = "{"  # before the next argument
+        self._schema: Any = True  # of the argument that is being read
 
     def feed(self, text: str) -> tuple[list[Event], str]:
         events: list[Event] = []

@@ -25,8 +25,7 @@ from penstock.services.http.shared.errors import ApiError, messages_error
 from penstock.services.http.shared.tool_format import ToolFormat
 
 Event = dict[str, Any]
-SIGNATURE = "unsigned"
-"""of thinking blocks: clients want one, and send it back"""
+SIGNATURE = "unsigned"  # of thinking blocks: clients want one, and send it back
 
 
 class MessageEvents(Events):
@@ -48,10 +47,8 @@ class MessageEvents(Events):
         self._max_tokens = request.max_tokens or 0
         self._message = MessageReply(id=message_id, model=model)
         self._is_started = False
-        self._block: AnswerBlock | None = None
-        """the last one of the message, while it is open"""
-        self._texts: list[str] = []
-        """of the open block"""
+        self._block: AnswerBlock | None = None  # the last one of the message, while it is open
+        self._texts: list[str] = []  # of the open block
 
     def events(
         self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None

@@ -82,8 +82,7 @@ class ToolUseChoice(Struct, kw_only=True):
     """Calls that the model may make (`auto`), or must make (`any`, `tool`)."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    """of the tool, with `tool`"""
+    name: str | None = None  # of the tool, with `tool`
     disable_parallel_tool_use: bool = False
 
 
@@ -91,8 +90,8 @@ class ThinkingConfig(Struct, kw_only=True):
     """Reasoning before the answer, where the chat template has a switch for it."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    # changes nothing: `max_tokens` limits reasoning and answer together
     budget_tokens: int | None = None
-    """changes nothing: `max_tokens` limits reasoning and answer together"""
 
 
 class JsonOutputFormat(Struct, kw_only=True):
@@ -106,8 +105,7 @@ class OutputConfig(Struct, kw_only=True):
     """Form of the answer."""
 
     format: JsonOutputFormat | None = None
-    effort: str | None = None
-    """changes nothing"""
+    effort: str | None = None  # changes nothing
 
 
 class CountTokensRequest(Struct, kw_only=True):
@@ -119,28 +117,25 @@ class CountTokensRequest(Struct, kw_only=True):
     system: str | list[TextBlock] = ""
     tools: list[MessagesTool] = field(default_factory=list)
     tool_choice: ToolUseChoice | None = None
-    thinking: ThinkingConfig | None = None
-    """default: disabled"""
+    thinking: ThinkingConfig | None = None  # default: disabled
     stop_sequences: Annotated[list[Stop], Meta(max_length=16)] = field(default_factory=list)
     stream: bool = False
     temperature: Temperature | None = None
     top_k: TopK | None = None
     top_p: TopP | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonOutputFormat | None = None
-    """the older name of `output_config.format`"""
+    output_format: JsonOutputFormat | None = None  # the older name of `output_config.format`
     mcp_servers: Annotated[list[Any], Meta(max_length=0)] = field(default_factory=list)
+    # conversations that the server keeps: refused, so the client sends the whole conversation
     thread: Any = None
-    """conversations that the server keeps: refused, so the client sends the whole conversation"""
-    context_management: Any = None
-    """changes nothing"""
+    context_management: Any = None  # changes nothing
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """`POST /v1/messages`."""
 
+    # most tokens of reasoning and answer; 0 only fills the prefix cache
     max_tokens: Annotated[int, Meta(ge=0)]
-    """most tokens of reasoning and answer; 0 only fills the prefix cache"""
 
 
 AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock

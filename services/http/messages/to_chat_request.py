@@ -35,11 +35,11 @@ from penstock.services.http.shared.declined_tools import (
 )
 from penstock.services.http.shared.errors import ApiError, invalid
 
+# the only key of a call's input whose text is not a JSON object, as Anthropic recommends
 INVALID_JSON = "INVALID_JSON"
-"""the only key of a call's input whose text is not a JSON object, as Anthropic recommends"""
+# begins a block that Claude's tools add to `system`. It differs in every request, so nothing after
+# it could be found in the prefix cache
 _BILLING = "x-anthropic-billing-header:"
-"""begins a block that Claude's tools add to `system`. It differs in every request,
-so nothing after it could be found in the prefix cache"""
 _NAMES = {
     "stop": "stop_sequences",
     "response_format.json_schema.schema": "output_config.format.schema",
@@ -102,8 +102,7 @@ def _messages(request: CountTokensRequest) -> list[Message]:
 
 def _check_calls(turns: Sequence[UserTurn | AssistantTurn | SystemTurn]) -> None:
     """Raise ApiError unless each tool_use has one tool_result in the user's next message."""
-    waiting = dict[str, str]()
-    """id of a call without a result → its path"""
+    waiting = dict[str, str]()  # id of a call without a result → its path
     for number, turn in enumerate(turns):
         follows_user = number > 0 and isinstance(turns[number - 1], UserTurn)
         if waiting and isinstance(turn, AssistantTurn) and follows_user:

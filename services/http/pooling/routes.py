@@ -35,10 +35,8 @@ from penstock.services.http.shared.errors import fields_as_sent, invalid
 from penstock.services.http.shared.event_stream import bounded
 from penstock.services.http.shared.json_response import ENCODER, json_response
 
-FIELD_BYTES = 4096
-"""more than the other fields of a request to the gateway have"""
-TOKEN_BYTES = 5
-"""of a token id in a request to the gateway, at most"""
+FIELD_BYTES = 4096  # more than the other fields of a request to the gateway have
+TOKEN_BYTES = 5  # of a token id in a request to the gateway, at most
 
 
 async def embed(state: AppState, body: EmbeddingRequest) -> Response:

@@ -7,8 +7,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from penstock.protocol.messages.client import CacheSalt, Priority, RequestId
 from penstock.protocol.messages.sampling import Positive, TokenId
 
-MAX_INPUTS = 2048
-"""of one request, as in OpenAI's API"""
+MAX_INPUTS = 2048  # of one request, as in OpenAI's API
 Texts = str | list[str]
 TruncateTo = Annotated[int, Meta(ge=-1, lt=2**31)]
 
@@ -25,16 +24,15 @@ class PoolingRequest(Struct, kw_only=True):
 class EmbeddingRequest(PoolingRequest, kw_only=True):
     """`POST /v1/embeddings`."""
 
-    input: str | list[str | TokenId | list[TokenId]]
-    """a text, token ids, or a list of either"""
+    input: str | list[str | TokenId | list[TokenId]]  # a text, token ids, or a list of either
     dimensions: Positive | None = None
+    # base64: of float32 numbers, little-endian
     encoding_format: Literal["float", "base64"] = "float"
-    """base64: of float32 numbers, little-endian"""
     add_special_tokens: bool | None = None
+    # keep N tokens of a longer text; -1: as many as the context has
     truncate_prompt_tokens: TruncateTo | None = None
-    """keep N tokens of a longer text; -1: as many as the context has"""
+    # where tokens are cut off; those that the tokenizer adds are kept
     truncation_side: Literal["left", "right"] = "right"
-    """where tokens are cut off; those that the tokenizer adds are kept"""
 
 
 class Document(Struct, kw_only=True):
@@ -48,15 +46,12 @@ class RerankRequest(PoolingRequest, kw_only=True):
 
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)]
-    top_n: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    """results to return, the best ones; 0: all"""
+    top_n: Annotated[int, Meta(ge=0, lt=2**31)] = 0  # results to return, the best ones; 0: all
     return_documents: bool = True
-    instruction: str | None = None
-    """the task, for the model's prompt"""
-    max_tokens_per_doc: Positive | None = None
-    """keep the first N tokens of a longer document"""
+    instruction: str | None = None  # the task, for the model's prompt
+    max_tokens_per_doc: Positive | None = None  # keep the first N tokens of a longer document
+    # cut documents so that a prompt has N tokens; -1: as many as the context has
     truncate_prompt_tokens: TruncateTo | None = None
-    """cut documents so that a prompt has N tokens; -1: as many as the context has"""
 
 
 class ScoreRequest(PoolingRequest, kw_only=True):
@@ -64,12 +59,10 @@ class ScoreRequest(PoolingRequest, kw_only=True):
 
     text_1: Texts | None = None
     text_2: Texts | None = None
-    queries: Texts | None = None
-    """other names of `text_1` and `text_2`"""
+    queries: Texts | None = None  # other names of `text_1` and `text_2`
     documents: Texts | None = None
     instruction: str | None = None
-    truncate_prompt_tokens: TruncateTo | None = None
-    """as in RerankRequest"""
+    truncate_prompt_tokens: TruncateTo | None = None  # as in RerankRequest
 
 
 class PromptUsage(Struct, kw_only=True):

@@ -57,10 +57,8 @@ class ResponseEvents(Events):
         self._end_of_thought = end_of_thought
         self._keep = keep
         self._num_events = 0
-        self._item: OutputItem | None = None
-        """the last one of the response, while it is open"""
-        self._pieces: list[str] = []
-        """of the open item's text"""
+        self._item: OutputItem | None = None  # the last one of the response, while it is open
+        self._pieces: list[str] = []  # of the open item's text
 
     def events(
         self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None

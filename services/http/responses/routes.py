@@ -40,8 +40,8 @@ from penstock.services.http.shared.app_state import AppState, Models
 from penstock.services.http.shared.errors import ApiError, invalid
 from penstock.services.http.shared.json_response import json_response
 
+# fields that a response has even where its request lacks them
 _OWN = {"model", "reasoning", "service_tier", "text", "tools", "top_logprobs"}
-"""fields that a response has even where its request lacks them"""
 Query = TypeVar("Query", bound=Struct)
 
 

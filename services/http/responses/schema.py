@@ -43,8 +43,7 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | Parts | None = None
-    summary: Parts | None = None
-    """of reasoning"""
+    summary: Parts | None = None  # of reasoning
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
@@ -148,8 +147,7 @@ class InputItemsQuery(Struct, kw_only=True):
     response_id: str
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
-    after: str | None = None
-    """id of the item before the first one"""
+    after: str | None = None  # id of the item before the first one
 
 
 class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
@@ -158,10 +156,8 @@ class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True)
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=MAX_ITEMS)]
     n: Annotated[int, Meta(ge=1, le=1, description="number of answers")] = 1
     model: str | None = None
-    instructions: str | None = None
-    """a system message before the input"""
-    previous_response_id: ResponseId | None = None
-    """a stored response that this one continues"""
+    instructions: str | None = None  # a system message before the input
+    previous_response_id: ResponseId | None = None  # a stored response that this one continues
     store: bool = True  # in the memory of this process
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
@@ -171,19 +167,16 @@ class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True)
     parallel_tool_calls: bool = True
     text: TextOptions = field(default_factory=TextOptions)
     reasoning: Reasoning | None = None
-    include: list[Include] = field(default_factory=list)
-    """changes nothing"""
+    include: list[Include] = field(default_factory=list)  # changes nothing
     top_logprobs: NumLogprobs | None = None  # only 0
+    # `auto`: leave out the beginning of a prompt that is too long
     truncation: Literal["auto", "disabled"] = "disabled"
-    """`auto`: leave out the beginning of a prompt that is too long"""
     metadata: dict[str, str] = field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     cache_salt: CacheSalt | None = None
     priority: Priority = 0
-    request_id: RequestId | None = None
-    """in the pipeline's logs; default: the header X-Request-Id"""
-    max_tool_calls: Positive | None = None
-    """this field and the following ones change nothing"""
+    request_id: RequestId | None = None  # in the pipeline's logs; default: the header X-Request-Id
+    max_tool_calls: Positive | None = None  # this field and the following ones change nothing
     service_tier: str | None = None
     user: str | None = None
     safety_identifier: str | None = None

@@ -12,8 +12,8 @@ from penstock.services.http.shared.errors import ApiError, invalid
 from penstock.services.http.shared.json_response import ENCODER
 
 MAX_BYTES = 64 << 20
+# bytes of an entry's objects, and of an item's name, which are not counted one by one
 _OVERHEAD = 1024
-"""bytes of an entry's objects, and of an item's name, which are not counted one by one"""
 _DECODER = msgspec.msgpack.Decoder(list[Item])
 _WHY = (
     "which is not stored: without store: false, responses are stored in the memory of one http "
@@ -22,10 +22,8 @@ _WHY = (
 
 
 class _Entry(Struct):
-    key: str
-    """API key of the client, which alone may use it"""
-    input: bytes
-    """the conversation up to the output"""
+    key: str  # API key of the client, which alone may use it
+    input: bytes  # the conversation up to the output
     output: bytes
     body: bytes  # the response
     names: list[str]  # ids of the output's items
@@ -42,8 +40,7 @@ class ResponseStore:
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._entries: dict[str, _Entry] = {}
-        self._items: dict[str, str] = {}
-        """id of an item → id of its response"""
+        self._items: dict[str, str] = {}  # id of an item → id of its response
 
     def put(self, response: ResponseReply, items: Sequence[Item]) -> bool:
         """Keep a response. Return False, and change nothing, where it alone exceeds the limit.

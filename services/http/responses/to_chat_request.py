@@ -28,16 +28,16 @@ from penstock.services.http.responses.tools import OfferedTools, model_name
 from penstock.services.http.shared.declined_tools import is_declined, refuse_forced
 from penstock.services.http.shared.errors import invalid
 
+# sampling parameter that a response has no place for → what to do
 _UNSERVED = {
     "max_tokens": "send max_output_tokens",
     "logprobs": "chat completions have logprobs",
     "prompt_logprobs": "chat completions have logprobs",
 }
-"""sampling parameter that a response has no place for → what to do"""
 _SAMPLING = [one.name for one in struct_fields(SamplingParams) if one.name not in _UNSERVED]
 _TEXT = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text"}
+# type of a part → the field with its text
 _TEXT |= {"reasoning_text": "text", "refusal": "refusal"}
-"""type of a part → the field with its text"""
 _RENAMED = {
     "messages": "input",
     "max_tokens": "max_output_tokens",

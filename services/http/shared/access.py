@@ -30,22 +30,17 @@ from penstock.services.http.shared.errors import (
 _log = logging.getLogger("http")
 _failures = FailureLog(_log)
 _MAX_SHOWN = 100  # characters of a path in the log
-_MAX_ID = 128
-"""characters of X-Request-Id; a longer one is replaced"""
+_MAX_ID = 128  # characters of X-Request-Id; a longer one is replaced
 
 
 class Caller(NamedTuple):
     """Sender of the request that this task handles."""
 
-    client: str | None
-    """the remote address: fairness between clients depends on it"""
-    request_id: str
-    """the header X-Request-Id; empty without one"""
+    client: str | None  # the remote address: fairness between clients depends on it
+    request_id: str  # the header X-Request-Id; empty without one
     unique_id: str
-    key: str = ""
-    """the API key that was sent, right or wrong; empty where the server has none"""
-    is_for_anthropic: bool = False
-    """expects Anthropic's shapes"""
+    key: str = ""  # the API key that was sent, right or wrong; empty where the server has none
+    is_for_anthropic: bool = False  # expects Anthropic's shapes
     headers: dict[bytes, bytes] | None = None  # of the response, in addition to its own
 
 

@@ -15,10 +15,8 @@ from penstock.services.http.shared.health import HealthCheck
 from penstock.services.http.shared.tool_format import ToolFormat, format_of
 
 T = TypeVar("T")
-MAX_BATCH = 8
-"""requests of the greatest length that one body with several inputs may have"""
-START_TIMEOUT = 5.0
-"""seconds that a request waits for a pipeline that is starting"""
+MAX_BATCH = 8  # requests of the greatest length that one body with several inputs may have
+START_TIMEOUT = 5.0  # seconds that a request waits for a pipeline that is starting
 MAX_RETRY_AFTER = 60  # seconds
 
 
@@ -49,18 +47,15 @@ class AppState:
         self.max_model_len = model.context(config.max_model_len)
         self.is_embedding_model = model.is_embedding_model
         self.max_request_bytes = max_request_bytes(config)
+        # answers to one HTTP request: the gateway would refuse more
         self.max_answers = config.max_running + config.max_waiting_requests
-        """answers to one HTTP request: the gateway would refuse more"""
         given = config.tool_call_parser
         template = choose_template(read_chat_templates(folder), has_tools=True) or ""
         self.tool_format = ToolFormat(format_of(template) if given == "auto" else given)
         self.generation_config = read_generation_config(folder)
-        self.end_of_thought: list[int] = []
-        """token ids of `</think>`"""
-        self.label_ids: list[int] | None = None
-        """of a reranker, once they are known"""
-        self.cached_block = 0
-        """tokens of a block of the prefix cache; 0 without one"""
+        self.end_of_thought: list[int] = []  # token ids of `</think>`
+        self.label_ids: list[int] | None = None  # of a reranker, once they are known
+        self.cached_block = 0  # tokens of a block of the prefix cache; 0 without one
         self.singletons = singletons
         self._was_ready = asyncio.Event()
         self._started_at = time.monotonic()

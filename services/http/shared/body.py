@@ -25,8 +25,8 @@ T = TypeVar("T", bound=Struct)
 _JSON_NAMES = {type(None): "null", list: "an array", str: "a string", bool: "a boolean"}
 _JSON_NAMES |= {int: "a number", float: "a number"}
 _GZIP = 16 + zlib.MAX_WBITS  # the format for `decompressobj`
+# of a body in gzip; an empty one takes 20 bytes, and as much time as 10,000 bytes of text
 MAX_MEMBERS = 16
-"""of a body in gzip; an empty one takes 20 bytes, and as much time as 10,000 bytes of text"""
 _TOOL_TYPE = re.compile(r"tools\[\d+\]\.type")
 
 

@@ -9,8 +9,8 @@ import asyncio
 from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+# key of a response's `ChunkWriter` in the scope of its request, if the server has one
 WRITER = "penstock.writer"
-"""key of a response's `ChunkWriter` in the scope of its request, if the server has one"""
 
 
 class WriteBurst:

@@ -23,36 +23,28 @@ from penstock.services.http.shared.chunk_writer import (
 from penstock.services.http.shared.errors import ApiError
 from penstock.services.http.shared.places import Places
 
-MIN_READ_RATE = 1000
-"""bytes/s at which a request must arrive"""
-_CHUNK_FRAMING = 8
-"""bytes that frame each byte of a body, in the smallest chunks"""
+MIN_READ_RATE = 1000  # bytes/s at which a request must arrive
+_CHUNK_FRAMING = 8  # bytes that frame each byte of a body, in the smallest chunks
 _HEADER_FRAMING = len(b": \r\n")
+# seconds in which a request may still arrive on a connection of a server that stops
 LAST_REQUEST = 0.5
-"""seconds in which a request may still arrive on a connection of a server that stops"""
-_RESERVE = 128
-"""descriptors for other things than connections"""
-WEIGH = "penstock.weigh"
-"""key of `Places.grow` for this connection in the scope of its request"""
+_RESERVE = 128  # descriptors for other things than connections
+WEIGH = "penstock.weigh"  # key of `Places.grow` for this connection in the scope of its request
 _OVERLOADED = "the server has no room for more requests; the slowest one to arrive gives way"
 
 
 class Limits(Struct, frozen=True, kw_only=True):
     """Limits of each connection, and of their number in this process."""
 
-    max_header_bytes: int = 1 << 16
-    """of the headers, and of the trailers of a chunked body"""
-    max_body_bytes: int = 1 << 30
-    """size at which a client that ignores its refusal is disconnected"""
+    max_header_bytes: int = 1 << 16  # of the headers, and of the trailers of a chunked body
+    max_body_bytes: int = 1 << 30  # size at which a client that ignores its refusal is disconnected
+    # time for a request to arrive, in addition to its size / MIN_READ_RATE
     read_seconds: float = 20.0
-    """time for a request to arrive, in addition to its size / MIN_READ_RATE"""
+    # time in which a client must read something while output waits for it
     write_seconds: float = 75.0
-    """time in which a client must read something while output waits for it"""
     max_connections: int = 1 << 16
-    max_open_bytes: int = 1 << 30
-    """of requests that arrive or are being answered"""
-    open_paths: frozenset[bytes] = frozenset()
-    """of health checks, which are never refused"""
+    max_open_bytes: int = 1 << 30  # of requests that arrive or are being answered
+    open_paths: frozenset[bytes] = frozenset()  # of health checks, which are never refused
 
     @property
     def max_requests(self) -> int:
@@ -128,8 +120,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.parser = RequestParser(self)
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer = WriteTimer(transport, self.limits)
-        self._num_header_bytes = 0
-        """of the arriving request: its URL and its complete headers"""
+        self._num_header_bytes = 0  # of the arriving request: its URL and its complete headers
         self._is_stopping = False
         self._cycles: list[Any] = []
         self._is_refused = False

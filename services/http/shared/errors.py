@@ -26,14 +26,13 @@ _ANTHROPIC_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
-_ANTHROPIC_STATUSES = {503: 529}
-"""status → Anthropic's for the same error"""
+_ANTHROPIC_STATUSES = {503: 529}  # status → Anthropic's for the same error
 _ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_HEADER = "anthropic-version"
 _RETRY = {"Retry-After": "1"}
 FAILURE = "penstock.failure"  # key of a scope: type and field of the error of its request
+# OpenAI's code of a prompt that is too long, which clients look for
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-"""OpenAI's code of a prompt that is too long, which clients look for"""
 FieldAsSent = Callable[[str], str | None]
 
 

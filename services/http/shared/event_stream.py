@@ -19,27 +19,24 @@ from penstock.services.http.shared.json_response import ENCODER
 _log = logging.getLogger("http")
 S = TypeVar("S")
 T = TypeVar("T")
-Body = Any
-"""of an event: a Struct, or a map"""
+Body = Any  # of an event: a Struct, or a map
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 ]
+# requests to the pipeline that one HTTP request has at a time: more would shut out others
 MAX_OPEN = 256
-"""requests to the pipeline that one HTTP request has at a time: more would shut out others"""
 DONE = b"data: [DONE]\n\n"
+# seconds; `EventForm.keep_alive` is sent after one to two times as long without an event, because
+# proxies close silent connections
 SILENCE = 15.0
-"""seconds; `EventForm.keep_alive` is sent after one to two times as long without an event, because
-proxies close silent connections"""
 
 
 class EventForm(ABC):
     """Form of an API's events. By default, they are maps, whose `type` is the event's name."""
 
-    end = b""
-    """after the last event"""
-    keep_alive = b": keep-alive\n\n"
-    """in silence; it starts the response, too"""
+    end = b""  # after the last event
+    keep_alive = b": keep-alive\n\n"  # in silence; it starts the response, too
 
     def encode(self, bodies: Iterable[Body]) -> bytes:
         """Return events with these bodies."""
@@ -80,8 +77,7 @@ class EventStream(Response):
         self._is_started = False
         self._num_sending = 0
         self._writer: ChunkWriter | None = None
-        self._is_silent = True
-        """since the timer was started"""
+        self._is_silent = True  # since the timer was started
         self._keeper: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,8 +8,7 @@ from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.messages.status import ModelStatus, SchedulerStatus, StatusReply
 from penstock.services.http.shared.errors import ApiError
 
-STATUS_TIMEOUT = 2.0
-"""seconds for a new report of the scheduler, which it sends every half second"""
+STATUS_TIMEOUT = 2.0  # seconds for a new report of the scheduler, which it sends every half second
 
 
 class HealthCheck:
@@ -18,8 +17,8 @@ class HealthCheck:
     def __init__(self, client: AsyncClient, step_timeout: float) -> None:
         self._client = client
         self._step_timeout = step_timeout
+        # (epoch of a scheduler, its running step) → the time when that was first seen
         self._since: dict[tuple[int, int], float] = {}
-        """(epoch of a scheduler, its running step) → the time when that was first seen"""
         self._running: asyncio.Future[None] | None = None
 
     async def check(self) -> None:

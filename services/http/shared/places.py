@@ -10,10 +10,8 @@ from typing import Protocol
 
 from penstock.protocol.shares import exceeds
 
-PART_BYTES = 64
-"""of memory for a decoded list, map or string, in addition to its text"""
-MAX_EXAMINED = 32
-"""requests of which the slowest gives way"""
+PART_BYTES = 64  # of memory for a decoded list, map or string, in addition to its text
+MAX_EXAMINED = 32  # requests of which the slowest gives way
 
 
 def decoded_bytes(body: bytes) -> int:
@@ -29,8 +27,7 @@ class Occupant(Protocol):
     """A connection, as far as its place depends on it."""
 
     host: str
-    began: float
-    """moment at which its request began to arrive"""
+    began: float  # moment at which its request began to arrive
 
     @property
     def due(self) -> float:
@@ -47,11 +44,9 @@ class Share:
     """Requests and connections of one address, or requests of all."""
 
     def __init__(self) -> None:
-        self.num_open = self.num_bytes = 0
-        """of requests"""
+        self.num_open = self.num_bytes = 0  # of requests
         self.idle: dict[Occupant, None] = {}
-        self.arriving: dict[Occupant, None] = {}
-        """both oldest first"""
+        self.arriving: dict[Occupant, None] = {}  # both oldest first
 
     @property
     def is_empty(self) -> bool:
@@ -69,12 +64,10 @@ class Places:
         """max_bytes: of open requests, from the first byte of each to the end of its response."""
         self._max_connections, self._max_requests = max_connections, max_requests
         self._max_bytes = max_bytes
-        self._open: dict[Occupant, int] = {}
-        """connections with a request → its bytes"""
+        self._open: dict[Occupant, int] = {}  # connections with a request → its bytes
         self._num_idle = 0
         self._total = Share()
-        self._shares: dict[str, Share] = {}
-        """of addresses"""
+        self._shares: dict[str, Share] = {}  # of addresses
 
     def connect(self, new: Occupant) -> Occupant | None:
         """Add a connection. Return an idle one that is to be closed in its place."""

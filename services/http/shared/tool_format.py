@@ -3,8 +3,7 @@
 from typing import Literal, NamedTuple
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
-FUNCTION = "<function="
-"""the beginning of a call in Qwen3-Coder's format"""
+FUNCTION = "<function="  # the beginning of a call in Qwen3-Coder's format
 FormatName = Literal["hermes", "qwen3_coder", "json"]
 
 
@@ -12,8 +11,8 @@ class ToolFormat(NamedTuple):
     """Form in which the model writes calls."""
 
     name: FormatName = "hermes"
+    # the vocabulary has `<tool_call>`, which llguidance does not treat as text
     tags_are_tokens: bool = False
-    """the vocabulary has `<tool_call>`, which llguidance does not treat as text"""
 
 
 HERMES = ToolFormat()

@@ -27,17 +27,15 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.hash_block = hash_block
         self.records = records
-        self.offload: OffloadIndex | None = None
-        """the tier to which evicted content goes"""
+        self.offload: OffloadIndex | None = None  # the tier to which evicted content goes
         self._ref_counts = [0] * num_blocks
         self._contents: dict[int, Content] = {}
-        self._cached: dict[bytes, int] = {}
-        """hash → block, of all `_contents`"""
+        self._cached: dict[bytes, int] = {}  # hash → block, of all `_contents`
         self._num_contents = ROOT
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         found = recover(records) if records else []
+        # what an earlier scheduler has recorded, without blocks that were taken or hidden since
         self.recovered = RecoveredBlocks(found, self._free) if found else None
-        """what an earlier scheduler has recorded, without blocks that were taken or hidden since"""
         for block, one in found:
             self._free.move_to_end(block)
             if isinstance(one, Content):

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from penstock.protocol.messages.packed import pack, unpack
 
 HASH_BYTES = 32
-ROOT = 0
-"""the parent of the first block of every sequence"""
+ROOT = 0  # the parent of the first block of every sequence
 
 
 class Content(NamedTuple):
@@ -71,8 +70,7 @@ class BlockRecords:
         self._numbers = view[8 : 8 + 8 * num_blocks].cast("q")
         self._parents = view[8 + 8 * num_blocks : self._bodies].cast("q")
         self._body_bytes = HASH_BYTES + 4 * block_size
-        self.tokens = view.cast("i")
-        """for `token_place`"""
+        self.tokens = view.cast("i")  # for `token_place`
 
     @staticmethod
     def size_of(num_blocks: int, block_size: int) -> int:

@@ -10,8 +10,7 @@ class _Reading:
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
-        self.ranks = 0
-        """bits of the ranks that have reported"""
+        self.ranks = 0  # bits of the ranks that have reported
         self.is_right = True
 
 
@@ -21,8 +20,7 @@ class FolderIndex:
     def __init__(self, epoch: int, num_ranks: int) -> None:
         self.epoch = epoch
         self._all_ranks = (1 << num_ranks) - 1
-        self._ranks: dict[bytes, int] = {}
-        """bits of the ranks that have a file"""
+        self._ranks: dict[bytes, int] = {}  # bits of the ranks that have a file
         self._reading: dict[bytes, _Reading] = {}
 
     def __contains__(self, hash_: bytes) -> bool:

@@ -20,8 +20,7 @@ from penstock.services.scheduler.sequences.sequence import Sequence
 
 class _Entry(NamedTuple):
     slot: int
-    number: int
-    """unique, of the copy that filled the slot"""
+    number: int  # unique, of the copy that filled the slot
 
 
 class OffloadIndex:
@@ -44,27 +43,22 @@ class OffloadIndex:
         """
         self.num_slots, self.memory_id = num_slots, memory_id
         self.copies_per_step = copies_per_step
-        self.num_loaded = 0
-        """blocks that were copied back"""
+        self.num_loaded = 0  # blocks that were copied back
+        # a block of the plan that is built had to be copied before its step
         self.has_blocking_stores = False
-        """a block of the plan that is built had to be copied before its step"""
         self._records = records
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        self._pins: Counter[bytes] = Counter()
-        """hashes that sequences load, whose slots stay"""
-        self._loaded: list[bytes] = []
-        """hashes whose pins end with the plan that is built"""
+        self._pins: Counter[bytes] = Counter()  # hashes that sequences load, whose slots stay
+        self._loaded: list[bytes] = []  # hashes whose pins end with the plan that is built
         self._blocking: list[int] = []
         self._overlapped: list[int] = []
+        # entries that the plan that is built copies to the host
         self._new: dict[bytes, _Entry] = {}
-        """entries that the plan that is built copies to the host"""
         self.folder: FolderIndex | None = None
-        self._request = FolderRequest(0)
-        """the next one"""
-        self.num_fetched = 0
-        """blocks that were read from files"""
+        self._request = FolderRequest(0)  # the next one
+        self.num_fetched = 0  # blocks that were read from files
+        # (number of a plan; entries that are certain once it is confirmed)
         self._uncertain: deque[tuple[int, list[tuple[bytes, _Entry]]]] = deque()
-        """(number of a plan; entries that are certain once it is confirmed)"""
         self._num_copies = ROOT
         for slot, content in recover(records) if records else ():
             if isinstance(content, Content):

@@ -8,8 +8,7 @@ from operator import itemgetter
 from penstock.protocol.messages.packed import unpack
 from penstock.services.scheduler.blocks.block_records import ROOT, BlockRecords, Content, Tail
 
-Recorded = list[tuple[int, Content | Tail]]
-"""blocks, and what they hold"""
+Recorded = list[tuple[int, Content | Tail]]  # blocks, and what they hold
 
 
 def recover(records: BlockRecords) -> Recorded:
@@ -60,10 +59,10 @@ class RecoveredBlocks:
         self._free = free
         hashes = {one.number: one.hash for _, one in found if isinstance(one, Content)}
         parents = {one.parent for _, one in found if isinstance(one, Content)}
+        # content with its key in `_by_key`: the hash before it; of a `Tail` its own one
         self.blocks: dict[int, tuple[bytes, Content | Tail]] = {}
-        """content with its key in `_by_key`: the hash before it; of a `Tail` its own one"""
+        # token ids, and the block that holds them
         self._by_key: dict[bytes, list[tuple[array[int], int]]] = {}
-        """token ids, and the block that holds them"""
         for block, one in found:
             if isinstance(one, Tail) or one.number not in parents:
                 key = one.hash if isinstance(one, Tail) else hashes.get(one.parent, b"")

@@ -4,8 +4,8 @@ from penstock.protocol.transport.process import predecessors
 from penstock.services.scheduler.peers.streams import Outbox, Streams
 from penstock.services.scheduler.sequences.sequence import Sequence
 
+# detokenizers, the newest, whose streams are remembered: not each one has a successor
 MAX_SILENT = 16
-"""detokenizers, the newest, whose streams are remembered: not each one has a successor"""
 
 
 class RecoverableStreams(Streams):
@@ -17,8 +17,8 @@ class RecoverableStreams(Streams):
 
     def __init__(self, epoch: int) -> None:
         super().__init__(epoch)
+        # by detokenizer: whether its streams were a trial's, and these streams
         self._silent: dict[bytes, tuple[bool, dict[int, Sequence]]] = {}
-        """by detokenizer: whether its streams were a trial's, and these streams"""
 
     def alive(self, identity: bytes, name: str) -> bool:
         """Note a heartbeat. Return whether it is the first one, which registers the detokenizer."""

@@ -13,8 +13,7 @@ class Lease:
     """
 
     def __init__(self, timeout: float) -> None:
-        self.first_attempt = 0
-        """of the newest gateway: earlier attempts belong to its predecessors"""
+        self.first_attempt = 0  # of the newest gateway: earlier attempts belong to its predecessors
         self._timeout = timeout
         self._end = math.inf
 

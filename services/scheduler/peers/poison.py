@@ -19,19 +19,17 @@ from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.process import Identity
 from penstock.services.scheduler.sequences.sequence import MAX_WORKER_DEATHS, TOKEN_BYTES, Sequence
 
+# message to its client
 WORKERS_DIED = (
     f"the workers died {MAX_WORKER_DEATHS} times in a row while the request ran, each time before "
     "it got another token; it is not tried again"
 )
-"""message to its client"""
-MAX_DETOKENIZER_DEATHS = 2
-"""of detokenizers at failed trials of a sequence, the last one alone"""
+MAX_DETOKENIZER_DEATHS = 2  # of detokenizers at failed trials of a sequence, the last one alone
 DETOKENIZERS_DIED = (
     f"{MAX_DETOKENIZER_DEATHS} detokenizers died while they made the text of the request; it is "
     "not tried again"
 )
-TRIAL_BATCH = 64
-"""streams of one trial"""
+TRIAL_BATCH = 64  # streams of one trial
 
 
 def count_death(in_flight: Collection[Sequence]) -> list[Sequence]:
@@ -50,14 +48,11 @@ class DetokenizerTrials:
     """The queue of suspects, and the trial that is running."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, Sequence] = {}
-        """by stream id"""
-        self.at = b""
-        """routing id of the detokenizer that must confirm a message; empty: none"""
+        self.waiting: dict[int, Sequence] = {}  # by stream id
+        self.at = b""  # routing id of the detokenizer that must confirm a message; empty: none
+        # of the running trial; empty while the detokenizer confirms earlier messages
         self.batch: list[Sequence] = []
-        """of the running trial; empty while the detokenizer confirms earlier messages"""
-        self.num_deaths: dict[int, int] = {}
-        """at trials of each suspect, by stream id"""
+        self.num_deaths: dict[int, int] = {}  # at trials of each suspect, by stream id
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Queue sequences that were open at a detokenizer that died."""
@@ -118,8 +113,8 @@ class SequencePoison:
     def __init__(self, reports: DeathReports) -> None:
         self._known = PoisonList()
         self._reports = reports
+        # those in flight when workers died, without a token since; and their digests
         self._suspects: dict[Sequence, bytes] = {}
-        """those in flight when workers died, without a token since; and their digests"""
 
     def admits(self, sequence: Sequence) -> bool:
         """Give a new sequence the deaths of its predecessors. Return False if it must not run."""

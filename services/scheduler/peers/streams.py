@@ -11,8 +11,7 @@ from penstock.services.scheduler.peers.poison import DetokenizerTrials
 from penstock.services.scheduler.planning.in_flight_plan import PlanOutput
 from penstock.services.scheduler.sequences.sequence import Sequence
 
-MAX_CHARACTER_TOKENS = 4
-"""a character has at most 4 bytes, and a token at least one"""
+MAX_CHARACTER_TOKENS = 4  # a character has at most 4 bytes, and a token at least one
 
 
 class Outbox:
@@ -72,11 +71,11 @@ class Streams:
         self._epoch = epoch
         self._num_streams = 0
         self._unassigned: dict[int, Sequence] = {}
+        # streams that no detokenizer knows: their prompt is not computed yet
         self._unopened: set[int] = set()
-        """streams that no detokenizer knows: their prompt is not computed yet"""
         self._trials = DetokenizerTrials()
+        # the next message of a trial, and its detokenizer
         self._trial: tuple[bytes, StepTokens] | None = None
-        """the next message of a trial, and its detokenizer"""
 
     def open(self, sequence: Sequence) -> None:
         self._number(sequence)

@@ -12,16 +12,14 @@ from penstock.protocol.messages.worker import (
 )
 from penstock.protocol.transport.peers import Peers
 
+# identity of the worker, and the message
 WorkerMessage = tuple[bytes, WorkerAssignment | WorkerExit | CompileGrammars]
-"""identity of the worker, and the message"""
 
-NO_GROUP = -1
-"""an epoch that no group has"""
-LISTENING = 2
-"""heartbeats for which a restarted scheduler waits for workers of its predecessor"""
+NO_GROUP = -1  # an epoch that no group has
+LISTENING = 2  # heartbeats for which a restarted scheduler waits for workers of its predecessor
+# heartbeats for which it waits for the other ranks of a worker: they may wait for that worker in a
+# collective, for a plan that only some ranks have got
 MAX_UNHEARD = 4
-"""heartbeats for which it waits for the other ranks of a worker: they may wait for that worker in
-a collective, for a plan that only some ranks have got"""
 
 
 class WorkerGroup:
@@ -53,26 +51,19 @@ class WorkerGroup:
         self._num_expected = tp_size + num_spares
         self._num_heartbeats = self._num_unheard = 0
         self._had_group = self._is_adopted = False
-        self.epoch = 0
-        """of this group's plans; 0 while there is no group"""
-        self.ready = False
-        """plans may be sent"""
-        self.members: list[bytes] = []
-        """identities by rank; empty while there is no group"""
+        self.epoch = 0  # of this group's plans; 0 while there is no group
+        self.ready = False  # plans may be sent
+        self.members: list[bytes] = []  # identities by rank; empty while there is no group
+        # identities by rank of a standby group; empty while there is none
         self.standby: list[bytes] = []
-        """identities by rank of a standby group; empty while there is none"""
-        self._states: dict[bytes, WorkerState] = {}
-        """the newest state of each worker, by identity"""
+        self._states: dict[bytes, WorkerState] = {}  # the newest state of each worker, by identity
         self._peers: Peers[None] = Peers()
-        self._assignments: list[WorkerMessage] = []
-        """the latest ones to the members"""
+        self._assignments: list[WorkerMessage] = []  # the latest ones to the members
         self._standby_assignments: list[WorkerMessage] = []
-        self._num_blocks_before = 0
-        """of the last group that was ready"""
+        self._num_blocks_before = 0  # of the last group that was ready
+        # of the last group: they may hold its memory still
         self.members_before: list[WorkerState] = []
-        """of the last group: they may hold its memory still"""
-        self._memory_id_before = 0
-        """`memory_id` of the last group that was ready"""
+        self._memory_id_before = 0  # `memory_id` of the last group that was ready
 
     def __str__(self) -> str:
         memory = ", with the KV of the last ones" if self.has_memory else ""

@@ -15,10 +15,8 @@ class DraftScheduler:
     """Makes and counts the drafts of all sequences."""
 
     def __init__(self, config: Config, blocks: BlockManager) -> None:
-        self.num_draft_tokens = 0
-        """sent to the workers"""
-        self.num_accepted_tokens = 0
-        """found right"""
+        self.num_draft_tokens = 0  # sent to the workers
+        self.num_accepted_tokens = 0  # found right
         self._max_tokens = config.num_speculative_tokens
         self._blocks = blocks
 

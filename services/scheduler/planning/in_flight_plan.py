@@ -16,27 +16,23 @@ from penstock.protocol.messages.plan import (
 )
 from penstock.services.scheduler.sequences.sequence import Sequence
 
-MIN_PLANS = 2
-"""minimum in flight; with fewer, the GPU waits for the host"""
+MIN_PLANS = 2  # minimum in flight; with fewer, the GPU waits for the host
+# seconds from a step's end until a plan that follows from its tokens is launched, at the worst: 1.1
+# ms between the processes at the 90th percentile, as sleeping threads wake late; 0.25 ms of launch
 ROUND_TRIP = 2.5e-3
-"""seconds from a step's end until a plan that follows from its tokens is launched, at the worst:
-1.1 ms between the processes at the 90th percentile, as sleeping threads wake late; 0.25 ms of
-launch"""
 
 
 class InFlightPlan(NamedTuple):
     """A plan in flight, as `Scheduler.update` needs it."""
 
     number: int
+    # rows that get a token, in ascending order of slot; a sequence with guesses has several
     sampled: list[Sequence]
-    """rows that get a token, in ascending order of slot; a sequence with guesses has several"""
-    chunks: dict[int, Sequence]
-    """sequences with a chunk of prefill, by their slot in this plan"""
-    chunk_ends: list[int]
-    """the position after each of `chunks`"""
+    chunks: dict[int, Sequence]  # sequences with a chunk of prefill, by their slot in this plan
+    chunk_ends: list[int]  # the position after each of `chunks`
+    # blocks of these chunks that others may share, and the numbers of their content, uncertain
+    # until the plan is confirmed
     published: list[tuple[int, int]]
-    """blocks of these chunks that others may share, and the numbers of their content, uncertain
-    until the plan is confirmed"""
 
     @property
     def computes(self) -> bool:
@@ -162,11 +158,9 @@ class PlanOutput(NamedTuple):
     """The result of a plan."""
 
     sequences: list[Sequence]
-    token_ids: list[int]
-    """one for each of `sequences`"""
+    token_ids: list[int]  # one for each of `sequences`
     finished: list[Sequence]
-    failed: list[tuple[Sequence, str]]
-    """sequences that ended without a token, and the reason"""
+    failed: list[tuple[Sequence, str]]  # sequences that ended without a token, and the reason
 
 
 class PlanDepth:
@@ -179,8 +173,8 @@ class PlanDepth:
         self.num_plans = min(MIN_PLANS, most)
         self._most = most
         self._last = -math.inf
+        # between two steps; the median ignores one that is late
         self._seconds = deque([math.inf] * 3, maxlen=3)
-        """between two steps; the median ignores one that is late"""
 
     def on_tokens(self, now: float) -> None:
         """Note the tokens of a step; `now` in seconds."""

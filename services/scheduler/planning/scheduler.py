@@ -38,15 +38,15 @@ class Scheduler(SchedulerBase):
         self, config: Config, max_model_len: int, block_manager: BlockManager, epoch: int = 0
     ) -> None:
         super().__init__(config, block_manager, epoch)
+        # limit of plans in flight; may change at any time
         self.max_plans = config.num_plans_in_flight
-        """limit of plans in flight; may change at any time"""
+        # tokens that were computed again after preemptions and deaths
         self.num_recomputed_tokens = 0
-        """tokens that were computed again after preemptions and deaths"""
         self.step_tokens = Histogram.of(ITERATION_TOKENS)
+        # copies for the newest plan, which workers must receive before the plan
         self.copies: CopyBlocks | None = None
-        """copies for the newest plan, which workers must receive before the plan"""
+        # index of the host tier, which the current workers may not have yet
         self.offload: OffloadIndex | None = None
-        """index of the host tier, which the current workers may not have yet"""
         self._block_size = block_manager.block_size
         self._max_tokens_per_step = config.max_num_batched_tokens
         self._max_length = min(max_model_len, block_manager.pool.num_blocks * self._block_size)

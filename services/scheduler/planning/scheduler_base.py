@@ -19,23 +19,20 @@ class SchedulerBase:
     """
 
     def __init__(self, config: Config, block_manager: BlockManager, epoch: int) -> None:
-        self.epoch = epoch
-        """epoch of the plans; each group of workers has its own"""
+        self.epoch = epoch  # epoch of the plans; each group of workers has its own
         self.block_manager = block_manager
         self.waiting = WaitingQueue()
         self.grammars = GrammarIndex(config.max_num_seqs)
+        # running sequences by `Sequence.rank`: the last one is the first to be preempted
         self.running: list[Sequence] = []
-        """running sequences by `Sequence.rank`: the last one is the first to be preempted"""
         self.in_flight: deque[InFlightPlan] = deque()
         self.num_steps = self.num_preemptions = 0
         self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_slots = list(range(self._max_rows))
-        self._removed: list[int] = []
-        """slots that leave the persistent batch with the next plan"""
+        self._removed: list[int] = []  # slots that leave the persistent batch with the next plan
+        # running sequences that the workers do not have, since the death of earlier ones
         self._returning: set[Sequence] = set()
-        """running sequences that the workers do not have, since the death of earlier ones"""
-        self._suspect: Sequence | None = None
-        """the suspect that was admitted last, if any"""
+        self._suspect: Sequence | None = None  # the suspect that was admitted last, if any
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence in any state. Its tokens in flight are discarded."""

@@ -7,10 +7,9 @@ from itertools import count, islice
 from penstock.protocol.fair_queue import FairQueue
 from penstock.services.scheduler.sequences.sequence import Sequence
 
-MAX_RETRIED = 4
-"""held sequences that are tried again in one step, the oldest first"""
+MAX_RETRIED = 4  # held sequences that are tried again in one step, the oldest first
+# new sequences that may fail to get blocks in one step; the others wait for the next one
 MAX_TRIES = 4
-"""new sequences that may fail to get blocks in one step; the others wait for the next one"""
 
 
 class WaitingQueue:
@@ -29,10 +28,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._suspects: OrderedDict[Sequence, None] = OrderedDict()
         self._preempted: OrderedDict[Sequence, None] = OrderedDict()
-        self._held: OrderedDict[Sequence, int] = OrderedDict()
-        """→ tokens that have passed it"""
-        self._holding: set[str] = set()
-        """clients of held sequences"""
+        self._held: OrderedDict[Sequence, int] = OrderedDict()  # → tokens that have passed it
+        self._holding: set[str] = set()  # clients of held sequences
         self._new: FairQueue[Sequence] = FairQueue()
         self._admissions = count()
 

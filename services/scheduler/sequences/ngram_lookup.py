@@ -13,31 +13,26 @@ required length doubles after a wrong guess and falls by one after each right on
 
 from collections import deque
 
-LONG, SHORT = 8, 3
-"""lengths of the token sequences in the index"""
+LONG, SHORT = 8, 3  # lengths of the token sequences in the index
 MAX_REQUIRED = 32
-KNOWN = -1
-"""in place of a token: not a guess, for the sequence has it, or will when it is computed"""
+KNOWN = -1  # in place of a token: not a guess, for the sequence has it, or will when it is computed
 
 
 class NgramLookup:
     """The guesses for one sequence since its admission, and those in flight."""
 
     def __init__(self) -> None:
+        # the worker lacks its next token, or has a wrong one: a draft must name it
         self.is_paused = False
-        """the worker lacks its next token, or has a wrong one: a draft must name it"""
+        # tokens before the pointer that equal the last ones of the sequence; 0: no pointer
         self.matched = 0
-        """tokens before the pointer that equal the last ones of the sequence; 0: no pointer"""
-        self._required = SHORT
-        """of `matched`, to guess"""
+        self._required = SHORT  # of `matched`, to guess
         self._pointer = 0
-        self._index: dict[int, int] = {}
-        """hash of LONG or SHORT tokens → where they ended last"""
+        self._index: dict[int, int] = {}  # hash of LONG or SHORT tokens → where they ended last
         self._num_indexed = SHORT
+        # of the rows in flight: guesses or KNOWN; the first one is of the prefill
         self._inputs = deque([KNOWN])
-        """of the rows in flight: guesses or KNOWN; the first one is of the prefill"""
-        self._num_void = 0
-        """rows in flight before these, that follow from a wrong guess"""
+        self._num_void = 0  # rows in flight before these, that follow from a wrong guess
 
     def accept_row(self) -> bool:
         """Return whether the token of the oldest row in flight is the sequence's next one."""

@@ -16,15 +16,14 @@ from penstock.protocol.messages.structured import Reasoning
 from penstock.protocol.reasoning import NO_TAGS, ReasoningTokens, ReasoningTracker
 from penstock.services.scheduler.sequences.ngram_lookup import NgramLookup
 
+# deaths of workers in a row, without a token in between, after which a request is given up
 MAX_WORKER_DEATHS = 3
-"""deaths of workers in a row, without a token in between, after which a request is given up"""
+# preemptions of a sequence by those with a better priority; then it keeps its blocks
 MAX_PREEMPTIONS = 4
-"""preemptions of a sequence by those with a better priority; then it keeps its blocks"""
-TOKEN_BYTES = 4
-"""of a packed token id"""
+TOKEN_BYTES = 4  # of a packed token id
+# logprobs of one prompt. A detokenizer handles this number in a second, and nothing else in this
+# time. After five seconds it would be given up, and the next detokenizer, too.
 MAX_PROMPT_LOGPROBS = 1 << 19
-"""logprobs of one prompt. A detokenizer handles this number in a second, and nothing else in this
-time. After five seconds it would be given up, and the next detokenizer, too."""
 
 
 class CannotFitError(ValueError):
@@ -39,12 +38,10 @@ class CannotFitError(ValueError):
 class Status(Enum):
     """The state of a sequence."""
 
-    WAITING = "waiting"
-    """not in the persistent batch; new, or preempted"""
+    WAITING = "waiting"  # not in the persistent batch; new, or preempted
+    # has a slot; part of every plan until its end is planned, unless it is paused
     RUNNING = "running"
-    """has a slot; part of every plan until its end is planned, unless it is paused"""
-    DRAINING = "draining"
-    """its last token is in a plan in flight; it has blocks, but no slot"""
+    DRAINING = "draining"  # its last token is in a plan in flight; it has blocks, but no slot
     FINISHED = "finished"
 
 
@@ -83,72 +80,63 @@ class Sequence:
     seed: int = field(init=False)
     reasoning: Reasoning = field(init=False)
     bad_words: list[list[int]] = field(init=False)
+    # the sequence ends with its prompt, without a token
     pooling: Pooling | None = field(init=False)
-    """the sequence ends with its prompt, without a token"""
     is_chat: bool = field(init=False)
-    end_token_ids: frozenset[int] = field(init=False)
-    """EOS, unless it is ignored"""
+    end_token_ids: frozenset[int] = field(init=False)  # EOS, unless it is ignored
+    # `end_token_ids`, and tokens that end the answer, but not reasoning
     stop_token_ids: frozenset[int] = field(init=False)
-    """`end_token_ids`, and tokens that end the answer, but not reasoning"""
+    # of a chat whose reasoning has stop tokens to outlive; it knows `num_tracked_tokens`
     tracker: ReasoningTracker | None = field(init=False)
-    """of a chat whose reasoning has stop tokens to outlive; it knows `num_tracked_tokens`"""
     num_tracked_tokens: int = field(init=False)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
+    # deaths of workers at which it was in flight, since its last token
     num_deaths: int = field(init=False)
-    """deaths of workers at which it was in flight, since its last token"""
     cache_salt: str = field(init=False)
+    # logprobs of each output token, None for tokens of an earlier attempt; None: not requested
     logprobs: list[PackedLogprobs | None] | None = None
-    """logprobs of each output token, None for tokens of an earlier attempt; None: not requested"""
+    # known logprobs of the prompt tokens after the first; None: not requested
     prompt_logprobs: list[PackedLogprobs] | None = None
-    """known logprobs of the prompt tokens after the first; None: not requested"""
-    pooled: bytes | None = None
-    """result of `pooling`"""
+    pooled: bytes | None = None  # result of `pooling`
     arrived_at: float = field(default_factory=monotonic)
     scheduled_at: float = 0.0
-    first_token_at: float = 0.0
-    """at the scheduler; 0: not yet"""
-    admission: int = -1
-    """number of its first admission to the running batch"""
+    first_token_at: float = 0.0  # at the scheduler; 0: not yet
+    admission: int = -1  # number of its first admission to the running batch
+    # limit of tokens, prompt and output; set when the scheduler takes the sequence
     max_length: int = 0
-    """limit of tokens, prompt and output; set when the scheduler takes the sequence"""
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     slot: int = -1
-    last_step: int = -1
-    """number of the last plan that includes it"""
+    last_step: int = -1  # number of the last plan that includes it
+    # tokens known when it was last admitted: these are prefilled, the rest is decoded
     num_prefill_tokens: int = 0
-    """tokens known when it was last admitted: these are prefilled, the rest is decoded"""
+    # positions whose KV is computed by the plans sent so far, or was found in the cache; some may
+    # be those of guesses
     num_planned_tokens: int = 0
-    """positions whose KV is computed by the plans sent so far, or was found in the cache; some
-    may be those of guesses"""
+    # positions of the prefill whose KV a result has confirmed since its admission
     num_computed_tokens: int = 0
-    """positions of the prefill whose KV a result has confirmed since its admission"""
+    # positions that were planned before a preemption or a death, also of a scheduler: where their
+    # KV is not found, it is computed again
     num_lost_tokens: int = 0
-    """positions that were planned before a preemption or a death, also of a scheduler: where their
-    KV is not found, it is computed again"""
     # number of its compiled grammar; 0: it has none, or is not planned yet
     grammar: int = 0
-    ngram_lookup: NgramLookup | None = None
-    """made at its admission, if it speculates"""
-    num_cached_tokens: int = 0
-    """prompt tokens found in the prefix cache when it was first admitted"""
+    ngram_lookup: NgramLookup | None = None  # made at its admission, if it speculates
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)
+    # hashes of its last planned blocks, whose copies from the host are still to be planned
     loads: deque[bytes] = field(default_factory=deque)
-    """hashes of its last planned blocks, whose copies from the host are still to be planned"""
-    has_fetched: bool = False
-    """its files have been requested"""
+    has_fetched: bool = False  # its files have been requested
+    # (hash, token ids) of its full blocks, as far as they have been needed
     full_blocks: list[tuple[bytes, bytes]] = field(default_factory=list)
-    """(hash, token ids) of its full blocks, as far as they have been needed"""
-    detokenizer: bytes | None = None
-    """identity of its detokenizer"""
+    detokenizer: bytes | None = None  # identity of its detokenizer
     stream_id: int = -1
     num_published_blocks: int = 0
+    # number of its last published block's content; see `BlockPool.publish`
     published_content: int = 0
-    """number of its last published block's content; see `BlockPool.publish`"""
+    # place of its next token in `BlockRecords.tokens`; 0: its last block is not recorded
     record_place: int = 0
-    """place of its next token in `BlockRecords.tokens`; 0: its last block is not recorded"""
 
     def __post_init__(
         self,

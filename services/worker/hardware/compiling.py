@@ -13,8 +13,8 @@ from penstock.protocol.checkpoint import ModelConfig, ModelError
 from penstock.protocol.config import Config
 
 log = logging.getLogger(__name__)
+# `--quantization` → bits of weights that only compiled layers have
 INTEGER_BITS = {"int8": 8, "int4": 4}
-"""`--quantization` → bits of weights that only compiled layers have"""
 
 
 def may_compile(config: Config) -> bool:

@@ -13,8 +13,7 @@ from penstock.models.qwen3 import Qwen3
 from penstock.protocol.checkpoint import ModelError
 
 ROWS = 1, 16, 17, 64, 65, 256
-MANY_ROWS = 2048
-"""of weights other than the output layer's: as many as a long prompt has"""
+MANY_ROWS = 2048  # of weights other than the output layer's: as many as a long prompt has
 EPS = 1e-6
 
 

@@ -9,11 +9,10 @@ from penstock.protocol.checkpoint import ModelConfig, ModelError
 from penstock.protocol.transport.discovery import NODE_VARIABLE
 
 log = logging.getLogger(__name__)
+# index of the worker's GPU among the GPUs that torch sees: all GPUs of the node, because the ranks
+# need peer access
 GPU_VARIABLE = "PENSTOCK_GPU"
-"""index of the worker's GPU among the GPUs that torch sees: all GPUs of the node, because the ranks
-need peer access"""
-OLDEST = 8, 0
-"""compute capability of the oldest GPUs that have bfloat16 and asynchronous copies"""
+OLDEST = 8, 0  # compute capability of the oldest GPUs that have bfloat16 and asynchronous copies
 
 
 def choose_device(wanted: str, index: int, tp_size: int, num_replicas: int = 1) -> torch.device:

@@ -25,8 +25,7 @@ from penstock.services.worker.logits.processed_row import Bitmask, TokenBits
 
 # gets about how many bytes a grammar takes, and why it can't be used, or an empty string
 OnCompiled = Callable[[int, str], None]
-TAGS = ("<think>", "</think>")
-"""tags around reasoning"""
+TAGS = ("<think>", "</think>")  # tags around reasoning
 # of the thread that compiles: steps go first
 NICENESS = 5
 DEAD_END = (
@@ -46,9 +45,9 @@ class _State:
         """Keep a compiled grammar; tags: as `Grammars._tags`."""
         self.matcher = matcher
         self.timed = TimedMatcher(matcher)
+        # "open": the grammar begins after `</think>`; "optional": the next token may be `<think>`,
+        # see `opening_tags`
         self.reasoning = reasoning if min(tags) >= 0 else "none"
-        """"open": the grammar begins after `</think>`; "optional": the next token may be `<think>`,
-        see `opening_tags`"""
         self._tags = tags
 
     def replay(self, token_ids: list[int]) -> None:
@@ -76,19 +75,18 @@ class _Ends:
         self.token_ids = token_ids
         own = {one for one in token_ids if one < tokenizer.vocab_size}
         self.own = TokenBits(own)
+        # tokens that are forbidden where a grammar may not end; llguidance allows its own where the
+        # grammar may end, has ended or has failed
         self.all = TokenBits(own.union(tokenizer.eos_tokens))
-        """tokens that are forbidden where a grammar may not end; llguidance allows its own where
-        the grammar may end, has ended or has failed"""
 
 
 class _Row:
     def __init__(self, state: _State, ends: _Ends):
         self.state = state
         self.ends = ends
+        # set while it determines the masks: not in reasoning, nor at the end
         self.matcher: TimedMatcher | None = None
-        """set while it determines the masks: not in reasoning, nor at the end"""
-        self.is_done = False
-        """True if the text has ended or the row has failed"""
+        self.is_done = False  # True if the text has ended or the row has failed
         self.failure = ""
 
     def find_matcher(self) -> TimedMatcher | None:
@@ -151,8 +149,8 @@ class Grammars:
         self._filler = MaskFiller(self._executor)
         self._tokenizer = self._compiler.submit(LLTokenizer, str(self._path))
         self._compiler.submit(_be_nice)
+        # by slot: tokens that matchers have yet to consume
         self._accepted: dict[int, tuple[LLMatcher, int]] = {}
-        """by slot: tokens that matchers have yet to consume"""
         self._ends = lru_cache(64)(lambda ids: _Ends(ids, self._tokenizer.result()))
 
     def wait(self) -> None:

@@ -15,8 +15,7 @@ from penstock.kernels.layouts.sampling import (
 from penstock.services.worker.logits.processed_row import Bitmask, ProcessedRow
 from penstock.services.worker.step.launched_step import integers_to_device, to_device
 
-NO_TAG = -2
-"""neither a token nor a failed row"""
+NO_TAG = -2  # neither a token nor a failed row
 
 
 class LogitsChanges:
@@ -27,8 +26,8 @@ class LogitsChanges:
     ) -> None:
         """Allocate the state; start, stop: token ids of the shard."""
         self.state = make_logits_state(num_slots, vocab_size, start, stop - start, device)
+        # by slot: the slot if its row is deferred, otherwise -1; the last element: for slot -1
         self.deferred = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=device)
-        """by slot: the slot if its row is deferred, otherwise -1; the last element: for slot -1"""
         self._parameters = np.zeros((num_slots, NUM_COLUMNS), np.int32)
         self._start, self._stop, self._device = start, stop, device
 
@@ -79,13 +78,12 @@ class TokenMasks:
         """Allocate the masks on the device."""
         self._device = device
         num_words = -(-vocab_size // 32)
+        # all tokens, for slots without a mask
         self.bitmask = torch.full((num_slots, num_words), -1, dtype=torch.int32, device=device)
-        """all tokens, for slots without a mask"""
+        # a token that is kept if it was drawn, mask or not; the last element is for slot -1
         self.tags = torch.full((num_slots + 1,), NO_TAG, dtype=torch.int64, device=device)
-        """a token that is kept if it was drawn, mask or not; the last element is for slot -1"""
         self._host = torch.empty(0, 0, dtype=torch.int32)
-        self._new: dict[int, bool] = {}
-        """slots with a new row → the row has a grammar"""
+        self._new: dict[int, bool] = {}  # slots with a new row → the row has a grammar
         self._tags: dict[int, int] = {}
         self._stream: Any = None
         if device.type == "cuda":

@@ -34,13 +34,12 @@ from penstock.services.worker.step.launched_step import integers_to_device, to_h
 from penstock.services.worker.step.step_output import PendingLogprobs, PendingOutput, pack_logprobs
 from penstock.services.worker.step.step_record import Integers, Rows
 
-MAX_PROMPT_TOKENS = 256
-"""prompt tokens whose logits are processed at a time"""
+MAX_PROMPT_TOKENS = 256  # prompt tokens whose logits are processed at a time
 CONTRADICTION = (
     "structured_outputs: allowed_token_ids or bad_words forbid every token that the grammar allows"
 )
+# columns of `LogitsProcessor._traits`
 IS_DEFERRED, IS_AWAITED, HAS_LOGPROBS, HAS_PROMPT_LOGPROBS, IS_POOLED = range(5)
-"""columns of `LogitsProcessor._traits`"""
 
 
 class LogitsProcessor:
@@ -60,14 +59,12 @@ class LogitsProcessor:
         self._changes = LogitsChanges(num_slots, vocab_size, *shard, self._device)
         self.state = self._changes.state
         self._masks = TokenMasks(num_slots, vocab_size, self._device) if grammars else None
+        # by slot; False without a row
         self._traits: NDArray[np.bool_] = np.zeros((num_slots, 5), np.bool_)
-        """by slot; False without a row"""
+        # slot of a row that needs its tokens → index among the tokens sampled last
         self._awaited: dict[int, int] = {}
-        """slot of a row that needs its tokens → index among the tokens sampled last"""
-        self._with_words: set[int] = set()
-        """slots of rows with bad words of several tokens"""
-        self._last_tokens: Callable[[], list[int]] = list
-        """waits for the tokens sampled last"""
+        self._with_words: set[int] = set()  # slots of rows with bad words of several tokens
+        self._last_tokens: Callable[[], list[int]] = list  # waits for the tokens sampled last
 
     def clear(self) -> None:
         self._remove(list(self.rows))

@@ -19,8 +19,7 @@ from penstock.services.worker.step.launched_step import integers_to_device, to_h
 from penstock.services.worker.step.step_output import PendingNumbers, PooledNumbers
 from penstock.services.worker.step.step_record import Rows
 
-MAX_ROWS = 64
-"""rows whose logits are copied at a time, which bounds the memory"""
+MAX_ROWS = 64  # rows whose logits are copied at a time, which bounds the memory
 
 
 def pool(

@@ -9,8 +9,7 @@ from penstock.kernels.layouts.sampling import BIAS, DEFERRED, MASK, MAX_BIAS, NE
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import RowAdded, RowExtras
 
-Bitmask = NDArray[np.int32]
-"""int32 [..., num_words]: bit i of word w is token 32 w + i"""
+Bitmask = NDArray[np.int32]  # int32 [..., num_words]: bit i of word w is token 32 w + i
 NO_PENALTIES = 1.0, 0.0, 0.0
 
 
@@ -26,17 +25,16 @@ class ProcessedRow:
         words = [ids for ids in extras.bad_words if ids and 0 <= min(ids) <= max(ids) < vocab_size]
         self._words = [(pack(ids[:-1]), ids[-1]) for ids in words if len(ids) > 1]
         self._num_bytes = max((len(begin) for begin, _ in self._words), default=0)
-        self._tail = b""
-        """the output's last tokens, packed: as many as the longest word needs"""
+        self._tail = b""  # the output's last tokens, packed: as many as the longest word needs
         self._extend(self.token_ids[extras.num_prompt_tokens :].tolist())
+        # tokens that may ever be drawn, or None: all tokens, except for a grammar
         self.mask = self._mask([ids[0] for ids in words if len(ids) == 1], vocab_size)
-        """tokens that may ever be drawn, or None: all tokens, except for a grammar"""
         biased = list(extras.logit_bias.items())
         never = [token_id for token_id in extras.end_token_ids if token_id < vocab_size]
         if extras.min_tokens:
             biased += [(token_id, NEVER) for token_id in never]
+        # token ids, and values as the bits of a float32
         self.bias = np.zeros((2, min(len(biased), MAX_BIAS)), np.int32)
-        """token ids, and values as the bits of a float32"""
         if biased:
             ids, values = zip(*biased[:MAX_BIAS], strict=True)
             self.bias[:] = ids, np.array(values, np.float32).view(np.int32)

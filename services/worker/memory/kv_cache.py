@@ -19,17 +19,15 @@ from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.worker.memory.persistent_memory import Region
 
 log = logging.getLogger(__name__)
+# of a standby worker's CUDA context, with kernels and the memory of cuBLAS and NCCL
 STANDBY_BYTES = 1 << 30
-"""of a standby worker's CUDA context, with kernels and the memory of cuBLAS and NCCL"""
 
 
 class KVMemory(NamedTuple):
     """The KV cache of one rank: [num_layers, 2, num_blocks, ...]."""
 
-    values: Tensor
-    """[..., block_size, num_kv_heads, head_dim]"""
-    scales: Tensor | None
-    """of FP8: float32 [..., num_kv_heads, block_size]"""
+    values: Tensor  # [..., block_size, num_kv_heads, head_dim]
+    scales: Tensor | None  # of FP8: float32 [..., num_kv_heads, block_size]
 
     @property
     def layers(self) -> list[KVCache]:

@@ -15,18 +15,16 @@ import xxhash
 from penstock.protocol.run_folder import check_own_folder, foreign
 
 MAGIC = b"penstKV2"  # another number for another definition of the hashes
+# MAGIC, digest of what wrote it, hash of the prefix, checksum of all that and the content
 HEADER_BYTES = len(MAGIC) + 32 + 32 + 16
-"""MAGIC, digest of what wrote it, hash of the prefix, checksum of all that and the content"""
-SUFFIX = ".partial"
-"""of a file that is being written"""
+SUFFIX = ".partial"  # of a file that is being written
+# in which a file is written; a killed worker left others, and those of a wrong clock
 MAX_WRITE_SECONDS = 3600
-"""in which a file is written; a killed worker left others, and those of a wrong clock"""
 HASH_DIGITS = 64
 INSTEAD = "let --kv-offload-folder name a new folder"
+# errors that say nothing about the disk: somebody has changed the folder meanwhile
 CHANGED = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError
-"""errors that say nothing about the disk: somebody has changed the folder meanwhile"""
-FULL = errno.ENOSPC, errno.EDQUOT
-"""errors that end when files are removed"""
+FULL = errno.ENOSPC, errno.EDQUOT  # errors that end when files are removed
 
 
 class DamagedFileError(OSError):

@@ -24,13 +24,10 @@ from penstock.protocol.processors import num_processors
 from penstock.services.worker.memory.kv_files import FULL, KvFiles
 
 log = logging.getLogger(__name__)
-MAX_FETCH_SECONDS = 2.0
-"""in which a disk must have read all that was requested"""
+MAX_FETCH_SECONDS = 2.0  # in which a disk must have read all that was requested
 NUM_WRITERS = 2
-MAX_REPORTED = 10_000
-"""files in a message"""
-Wait = Callable[[], object]
-"""returns when the copies that use a slot have ended"""
+MAX_REPORTED = 10_000  # files in a message
+Wait = Callable[[], object]  # returns when the copies that use a slot have ended
 
 
 class _Transfer(NamedTuple):
@@ -38,8 +35,8 @@ class _Transfer(NamedTuple):
 
     hash: bytes
     slot: int
+    # of the slot's content that is written, or of the request to read; a later one cancels it
     number: int
-    """of the slot's content that is written, or of the request to read; a later one cancels it"""
     wait: Wait
 
 
@@ -57,27 +54,21 @@ class KvFolder:
         self._disk = KvFiles(folder, digest, host.shape[1])
         self._host = host
         self.max_files = int(max_bytes / self._disk.file_bytes)
+        # called by any thread when `take_report` may have something
         self.notify: Callable[[], object] = int
-        """called by any thread when `take_report` may have something"""
         self._lock = threading.Condition()
         self._files: OrderedDict[bytes, None] = OrderedDict()
-        self._numbers = [0] * len(host)
-        """of the contents of slots"""
-        self._request = 0
-        """number of the last fetch; those before are cancelled"""
-        self._num_copying = 0
-        """threads that write to a slot"""
-        self._pending: set[bytes] = set()
-        """hashes that are read"""
-        self._deadline = 0.0
-        """the moment until which they must be"""
+        self._numbers = [0] * len(host)  # of the contents of slots
+        self._request = 0  # number of the last fetch; those before are cancelled
+        self._num_copying = 0  # threads that write to a slot
+        self._pending: set[bytes] = set()  # hashes that are read
+        self._deadline = 0.0  # the moment until which they must be
+        # hashes of files that must be removed; they are neither read nor replaced before
         self._doomed: set[bytes] = set()
-        """hashes of files that must be removed; they are neither read nor replaced before"""
-        self._news = FolderReport(-1, -1)
-        """the next report"""
+        self._news = FolderReport(-1, -1)  # the next report
         self._is_listed = False
+        # kinds of errors, each of which is logged once
         self._logged: set[tuple[type, int | None]] = set()
-        """kinds of errors, each of which is logged once"""
         self.reads = True
         self._writes: Queue[_Transfer] = Queue(len(host))
         self._fetches: Queue[_Transfer] = Queue()

@@ -26,8 +26,7 @@ from penstock.services.worker.memory.persistent_memory import PersistentMemory
 
 log = logging.getLogger(__name__)
 PAGE = 4096
-PINNED_AT_ONCE = 1 << 26
-"""bytes, after which steps continue: the driver holds a lock meanwhile"""
+PINNED_AT_ONCE = 1 << 26  # bytes, after which steps continue: the driver holds a lock meanwhile
 
 
 class KvOffload:
@@ -49,15 +48,13 @@ class KvOffload:
             self._slots.append(part.view(num_slots, *words.shape[:2], -1))
             begin += -(-num_bytes // 16) * 16
         self.memory_id = memory_id
-        self.num_slots = 0
-        """0 until they are pinned"""
+        self.num_slots = 0  # 0 until they are pinned
         self.pinning: threading.Thread | None = None
         self._device = kv[0].device
         self._stream: torch.cuda.Stream | None = None
+        # the end of the copies for which a step has to wait
         self._copied: torch.cuda.Event | None = None
-        """the end of the copies for which a step has to wait"""
-        self._are_new = False
-        """they overlap the next step"""
+        self._are_new = False  # they overlap the next step
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self.pinning = threading.Thread(target=self._pin, args=(num_slots,), daemon=True)

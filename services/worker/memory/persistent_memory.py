@@ -27,8 +27,7 @@ from penstock.protocol.transport.memory_client import MemoryClient, create_memor
 from penstock.services.worker.hardware.compiling import INTEGER_BITS
 
 log = logging.getLogger(__name__)
-ALIGNMENT = 512
-"""bytes"""
+ALIGNMENT = 512  # bytes
 
 
 class Placed(msgspec.Struct, array_like=True):
@@ -37,20 +36,16 @@ class Placed(msgspec.Struct, array_like=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    begin: int
-    """bytes"""
+    begin: int  # bytes
 
 
 class Manifest(msgspec.Struct, array_like=True):
     """The contents of persistent memory."""
 
-    digest: bytes
-    """of everything that must be equal for a worker to use it"""
-    number: int
-    """random: no other memory has it"""
+    digest: bytes  # of everything that must be equal for a worker to use it
+    number: int  # random: no other memory has it
     num_bytes: int
-    num_blocks: int = 0
-    """of a KV cache"""
+    num_blocks: int = 0  # of a KV cache
     tensors: list[Placed] = []
 
 
@@ -93,14 +88,13 @@ class PersistentMemory:
         self.device = device
         self._client = client
         self._shares = assignment.standby
-        self._numbers: dict[str, int] = {}
-        """of shared memory, by kind"""
+        self._numbers: dict[str, int] = {}  # of shared memory, by kind
         self._place = f"{assignment.replica}.{assignment.rank}"
         files = sorted(path for path in config.model_folder.iterdir() if path.is_file())
         stats = [(str(path), *_version_of(path)) for path in files]
         names = [(path.name, *_version_of(path)) for path in files]
+        # what must be equal in another pipeline, too
         self.lasting_facts = names, assignment.rank, assignment.tp_size
-        """what must be equal in another pipeline, too"""
         facts = stats, torch.__version__, str(device), assignment.rank, assignment.tp_size
         self._facts = msgspec.json.encode(config) + repr(facts).encode()
 

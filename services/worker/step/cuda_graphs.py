@@ -17,37 +17,30 @@ from penstock.protocol.config import Config
 
 log = logging.getLogger(__name__)
 
-PROGRESS = 10
-"""graphs between two log lines"""
+PROGRESS = 10  # graphs between two log lines
+# int32 of a step's record in a graph, 4 MiB; and at most four times as much pinned memory
 MAX_RECORD = 1 << 20
-"""int32 of a step's record in a graph, 4 MiB; and at most four times as much pinned memory"""
 PREFILL_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-PREFILL_ROWS = (16, 64)
-"""rows of the graphs that prefill, in addition to max_num_seqs"""
+PREFILL_ROWS = (16, 64)  # rows of the graphs that prefill, in addition to max_num_seqs
+# additional tiles of a graph that prefills, for chunks that do not fill their tiles
 SPARE_TILES = 16
-"""additional tiles of a graph that prefills, for chunks that do not fill their tiles"""
+# operations of a GPU while the host launches the kernels of a step one by one, 12 to 15 ms (H200);
+# for larger steps a graph saves nothing, and its padding costs time
 LAUNCH_FLOPS = 1e13
-"""operations of a GPU while the host launches the kernels of a step one by one, 12 to 15 ms (H200);
-for larger steps a graph saves nothing, and its padding costs time"""
 
 
 class Computed(NamedTuple):
     """Results of a step on the device."""
 
-    tokens: Tensor
-    """int64 [num_rows]; undefined for a row that does not sample"""
-    logits: Tensor
-    """this rank's share, float32: see `ParallelLMHead.logits`"""
-    hidden_states: Tensor
-    """[num_tokens, hidden_size]"""
-    rows: tuple[Tensor, Tensor, Tensor]
-    """slots, positions and newest tokens of the rows"""
+    tokens: Tensor  # int64 [num_rows]; undefined for a row that does not sample
+    logits: Tensor  # this rank's share, float32: see `ParallelLMHead.logits`
+    hidden_states: Tensor  # [num_tokens, hidden_size]
+    rows: tuple[Tensor, Tensor, Tensor]  # slots, positions and newest tokens of the rows
+    # overwrites logits and tokens of deferred rows; None on several GPUs
     sample_deferred: Callable[[], None] | None = None
-    """overwrites logits and tokens of deferred rows; None on several GPUs"""
 
 
-Compute = Callable[[Tensor, BatchShape], Computed]
-"""(record, shape) → results"""
+Compute = Callable[[Tensor, BatchShape], Computed]  # (record, shape) → results
 
 
 def graph_shapes(config: Config, model: Qwen3, max_model_len: int) -> list[BatchShape]:

@@ -16,8 +16,7 @@ class Decoding(NamedTuple):
 
     slots: Integers
     positions: Integers
-    token_ids: Integers
-    """-1: the token sampled last"""
+    token_ids: Integers  # -1: the token sampled last
 
 
 def drafted_rows(

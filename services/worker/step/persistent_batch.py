@@ -40,13 +40,13 @@ class PersistentBatch:
         self._num_row_blocks = np.zeros(num_slots, np.int64)
         self._num_prefill_tokens = np.zeros(num_slots, np.int64)
         self._num_computed = np.zeros(num_slots, np.int64)
+        # computes nothing until a draft includes the slot
         self._is_paused = np.zeros(num_slots, np.bool_)
-        """computes nothing until a draft includes the slot"""
+        # prefill tokens of the rows that have not computed all of them
         self._prefill_tokens: dict[int, Record] = {}
-        """prefill tokens of the rows that have not computed all of them"""
         self._changes = Changes([], [])
+        # of the last step; None: rows have come, left or changed since
         self._decoding_rows: DecodingRows | None = None
-        """of the last step; None: rows have come, left or changed since"""
 
     def clear(self) -> None:
         self._active[:] = False

@@ -10,17 +10,17 @@ from torch import Tensor
 from penstock.kernels.sampling.logits import top_logprobs
 from penstock.protocol.messages.logprobs import PackedLogprobs
 
+# failure of a row without a token
 BAD_LOGITS = (
     "the model's logits are NaN or infinite, or every token is forbidden; if no parameter "
     "forbids tokens, check the checkpoint, and --quantization, --kv-cache-dtype and "
     "--dtype (float16 ends at 65504)"
 )
-"""failure of a row without a token"""
 
+# (index among the sampled rows; float32 numbers, or None where they are not finite)
 PooledNumbers = Iterable[tuple[int, bytes | None]]
-"""(index among the sampled rows; float32 numbers, or None where they are not finite)"""
+# returns the results of rows with `pooling` when the step has run
 PendingNumbers = Callable[[], PooledNumbers]
-"""returns the results of rows with `pooling` when the step has run"""
 
 
 class StepOutput(NamedTuple):
@@ -35,20 +35,16 @@ class StepOutput(NamedTuple):
 class PendingLogprobs(NamedTuple):
     """Packed logprobs in host memory, which are complete when the step has run."""
 
-    rows: list[int]
-    """indices among the sampled rows"""
-    numbers: list[int]
-    """requested likeliest tokens of each row"""
-    packed: Tensor
-    """as `pack_logprobs` returns them"""
+    rows: list[int]  # indices among the sampled rows
+    numbers: list[int]  # requested likeliest tokens of each row
+    packed: Tensor  # as `pack_logprobs` returns them
 
 
 class PendingOutput(NamedTuple):
     """A `StepOutput` before the step has run."""
 
     logprobs: list[PendingLogprobs]
-    prompt_logprobs: dict[int, list[Tensor]]
-    """slot → packed, in the order of the prompt"""
+    prompt_logprobs: dict[int, list[Tensor]]  # slot → packed, in the order of the prompt
     failed: list[tuple[int, str]]
     pooled: list[PendingNumbers]
 
@@ -71,8 +67,7 @@ class PendingOutput(NamedTuple):
         return StepOutput(logprobs, prompt_logprobs, self.failed + failed, finite)
 
 
-NOTHING = PendingOutput([], {}, [], [])
-"""of a step whose rows need no logits processor"""
+NOTHING = PendingOutput([], {}, [], [])  # of a step whose rows need no logits processor
 
 
 def pack_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> Tensor:

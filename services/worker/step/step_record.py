@@ -18,11 +18,9 @@ class Rows(NamedTuple):
     """Rows of a step: rows that decode, then rows that prefill, both in ascending order of slot."""
 
     record: Record
-    table: Record
-    """the rows of the record, [num_rows, 8]"""
+    table: Record  # the rows of the record, [num_rows, 8]
     shape: BatchShape
-    sampled: Integers
-    """indices of the rows that sample, in ascending order of slot, then position"""
+    sampled: Integers  # indices of the rows that sample, in ascending order of slot, then position
 
     @property
     def follows_last_step(self) -> bool:
@@ -33,10 +31,8 @@ class Rows(NamedTuple):
 class Changes(NamedTuple):
     """Changes of slots, sent with the next record."""
 
-    appended: list[Record]
-    """(slot, column, block id)"""
-    parameters: list[Record]
-    """sampling parameters"""
+    appended: list[Record]  # (slot, column, block id)
+    parameters: list[Record]  # sampling parameters
 
     def clear(self) -> None:
         self.appended.clear()
@@ -72,11 +68,10 @@ class DecodingRows:
     def __init__(self, slots: Integers, lengths: Integers) -> None:
         """Keep the rows; lengths: in tokens, so far."""
         num_rows = len(slots)
+        # `ends`: the rows' lengths after the last step
         self.slots, self.ends = slots, lengths.copy()
-        """`ends`: the rows' lengths after the last step"""
         self._order = np.arange(num_rows)
-        self.steps_left = 0
-        """steps for which the rows' blocks are known to have room"""
+        self.steps_left = 0  # steps for which the rows' blocks are known to have room
         self._longest = int(lengths.max())
         self._record, rows = make_record(num_rows, Changes([], []), [])
         rows[:, layout.SLOT] = rows[:, layout.SAMPLING_SLOT] = slots
