@@ -7,7 +7,7 @@ from pathlib import Path
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_TOTAL_LINES = 48767
+MAX_TOTAL_LINES = 50750
 """of the product, without tests"""
 
 

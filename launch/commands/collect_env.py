@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from penstock.launch.commands.gpus import TIMEOUT
+from penstock.protocol.config import DISTRIBUTION
 
 SHOWN_VARIABLES = re.compile(
     r"PENSTOCK_|CUDA|NCCL_|NVIDIA_|TORCH|PYTORCH_|TRITON_|OMP_|MKL_|OPENBLAS_|NUMBA_|HF_|HUGGING|"
@@ -59,10 +60,10 @@ def _run(_: Namespace) -> int:
 def _versions() -> Facts:
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", f"{platform.platform()}, {' '.join(platform.libc_ver())}"
-    yield "penstock", _version("penstock")
+    yield "penstock", _version(DISTRIBUTION)
     if (SOURCE / ".git").exists():
         yield "commit", _output("git", "-C", str(SOURCE), "describe", "--always", "--dirty")
-    required = [text for text in metadata.requires("penstock") or () if '"dev"' not in text]
+    required = [text for text in metadata.requires(DISTRIBUTION) or () if '"dev"' not in text]
     needed = [re.split(r"[^\w.-]", text)[0] for text in required]
     for name in sorted({"torch", "triton", *needed}, key=str.lower):
         yield name, _version(name)

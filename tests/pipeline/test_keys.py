@@ -84,11 +84,11 @@ def test_a_plain_socket_gets_no_answer(port: int) -> None:
 def test_commands_find_the_keys(served: Pipeline, keys: Path, port: int) -> None:
     assert served.run("ask", "--raw", "17+25=").stdout == f"{ANSWER}\n"
     assert served.status()["gateway"]["ready"]
-    for command, given in (("ask", ["--raw", "17+25="]), ("chat", [])):
+    for command, given, typed in (("ask", ["--raw", "17+25="], ""), ("chat", [], "17+25=\n")):
         where = ["--endpoint", f"tcp://127.0.0.1:{port}", "--curve-keys", str(keys)]
         asked = subprocess.run(
             [*LAUNCH, command, *where, *given],
-            input="17+25=\n",
+            input=typed,
             capture_output=True,
             text=True,
             timeout=START_TIMEOUT,

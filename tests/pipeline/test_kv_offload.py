@@ -181,7 +181,7 @@ def test_files_and_folders_that_others_may_change_are_not_used(
     served = pipeline(*SMALL, "--kv-offload-folder", str(copy))
     served.wait_for(LISTED)
     assert ask(served).texts == first.texts
-    served.wait_for(r"worker\.1 +\| W KV blocks in .* has mode 602, so that others may write;")
+    served.wait_for(r"worker\.1 +\| .* W KV blocks in .* has mode 602, so that others may write;")
     copy.chmod(0o770)
     refused = subprocess.run(
         [*LAUNCH, "all", *SMALL, "--kv-offload-folder", str(copy), "--name", "refused"],
