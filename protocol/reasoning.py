@@ -31,6 +31,9 @@ class ReasoningTracker:
         self._tokens = tokens
         self._may_begin = True
         self.is_open = is_open and tokens.end >= 0  # the last token belongs to reasoning
+        self._is_between = False
+        # the last token is white space after `</think>`, of which the answer has none yet
+        self.is_blank = False
 
     @property
     def is_over(self) -> bool:
@@ -43,8 +46,10 @@ class ReasoningTracker:
         if self._may_begin and token_id not in tokens.blank:
             self._may_begin = False
             self.is_open = self.is_open or token_id == tokens.begin
-        if token_id == tokens.end:
-            self.is_open = False
+        if self.is_open and token_id == tokens.end:
+            self.is_open, self._is_between = False, True
+        elif self._is_between:
+            self._is_between = self.is_blank = token_id in tokens.blank
 
 
 def read_reasoning_tokens(folder: Path) -> ReasoningTokens:

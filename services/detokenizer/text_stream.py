@@ -16,7 +16,8 @@ Utf8Decoder = getincrementaldecoder("utf-8")
 class TextStream:
     """The text of one request, held back while it may be half a character or a stop string.
 
-    Stop strings and stop tokens apply to the answer, not to a chat's reasoning before it.
+    Stop strings and stop tokens apply to the answer, not to a chat's reasoning before it, nor to
+    the newlines between the two.
     """
 
     def __init__(self, opened: StreamOpened, table: TokenBytes) -> None:
@@ -49,6 +50,7 @@ class TextStream:
         if opened.is_chat:
             self._reasoning = ReasoningTracker(table.reasoning, opened.starts_reasoning)
             self._reasoning_begin = 0 if self._reasoning.is_open else None
+        self._is_between = False  # after reasoning, and before any text but newlines
         self._num_tokens = 0
         self._num_chars = 0
         self._held = ""
@@ -69,7 +71,7 @@ class TextStream:
             if self._has_logprobs:
                 text_offsets.append(self._num_chars + len(text) + len(self._held))
             if self._reasoning is None or self._reasoning.is_over:
-                text += self._release(self._decode(self._bytes(token_id)))
+                text += self._answer(token_id)
             else:
                 text += self._tagged(token_id, self._reasoning, self._num_chars + len(text))
             if self.stopped:
@@ -89,6 +91,16 @@ class TextStream:
         text = self._held + ("" if self._prompt_bytes else self._decoder.decode(b"", final=True))
         return self._delta(self._num_tokens, [], text, reason)
 
+    def _answer(self, token_id: int) -> str:
+        """Return the text that a token of the answer adds, or one before it."""
+        if not self._is_between:
+            return self._release(self._decode(self._bytes(token_id)))
+        is_blank = token_id in self._table.reasoning.blank
+        text = self._decode(self._bytes(token_id, is_answer=not is_blank))
+        rest = text.lstrip("\n")
+        self._is_between = not rest
+        return text[: len(text) - len(rest)] + self._release(rest)
+
     def _tagged(self, token_id: int, reasoning: ReasoningTracker, num_chars: int) -> str:
         """Return the text that a token of reasoning adds, or one before it.
 
@@ -97,7 +109,7 @@ class TextStream:
         was_open = reasoning.is_open
         reasoning.feed(token_id)
         if not (was_open or reasoning.is_open):
-            return self._release(self._decode(self._bytes(token_id)))
+            return self._answer(token_id)
         data = self._bytes(token_id, is_answer=False)
         text, self._held = self._held + self._decode(data), ""
         end = num_chars + len(text)
@@ -106,6 +118,7 @@ class TextStream:
             self._reasoning_begin = end
         elif not reasoning.is_open:
             self._reasoning_end = end - len(data)
+            self._is_between = True
         return text
 
     def _bytes(self, token_id: int, is_answer: bool = True) -> bytes:

@@ -38,7 +38,8 @@ def text_of(text: str, *, is_open: bool = False, **fields: object) -> tuple[str,
     ("stop", "expected", "reason"),
     [
         (["four"], "Answer: three and ", "four"),
-        (["\n"], "", "\n"),
+        (["\n"], "Answer: three and four.", None),
+        (["\n\n"], "Answer: three and four.", None),
         (["wants"], "Answer: three and four.", None),
         (["</think>"], "Answer: three and four.", None),
         (["think>\n\nA"], "Answer: three and four.", None),
@@ -50,6 +51,13 @@ def test_stop_strings(stop: list[str], expected: str, reason: str | None) -> Non
     assert (text.partition("</think>")[2].lstrip("\n"), stopped) == (expected, reason)
     text, stopped = text_of(ANSWER.removeprefix("<think>"), is_open=True, stop=stop)
     assert (text.partition("</think>")[2].lstrip("\n"), stopped) == (expected, reason)
+
+
+@pytest.mark.parametrize("stop", ["\n", "\n\n"])
+def test_newlines_next_to_the_tag_are_not_the_answer(stop: str) -> None:
+    text, stopped = text_of("<think>\na\n</think>\n\nb" + stop + "c", stop=[stop])
+    assert (text, stopped) == ("<think>\na\n</think>\n\nb", stop)
+    assert text_of("\nb", stop=["\n"]) == ("", "\n")  # no reasoning
 
 
 def test_text_without_reasoning_is_the_answer() -> None:
@@ -123,6 +131,23 @@ def test_stop_tokens_end_the_answer() -> None:
     assert not make_sequence(
         output=[7], is_chat=True, reasoning="open", stop_token_ids=[7]
     ).is_stopped()
+
+
+def test_stop_tokens_of_white_space_end_the_answer_alone() -> None:
+    """Models write newlines after `</think>`, which are not the answer's first line."""
+    begin, end, newline = 1, 2, 3
+    tags = ReasoningTokens(begin, end, frozenset([newline]))
+    for output, expected in (
+        ([begin, newline, end, newline], False),
+        ([begin, newline, end, newline, newline], False),
+        ([begin, newline, end, newline, 7, newline], True),
+        ([begin, newline, end, 7, newline], True),
+        ([newline], True),
+    ):
+        stopped = make_sequence(output=output, is_chat=True, tags=tags, stop_token_ids=[newline])
+        assert stopped.is_stopped() == expected, output
+    newlines = deltas([[*tagged("<think>a</think>\nb\n")]], stop_token_ids=[ord("\n")])
+    assert "".join(one.text for one in newlines) == "<think>a</think>\nb"
 
 
 def test_the_tags_of_a_vocabulary() -> None:

@@ -179,7 +179,10 @@ class Sequence:
         return known + pack(self.token_ids[len(known) // TOKEN_BYTES :])
 
     def is_stopped(self) -> bool:
-        """Return whether the last token ends the output: reasoning is ended by EOS only."""
+        """Return whether the last token ends the output.
+
+        Reasoning is ended by EOS only, and so is the white space after it.
+        """
         token_id = self.token_ids[-1]
         if token_id not in self.stop_token_ids or token_id in self.end_token_ids:
             return token_id in self.stop_token_ids
@@ -188,7 +191,7 @@ class Sequence:
         for following in self.token_ids[self.num_tracked_tokens :]:
             self.tracker.feed(following)
         self.num_tracked_tokens = len(self.token_ids)
-        return not self.tracker.is_open
+        return not (self.tracker.is_open or self.tracker.is_blank)
 
     @property
     def rank(self) -> tuple[bool, int, int]:

@@ -7,6 +7,7 @@ from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import Reasoning
+from penstock.protocol.reasoning import ReasoningTokens
 from penstock.services.scheduler.sequences.sequence import Sequence
 from tests.services.scheduler.reference import EOS, TAGS, expected_output
 
@@ -22,6 +23,7 @@ def make_sequence(
     pooling: Pooling | None = None,
     is_chat: bool = False,
     reasoning: Reasoning = "none",
+    tags: ReasoningTokens = TAGS,
     **sampling: object,
 ) -> Sequence:
     """Return a new sequence; `output` is what an earlier attempt generated."""
@@ -30,7 +32,7 @@ def make_sequence(
     request.cache_salt, request.pooling = cache_salt, pooling
     request.client, request.priority = client, priority
     request.is_chat, request.reasoning = is_chat, reasoning
-    return Sequence(request, frozenset({EOS}), TAGS)
+    return Sequence(request, frozenset({EOS}), tags)
 
 
 def long_prompt(num_tokens: int, first: int = 1) -> list[int]:
