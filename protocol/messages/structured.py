@@ -94,8 +94,11 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
 
 # names of Qwen's special tokens
 _NAME = re.compile(r"<\|\w+\|>|</?(?:think|tool_call|tool_response)>")
-# a string or a regex in Lark, or a string in JSON
-_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\\n]|\\.)+/')
+# a string or a regex in Lark, or a string in JSON. The last quote or slash may be missing: then the
+# search does not begin again within the text, which would take time that grows with its square
+_TEXT = re.compile(r'"((?:[^"\\\n]|\\.)*+)"?|/((?:[^/\\\n]|\\.)++)/?')
+# an ASCII character by its number
+_CODE = re.compile(r"\\(?:u00|x)([0-7][0-9a-fA-F])")
 # Text that must follow is allowed in any tokens. Otherwise it is forced in the tokenizer's own:
 # then a special token's name would be that token instead of text
 NO_FORCING = '%llguidance {"no_forcing": true}'
@@ -108,5 +111,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def _has_token_name(lark: str) -> bool:
-    """Return whether a text in a grammar has the name of a special token."""
-    return bool(_NAME.search(lark)) and any(_NAME.search(one[0]) for one in _TEXT.finditer(lark))
+    """Return whether texts in a grammar may add up to the name of a special token."""
+    text = "".join(one[1] or one[2] or "" for one in _TEXT.finditer(lark))
+    text = _CODE.sub(lambda found: chr(int(found[1], 16)), text)
+    return bool(_NAME.search(re.sub(r"[\\()\[\]]", "", text)))

@@ -1,6 +1,7 @@
 """Constraints on a text: exactly one, not too large, in llguidance's format."""
 
 import json
+import time
 from typing import Any
 
 import msgspec
@@ -83,6 +84,12 @@ def schema_of(**fields: Any) -> dict[str, Any]:
         ({"json": {"enum": ["<b>x</b>"]}}, False),
         ({"grammar": 'start: <tool_call> "\\"x" </tool_call>'}, False),
         ({"grammar": 'start: "\\"" "<think>"'}, True),
+        ({"grammar": 'start: "a</" "think>"'}, True),
+        ({"grammar": 'start: "a\\u003c/think>"'}, True),
+        ({"regex": "a</think>b"}, True),
+        ({"regex": r"a<\|im_end\|>"}, True),
+        ({"regex": r"[<](\x2f)think>"}, True),
+        ({"json": {"pattern": r"^<\|im_end\|>$"}}, True),
     ],
 )
 def test_a_text_with_a_special_tokens_name_is_not_forced(
@@ -90,6 +97,15 @@ def test_a_text_with_a_special_tokens_name_is_not_forced(
 ) -> None:
     """Other grammars are: models continue best in the tokenizer's own tokens."""
     assert grammar(**fields)["lark_grammar"].startswith(NO_FORCING) == has_name
+
+
+@pytest.mark.parametrize("unit", ['"\\', "/\\", '"a', '"<|a', '/a"', "\\\n"])
+def test_a_search_for_names_takes_time_that_grows_with_the_text(unit: str) -> None:
+    """A tokenizer serves nobody else meanwhile: one grammar took it 4 s."""
+    outputs = StructuredOutputs(grammar="<think>" + unit * 10_000)
+    begin = time.thread_time()
+    outputs.to_llguidance()
+    assert time.thread_time() - begin < 0.2
 
 
 INT64 = {"minimum": -(2**63), "maximum": 2**63 - 1}
