@@ -32,10 +32,13 @@ async def read_answer(client: httpx.AsyncClient, call: HttpCall, received: Recei
 
 
 async def _events(reply: httpx.Response) -> AsyncIterator[Data]:
-    """Yield the data of each event."""
-    async for line in reply.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line[6:])
+    """Yield the data of each event. Lines end with "\\n" alone: a text may have U+2028."""
+    rest = b""
+    async for piece in reply.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield json.loads(line[6:])
 
 
 def _add(path: str, data: Data, received: Received) -> None:
