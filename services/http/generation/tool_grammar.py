@@ -5,6 +5,7 @@ Grammars are in llguidance's dialect of Lark, for each format of calls.
 
 import re
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from penstock.services.http.generation.argument_values import encoded, permitted_types
@@ -104,8 +105,13 @@ def unsuitable(form: ToolFormat, function: Function) -> tuple[str, str] | None:
     if combined:
         return "parameters", f"got {combined[0]}, expected properties: each becomes a <parameter>"
     for key, value in schema.get("properties", {}).items():
-        if "pattern" in value and "string" in permitted_types(value):
-            return f"parameters.properties.{key}.pattern", "got a pattern, expected none"
+        for path, part in _parts(value):
+            if (
+                isinstance(part, Mapping)
+                and "pattern" in part
+                and "string" in permitted_types(part)
+            ):
+                return f"parameters.properties.{key}{path}.pattern", "got a pattern, expected none"
     return None
 
 
@@ -135,14 +141,38 @@ def _xml(rule: str, function: Function) -> list[str]:
 
 def _xml_parameter(rule: str, key: str, schema: Any, defs: Mapping[str, Any]) -> list[str]:
     begin = f"{rule}: {encoded(f'<parameter={key}>' + chr(10))}"
+    values, rules = [], []
+    for number, (_, part) in enumerate(_parts(schema)):
+        value, *own = _xml_value(f"{rule}_v{number}", part, defs)
+        values.append(value)
+        rules += own
+    if "text" in values:  # any text
+        return [f"{begin} text"]
+    return [f"{begin} ({' | '.join(values)})", *rules]
+
+
+def _xml_value(rule: str, schema: Any, defs: Mapping[str, Any]) -> list[str]:
+    """Return what a value is in the grammar, with its end, and the rules for it."""
     if "string" not in permitted_types(schema):
         shaped = {"x-guidance": _SPACES, **defs, "allOf": [schema]}
-        return [f"{begin} {rule}_value {_END_VALUE}", f"{rule}_value: %json {encoded(shaped)}"]
+        return [f"{rule} {_END_VALUE}", f"{rule}: %json {encoded(shaped)}"]
     choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if not choices and ("maxLength" in schema or "minLength" in schema):
         size = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
-        return [f"{begin} {rule}_text", f"{rule}_text[suffix={_END_VALUE}]: /(?s:.{{{size}}})/"]
+        return [rule, f"{rule}[suffix={_END_VALUE}]: /(?s:.{{{size}}})/"]
     if not choices:
-        return [f"{begin} text"]
+        return ["text"]
     texts = " | ".join(encoded(one if isinstance(one, str) else encoded(one)) for one in choices)
-    return [f"{begin} ({texts}) {_END_VALUE}"]
+    return [f"({texts}) {_END_VALUE}"]
+
+
+def _parts(schema: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Return the alternatives of a schema that permits strings, and their paths in it."""
+    parts, kind = None, ""
+    if isinstance(schema, Mapping) and "type" not in schema:
+        kind = "anyOf" if "anyOf" in schema else "oneOf"
+        parts = schema.get(kind)
+    if not isinstance(parts, list) or "string" not in permitted_types(schema):
+        return [(path, schema)]
+    found = [_parts(part, f"{path}.{kind}[{number}]") for number, part in enumerate(parts)]
+    return [*chain.from_iterable(found)]

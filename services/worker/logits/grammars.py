@@ -30,7 +30,7 @@ TAGS = ("<think>", "</think>")  # tags around reasoning
 NICENESS = 5
 DEAD_END = (
     "structured_outputs: the grammar allows no next token; if the text is complete, do not forbid "
-    "EOS (ignore_eos, min_tokens, allowed_token_ids)"
+    "EOS (ignore_eos, min_tokens, allowed_token_ids), or what it must contain (stop_token_ids)"
 )
 TOO_SLOW = (
     f"structured_outputs: got a grammar whose masks take more than {MAX_MASK_SECONDS} s of CPU "
