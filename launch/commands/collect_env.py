@@ -32,7 +32,7 @@ SECRET = re.compile("key|token|secret|passw|credential|auth|cookie", re.IGNORECA
 USER_INFO = re.compile(r"(?<=//)[^/@\s]+@")  # the password of a proxy or a package index
 GPU_FIELDS = "index,name,memory.total,memory.used,compute_cap,driver_version,mig.mode.current"
 CGROUP = Path("/sys/fs/cgroup")
-SOURCE = Path(__file__).parents[2]
+SOURCE = Path(__file__).resolve().parents[2]
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd", "sve")
 Facts = Iterator[tuple[str, str]]
 

@@ -14,7 +14,7 @@ from penstock.protocol.client.answers import ask_n, gather
 from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
 from penstock.protocol.client.errors import ClientError
 from penstock.protocol.client.scoring import result_of
-from penstock.protocol.client.session import Answer, Take
+from penstock.protocol.client.session import Answer, Take, ignore_change
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.messages.client import (
     AbortReply,
@@ -225,7 +225,10 @@ class AsyncClient:
                 changed.set_result(None)
 
         answer.on_change = wake
-        await changed
+        try:
+            await changed
+        finally:
+            answer.on_change = ignore_change
 
     def ask(self, question: Request) -> Answer:
         """Send a question without waiting."""

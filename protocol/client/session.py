@@ -48,6 +48,10 @@ PATIENCE = 1.0  # seconds in which a client that reads at all makes room for the
 FAIR_ANSWERS = 16
 
 
+def ignore_change() -> None:
+    """Do nothing: no task waits. A waiter that stayed would keep its answer from being freed."""
+
+
 class Answer:
     """One question, and the replies to it."""
 
@@ -58,7 +62,7 @@ class Answer:
         self.final: Final | None = None
         # of several answers to a prompt: the `request_id` that was given for all
         self.prompt_id: str | None = None
-        self.on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = ignore_change
         # what has arrived and is not taken, as few pieces
         self._waiting: deque[TextDelta] = deque()
         self.num_unread = 0  # bytes of it beyond its first part, more or less

@@ -64,7 +64,7 @@ def make_app(models: Models) -> ASGIApp:
             allow_origins=models.config.origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-Ignored-Fields"],
+            expose_headers=["X-Request-Id", "X-Ignored-Fields", "X-Ignored-Tools", "Retry-After"],
         )
     return Gate(app, models.config)
 

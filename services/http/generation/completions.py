@@ -9,7 +9,7 @@ from starlette.responses import Response
 from penstock.protocol.client.answers import gather
 from penstock.protocol.messages.client import GenerateReply, TextDelta
 from penstock.protocol.messages.logprobs import TokenLogprobs
-from penstock.services.http.generation.generation import Generation
+from penstock.services.http.generation.generation import Generation, check_number
 from penstock.services.http.generation.logprobs import (
     completion_logprobs,
     echoed_logprobs,
@@ -34,8 +34,10 @@ from penstock.services.http.shared.json_response import json_response
 
 async def complete(state: AppState, request: CompletionRequest) -> Response:
     """Continue prompts."""
+    given = prompts_of(request.prompt)
+    check_number(state, len(given), request.n)  # before each has its fields, and is echoed
     fields = truncated(completion_fields(request), state.max_model_len)
-    prompts = [{"prompt": prompt, **fields} for prompt in prompts_of(request.prompt)]
+    prompts = [{"prompt": prompt, **fields} for prompt in given]
     echoes = await _texts(state, prompts) if request.echo else [""] * len(prompts)
     generation = Generation(state, "cmpl", request, prompts)
     choices = [

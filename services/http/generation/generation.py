@@ -57,6 +57,14 @@ class Events(EventForm):
         """
 
 
+def check_number(state: AppState, num_prompts: int, n: int) -> None:
+    """Refuse more answers than one HTTP request may have. Raises ApiError."""
+    number = num_prompts * n
+    if number > state.max_answers:
+        which = f"{number} answers to {num_prompts} prompts"
+        raise invalid("n", f"got {which}, expected at most {state.max_answers} answers")
+
+
 class Generation:
     """`n` requests for each prompt: answer i of prompt p is number p * n + i."""
 
@@ -73,10 +81,7 @@ class Generation:
         kind: the beginning of the id. prompts: fields of GenerateRequest for each prompt.
         field_as_sent: returns the client's name for a field of `request` in another API.
         """
-        number = len(prompts) * request.n
-        if number > state.max_answers:
-            which = f"{number} answers to {len(prompts)} prompts"
-            raise invalid("n", f"got {which}, expected at most {state.max_answers} answers")
+        check_number(state, len(prompts), request.n)
         name = caller.get().unique_id
         # fields of the reply and of all chunks
         self.head: dict[str, Any] = {

@@ -11,16 +11,17 @@ from typing import Protocol
 from penstock.protocol.shares import exceeds
 
 PART_BYTES = 64  # of memory for a decoded list, map or string, in addition to its text
+NUMBER_BYTES = 40  # of memory for a decoded number in a list, and for its places in two lists
 MAX_EXAMINED = 32  # requests of which the slowest gives way
 
 
 def decoded_bytes(body: bytes) -> int:
     """Return the bytes, at most, that a body in JSON takes until it is answered.
 
-    They are its texts, what is sent to the gateway, and its parts.
+    They are its texts, what is sent to the gateway, and its parts. Each comma may follow a number.
     """
     num_parts = body.count(b"[") + body.count(b"{") + body.count(b'"') // 2
-    return 2 * len(body) + PART_BYTES * num_parts
+    return 2 * len(body) + PART_BYTES * num_parts + NUMBER_BYTES * body.count(b",")
 
 
 class Occupant(Protocol):

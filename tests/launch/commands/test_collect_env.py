@@ -1,11 +1,15 @@
 """`launch collect-env`: what it shows, and what it hides."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from penstock.launch.commands import collect_env as module
+from penstock.protocol.config import DISTRIBUTION
 
 NVIDIA_SMI = """\
 #!/bin/sh
@@ -58,3 +62,21 @@ def test_gpus_are_those_of_the_driver(tmp_path: Path) -> None:
     shown = collect({"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     for text in ("1, NVIDIA L4\n", "CUDA of the driver:    13.0\n", "GPU0 NV18\n"):
         assert text in shown
+
+
+def test_a_clone_has_its_commit() -> None:
+    shown = collect()
+    if shutil.which("git") and (Path(__file__).parents[3] / ".git").exists():
+        assert "\n  commit: " in shown
+
+
+def test_the_distribution_is_asked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def requires(name: str) -> list[str]:
+        asked.append(name)
+        return []
+
+    monkeypatch.setattr(module.metadata, "requires", requires)
+    assert dict(module._versions())["penstock"] != "not installed"
+    assert asked == [DISTRIBUTION]

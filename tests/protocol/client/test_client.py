@@ -1,7 +1,9 @@
 """Clients, with a gateway that sends the test's replies."""
 
 import asyncio
+import gc
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -298,3 +300,23 @@ def test_a_cancelled_task_aborts_its_request(endpoint: str) -> None:
         request_id = asyncio.run(run())
         one.wait_for(2)
     assert one.heard[1:] == [AbortRequest(request_id=request_id)]
+
+
+def test_an_answer_is_freed_as_soon_as_its_task_has_it(endpoint: str) -> None:
+    """A circle of references would keep requests, of any size, until the collector runs."""
+
+    async def run() -> Answer | None:
+        async with AsyncClient(endpoint) as client:
+            answer = client.ask(GenerateRequest(prompt="x"))
+            while not answer.final:
+                await client.change(answer)
+            kept = weakref.ref(answer)
+            del answer
+            return kept()
+
+    gc.disable()
+    try:
+        with gateway(endpoint):
+            assert asyncio.run(run()) is None
+    finally:
+        gc.enable()

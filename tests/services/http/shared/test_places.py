@@ -1,11 +1,15 @@
 """Places of HTTP requests: what is counted, whatever happens in whatever order."""
 
+import tracemalloc
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.services.http.shared.places import Places, decoded_bytes
+from penstock.services.http.generation.schema import ChatRequest
+from penstock.services.http.shared.body import decode_body
+from penstock.services.http.shared.places import NUMBER_BYTES, Places, decoded_bytes
 
 MAX_CONNECTIONS, MAX_REQUESTS, MAX_BYTES = 8, 5, 1000
 MOST_REQUESTS, MOST_BYTES = 6, 1125
@@ -87,4 +91,18 @@ def test_counts_and_limits(moves: list[tuple[str, str, int, int]]) -> None:
 
 
 def test_parts_of_a_body_are_counted() -> None:
-    assert decoded_bytes(b'{"a": [{}, {}]}') == 2 * 15 + 64 * 5
+    assert decoded_bytes(b'{"a": [{}, {}]}') == 2 * 15 + 64 * 5 + NUMBER_BYTES
+
+
+@pytest.mark.parametrize("number", [b"1", b"300", b"1e5", b"-1.5"])
+def test_numbers_take_no_more_than_is_counted(number: bytes) -> None:
+    body = (
+        b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": [%b]}}'
+        % b",".join([number] * 50000)
+    )
+    tracemalloc.start()
+    decoded = decode_body(body, ChatRequest)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert decoded.chat_template_kwargs
+    assert taken + len(body) <= decoded_bytes(body)
