@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
-import msgspec
-
 MAX_EXACT = 1 << 53
 # the largest float64 among the integers that llguidance takes
 LIMIT = (1 << 63) - 1024
@@ -60,7 +58,7 @@ def within_limit(lark: str) -> str:
     for start, end, schema in schemas_in(lark):
         for part in maps_in(schema):
             _limit(part)
-        parts += [lark[begin:start], msgspec.json.encode(schema).decode()]
+        parts += [lark[begin:start], json.dumps(schema)]  # may have half characters
         begin = end
     return "".join([*parts, lark[begin:]])
 

@@ -131,8 +131,9 @@ def excess(grammar: str) -> str:
         multiple = schema.get("multipleOf")
         if isinstance(multiple, int | float) and not isinstance(multiple, bool):
             digits = Decimal(str(multiple)).normalize().as_tuple()
-            exponent = digits.exponent if isinstance(digits.exponent, int) else 0
-            num_multiples += int("".join(map(str, digits.digits))) * 10 ** max(0, min(9, exponent))
+            if isinstance(digits.exponent, int):  # it is finite
+                number = int("".join(map(str, digits.digits)))
+                num_multiples += number * 10 ** max(0, min(9, digits.exponent))
     if num_multiples > MAX_MULTIPLES:
         return (
             f"multipleOf: got {num_multiples} in total, without decimal points, "

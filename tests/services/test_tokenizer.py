@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import zmq
+from llguidance import LLMatcher, LLTokenizer
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
@@ -204,6 +205,26 @@ DEEP: dict[str, Any] = {
     "grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "x"'
 }
 """overflows the stack"""
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"multipleOf": NaN}',
+        '{"multipleOf": -Infinity}',
+        '{"multipleOf": 1e999}',
+        r'{"\ud800": 1234567890123456789}',
+        '{"minimum": NaN, "maximum": 1234567890123456789}',
+        '{"const": 12345678901234567890123}',
+    ],
+)
+def test_schemas_in_grammars_may_be_no_json(schema: str) -> None:
+    """The compiler refuses them; nothing before it fails at them."""
+    given = StructuredOutputs(grammar=f"start: %json {schema}").to_llguidance()
+    matcher = LLMatcher(
+        LLTokenizer(str(Config().model_folder / "tokenizer.json")), given, log_level=0
+    )
+    assert grammar_check.excess(given) or matcher.is_error()
 
 
 @pytest.mark.slow
