@@ -220,9 +220,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self.places.arrives(self)
 
     def shutdown(self) -> None:
-        """Close the connection after its requests, one that may be arriving included."""
+        """Close the connection after its requests, one that may be arriving included.
+
+        A client that keeps its connection may send the next request in this moment.
+        """
         self._is_stopping = True
-        if self._read_timer and (self.cycle is None or self.cycle.response_complete):
+        if self.cycle is None or self.cycle.response_complete:
             self.loop.call_later(LAST_REQUEST, super().shutdown)
         else:
             super().shutdown()
