@@ -372,7 +372,7 @@ def test_the_bytes_of_arriving_bodies_have_a_limit(serve: Serve, connect: Connec
 
 
 def test_what_a_body_becomes_counts_until_it_is_answered(serve: Serve, connect: Connect) -> None:
-    served = serve(silent, limits=Limits(max_open_bytes=5_000_000), drain_timeout=0)
+    served = serve(silent, limits=Limits(max_open_bytes=8_000_000), drain_timeout=0)
     untyped = b",".join([b"{}"] * 60_000)
     body = b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": [%b]}}'
     body %= untyped
