@@ -7,7 +7,7 @@ from pathlib import Path
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-MAX_TOTAL_LINES = 50750
+MAX_TOTAL_LINES = 50950
 """of the product, without tests"""
 
 

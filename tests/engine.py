@@ -1,6 +1,7 @@
 """Scheduler and model runner in one process, joined by encoded plans: no sockets."""
 
 import gc
+import queue
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -11,7 +12,7 @@ from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.scheduler import TokenizedRequest
-from penstock.protocol.messages.worker import WorkerAssignment
+from penstock.protocol.messages.worker import GrammarCompiled, WorkerAssignment
 from penstock.protocol.tokenizer_file import read_eos_token_ids
 from penstock.services.scheduler.factory import make_block_manager
 from penstock.services.scheduler.planning.scheduler import Scheduler
@@ -52,6 +53,7 @@ class Engine:
         steps: list[LaunchedStep] = []
         while True:
             between_steps()
+            self._compile_grammars()
             while plan := self.scheduler.schedule():
                 decoded = PLANS.decode(msgspec.msgpack.encode(plan))
                 steps.append(self.runner.launch(decoded))
@@ -61,3 +63,15 @@ class Engine:
             step = steps.pop(0)
             token_ids = pack(step.token_ids())
             self.scheduler.update(SampledTokens(0, number, token_ids, *step.output()))
+
+    def _compile_grammars(self) -> None:
+        """Compile the grammars that the scheduler asks for, and wait until all are compiled."""
+        compiled: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        while message := self.scheduler.next_grammars():
+            grammars = self.runner.logits_processor.grammars
+            assert grammars
+            grammars.forget(message.removed)
+            for number, spec in message.added:
+                grammars.compile(number, spec, lambda *result: compiled.put(result))
+                result = GrammarCompiled(message.epoch, number, *compiled.get(timeout=60))
+                assert self.scheduler.on_compiled(result) == []
