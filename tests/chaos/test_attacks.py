@@ -5,6 +5,7 @@ Each attack is bounded, and goes to loopback only. Memory of gateway and http st
 
 import contextlib
 import gzip
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -295,7 +296,9 @@ def test_handshakes_of_websockets(attacked: Pipeline) -> None:
     with httpx.Client(base_url=attacked.url, headers=headers, trust_env=False) as hostile:
         for _ in range(200):
             assert hostile.get("/v1/responses").status_code == 405
-    assert not [line for line in attacked.output[start:] if line.startswith("http.1")]
+    lines = [line for line in attacked.output[start:] if line.startswith("http.1")]
+    # the lines of refused requests, at most 20 a second; libraries add none
+    assert all(re.search("GET .*: 405|have no line", line) for line in lines)
 
 
 def test_peers_of_an_older_protocol(attacked: Pipeline) -> None:
