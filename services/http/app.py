@@ -1,5 +1,6 @@
 """ASGI application: routes, the page and middleware."""
 
+import asyncio
 import logging
 import mimetypes
 from collections.abc import Awaitable, Callable
@@ -29,6 +30,7 @@ from penstock.services.http.shared.event_stream import while_connected
 from penstock.services.http.shared.places import decoded_bytes
 
 _log = logging.getLogger("http")
+LARGE_BODY_BYTES = 1 << 16  # a larger one may take tens of milliseconds to decode
 _HANDLED = (ApiError, MessageError, RequestError, HTTPException, ClientDisconnect)
 # the page loads nothing from, and sends nothing to, other servers
 _PAGE_HEADERS = {
@@ -51,7 +53,8 @@ def make_app(models: Models) -> ASGIApp:
     async def answer_openapi(_: Request) -> Response:
         return Response(openapi, media_type="application/json")
 
-    routes: list[BaseRoute] = [_route(operation, models) for operation in OPERATIONS]
+    decoding = asyncio.Lock()
+    routes: list[BaseRoute] = [_route(operation, models, decoding) for operation in OPERATIONS]
     routes += [
         Route("/openapi.json", answer_openapi),
         Route("/", page),
@@ -117,8 +120,9 @@ def _page_endpoint(
 class Endpoint:
     """ASGI application of one route."""
 
-    def __init__(self, operation: Operation, models: Models) -> None:
+    def __init__(self, operation: Operation, models: Models, decoding: asyncio.Lock) -> None:
         self._operation, self._models = operation, models
+        self._decoding = decoding  # of large bodies, shared by all endpoints
         self._key = "" if operation.is_open else models.config.api_key
         self._max_bytes = models.max_batch_bytes if operation.is_batch else models.max_request_bytes
 
@@ -138,7 +142,12 @@ class Endpoint:
         weigh: Callable[[int], bool] | None = request.scope.get(WEIGH)
         if weigh and not weigh(decoded_bytes(content)):
             raise ApiError(503, "the server has no room for this request now")
-        body: Any = decode_body(content, self._operation.body)
+        if len(content) <= LARGE_BODY_BYTES:
+            body: Any = decode_body(content, self._operation.body)
+        else:
+            async with self._decoding:
+                await asyncio.sleep(0)  # other requests get a turn between two large bodies
+                body = decode_body(content, self._operation.body)
         body.model = body.model or None  # as in vLLM
         if isinstance(body, ApiRequest) and body.request_id is None:
             body.request_id = caller.get().request_id or None
@@ -151,6 +160,6 @@ class Endpoint:
         return await run(await models.started(given.model), given)
 
 
-def _route(operation: Operation, models: Models) -> Route:
+def _route(operation: Operation, models: Models, decoding: asyncio.Lock) -> Route:
     path = operation.path.replace("{model}", "{model:path}")
-    return Route(path, Endpoint(operation, models), methods=[operation.method])
+    return Route(path, Endpoint(operation, models, decoding), methods=[operation.method])

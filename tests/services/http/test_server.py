@@ -25,7 +25,10 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
     TokenizeReply,
 )
+from penstock.services.http import app
+from penstock.services.http.app import LARGE_BODY_BYTES
 from penstock.services.http.generation import generation
+from penstock.services.http.shared.body import decode_body
 from tests.launch.fake_gateway import delta, reply
 from tests.services.http.conftest import NUM_AT_START, Served, behave
 
@@ -182,6 +185,36 @@ def test_strings_of_tokens(serve: Serve) -> None:
         body = {"prompt": " a", "return_token_strs": True}
         assert client.post("/tokenize", json=body).json()["token_strs"] == ["Ġa"]
         assert "token_strs" not in client.post("/tokenize", json={"prompt": "a"}).json()
+
+
+def test_large_bodies_leave_turns_to_other_requests(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bodies are ready at one moment. Two large ones are not decoded in one turn."""
+    served = serve()
+    events: list[str] = []
+
+    def decode(content: bytes, kind: type[Any]) -> Any:
+        events.append("large" if len(content) > LARGE_BODY_BYTES else "small")
+        served.loop.call_soon(events.append, "turn")
+        return decode_body(content, kind)
+
+    monkeypatch.setattr(app, "decode_body", decode)
+    large = msgspec.json.encode({"model": "unknown", "prompt": "x" * LARGE_BODY_BYTES})
+    invalid = large[:-1]
+    bodies = [large, large, invalid, invalid, b'{"model": "unknown", "prompt": "x"}']
+    with contextlib.ExitStack() as stack:
+        with served.standing_still():
+            connections = [
+                stack.enter_context(contextlib.closing(http.client.HTTPConnection(*served.address)))
+                for _ in bodies
+            ]
+            for connection, body in zip(connections, bodies, strict=True):
+                connection.request("POST", "/v1/completions", body)
+        assert [one.getresponse().status for one in connections] == [404, 404, 400, 400, 404]
+    assert events.count("large") == 4
+    assert ("large", "large") not in itertools.pairwise(events)
+    assert events.index("small") < events.index("large", events.index("large") + 1)
 
 
 def test_an_unknown_route_names_itself(serve: Serve) -> None:
