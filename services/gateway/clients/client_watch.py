@@ -1,7 +1,9 @@
 """Watch of the clients' connections: unread answers, and messages that never end.
 
 libzmq keeps any number of frames until the last of a message has arrived. So each heartbeat checks
-how much each connection has received since its last message; on ipc, how often bytes were arriving.
+how much libzmq has read of each connection since its last message; on ipc, how often bytes were
+arriving. Whole messages may wait for the gateway, which libzmq hands over in turns: one of each
+client. After as many messages as there are clients, who still has none has not finished any.
 
 libzmq silently ignores a client with the ZeroMQ identity of another client, until that one leaves:
 more than a handshake was received, and no message. On ipc an idle client looks the same.
@@ -45,6 +47,13 @@ def update_num_read(connection: Connection) -> None:
     connection.num_queued = max(0, num_given - connection.num_read)  # not messages alone
 
 
+def read_counters(fd: int) -> Counters | None:
+    """Return the counters of a connection, without bytes that libzmq has not read yet."""
+    if counters := tcp_counters(fd):
+        return counters._replace(received=max(0, counters.received - num_unread_bytes(fd)))
+    return None
+
+
 def take_progress(connection: Connection) -> int:
     """Return the number of bytes that were read since the last call."""
     before, connection.num_read_before = connection.num_read_before, connection.num_read
@@ -58,11 +67,23 @@ class Arrivals:
         self._connection = connection
         self._num_messages_before = self._num_received_before = self._num_busy_heartbeats = 0
         self._num_received_last = self._num_quiet_heartbeats = self._identity_bytes = 0
+        self._num_at_turn = 0  # bytes since the last message, when the turns began
 
-    def num_unfinished(self, num_received: int) -> int:
+    def num_new_messages(self) -> int:
+        """Return the number of messages since the last heartbeat."""
+        return self._connection.num_messages - self._num_messages_before
+
+    def num_since_message(self, num_received: int) -> int:
         """Return the bytes since the last message, of all received (at most)."""
         self._forget_before(num_received)
         return num_received - self._num_received_before
+
+    def num_unfinished(self, num_bytes: int, waits: bool) -> int:
+        """Return the bytes of no whole message, after each client had its turn, or none waits.
+
+        num_bytes: since the last message."""
+        before, self._num_at_turn = self._num_at_turn, num_bytes
+        return before if waits else num_bytes
 
     def num_busy_heartbeats(self, is_receiving: bool) -> int:
         """Return at how many heartbeats bytes were arriving since the last whole message."""
@@ -73,7 +94,7 @@ class Arrivals:
     def _forget_before(self, num_received: int) -> None:
         if self._num_messages_before != self._connection.num_messages:
             self._num_messages_before, self._num_busy_heartbeats = self._connection.num_messages, 0
-            self._num_received_before = num_received
+            self._num_received_before, self._num_at_turn = num_received, 0
 
     def is_ignored(self, counters: Counters | None, identity_bytes: int, is_curve: bool) -> bool:
         """Return whether libzmq has read more than a handshake, but no message, and then nothing.
@@ -87,7 +108,7 @@ class Arrivals:
         num_received = least = 0
         patience = MAX_MISSED_HEARTBEATS
         if counters:
-            num_received = counters.received - num_unread_bytes(self._connection.fd)
+            num_received = counters.received
             least = (CURVE_HANDSHAKE_BYTES if is_curve else HANDSHAKE_BYTES) + MIN_MESSAGE_BYTES
             least += identity_bytes or MAX_IDENTITY_BYTES
             patience = MAX_QUIET_HEARTBEATS if identity_bytes else patience
@@ -108,6 +129,7 @@ class ClientWatch:
         self._max_unfinished_bytes = config.max_open_bytes // EXPANSION
         self._max_frame_bytes = max_frame_bytes
         self._arrivals: dict[Connection, Arrivals] = {}
+        self._num_turns = 0  # messages until each client has had its turn
 
     def bad_clients(
         self, connections: Iterable[Connection], waits: bool, identity_bytes: int
@@ -120,8 +142,11 @@ class ClientWatch:
         num_messages = MAX_RECEIVE_QUEUE + 1 if waits else 1  # whole ones may wait
         limit = self._max_frame_bytes * num_messages + KERNEL_BYTES
         self._arrivals = {one: self._arrivals.get(one) or Arrivals(one) for one in connections}
+        self._num_turns -= sum(its.num_new_messages() for its in self._arrivals.values())
+        if is_known := not waits or self._num_turns <= 0:
+            self._num_turns = len(self._arrivals)
         for one, arrivals in self._arrivals.items():
-            counters = tcp_counters(one.fd)
+            counters = read_counters(one.fd)
             shortest = 0 if one.is_inner else identity_bytes
             if arrivals.is_ignored(counters, shortest, self._may_be_curve):
                 yield one, IGNORED
@@ -129,11 +154,13 @@ class ClientWatch:
                 is_receiving = not waits and num_unread_bytes(one.fd) > 0
                 if arrivals.num_busy_heartbeats(is_receiving) > MAX_BUSY_HEARTBEATS:
                     yield one, UNFINISHED
-            elif num_bytes := arrivals.num_unfinished(counters.received):
-                unfinished.append((num_bytes, one))
+            elif (num_bytes := arrivals.num_since_message(counters.received)) > limit:
+                yield one, UNFINISHED
+            elif is_known:
+                unfinished.append((arrivals.num_unfinished(num_bytes, waits), one))
         num_all = sum(num_bytes for num_bytes, _ in unfinished)
         for num_bytes, one in sorted(unfinished, key=lambda pair: -pair[0]):
-            if num_bytes <= limit and num_all <= self._max_unfinished_bytes:
+            if num_all <= self._max_unfinished_bytes:
                 break
             num_all -= num_bytes
             yield one, UNFINISHED

@@ -1,7 +1,8 @@
 """Clients that send what no client sends; others are served meanwhile."""
 
 import resource
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
+from itertools import islice
 from pathlib import Path
 from threading import Thread
 
@@ -11,7 +12,7 @@ import zmq
 from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.messages.client import AbortReply, AbortRequest
 from penstock.protocol.messages.codec import MSGPACK
-from penstock.protocol.transport.socket_info import tcp_counters
+from penstock.protocol.transport.socket_info import num_unread_bytes, tcp_counters
 from penstock.services.gateway.clients import client_socket, client_watch, connections
 from penstock.services.gateway.clients.bind_clients import MAX_RECEIVE_QUEUE
 from penstock.services.gateway.clients.connections import ConnectionLimits
@@ -74,6 +75,66 @@ def test_a_message_without_an_end(start_gateway: Start, endpoint: str) -> None:
         assert is_served(harness, client)
 
 
+def num_read(fds: Iterable[int]) -> int:
+    """Return how many bytes libzmq has read."""
+    found = ((tcp_counters(fd), num_unread_bytes(fd)) for fd in fds)
+    return sum(counters.received - num_unread for counters, num_unread in found if counters)
+
+
+def start_large_messages(
+    start_gateway: Start, num_hostile: int
+) -> tuple[GatewayHarness, list[RawClient]]:
+    """Let libzmq read three whole messages of an honest client, and pieces of hostile ones."""
+    harness = start_gateway(endpoint=TCP, max_open_bytes=(2 << 20) * client_watch.EXPANSION)
+    clients = [RawClient(harness.endpoint) for _ in range(1 + num_hostile)]
+    harness.run_until(lambda: len(harness.gateway.connections) == len(clients))
+    data = [3 * frame(b"x" * (1 << 20))] + num_hostile * [PIECE]
+    senders = [
+        Thread(target=client.send, args=(sent,)) for client, sent in zip(clients, data, strict=True)
+    ]
+    for sender in senders:
+        sender.start()
+    fds = [connection.fd for connection in harness.gateway.connections]
+    while num_read(fds) < sum(map(len, data)):
+        pass
+    for sender in senders:
+        sender.join()
+    return harness, clients
+
+
+def take_messages(harness: GatewayHarness, number: int) -> None:
+    """Receive messages, and leave others in libzmq's queue."""
+    while number:
+        for _ in islice(harness.gateway.clients.receive(), number):
+            number -= 1
+
+
+def test_whole_messages_that_wait_are_not_unfinished(start_gateway: Start) -> None:
+    """The gateway is late. What waits for it is more than all unfinished messages may have."""
+    harness, (honest,) = start_large_messages(start_gateway, num_hostile=0)
+    for _ in range(3):
+        harness.run_heartbeats(2)
+        take_messages(harness, 1)
+    harness.run_heartbeats(2)
+    assert not harness.gateway.connections.num_cut_off
+    assert not honest.is_closed
+
+
+def test_messages_without_an_end_while_whole_messages_wait(start_gateway: Start) -> None:
+    """After as many messages as there are clients, those without any are known."""
+    harness, (honest, *hostile) = start_large_messages(start_gateway, num_hostile=3)
+    honest.send(100 * frame(SMALL))
+    harness.run_heartbeats(2)
+    assert not harness.gateway.connections.num_cut_off
+    take_messages(harness, 4)
+    assert harness.gateway.clients.channel.socket.poll(60_000)
+    harness.run_heartbeats(1)
+    assert harness.gateway.connections.num_cut_off == 2
+    harness.run_until(lambda: len(harness.gateway.connections) == 2)
+    assert not honest.is_closed
+    assert sum(client.is_closed for client in hostile) == 2
+
+
 def test_messages_without_an_end_together(start_gateway: Start) -> None:
     """The client that has sent most is disconnected."""
     harness = start_gateway(endpoint=TCP, max_open_bytes=(2 << 20) * client_watch.EXPANSION)
@@ -84,7 +145,7 @@ def test_messages_without_an_end_together(start_gateway: Start) -> None:
     harness.run_until(lambda: len(harness.gateway.connections) == 4)
     fds = [connection.fd for connection in harness.gateway.connections]
     num_bytes = (1 << 19) + 3 * len(PIECE)
-    while sum(its.received for its in map(tcp_counters, fds) if its) < num_bytes:
+    while num_read(fds) < num_bytes:
         harness.run_once()
     harness.run_heartbeats(1)
     assert harness.gateway.connections.num_cut_off == 2
