@@ -5,7 +5,7 @@ import logging
 from penstock.protocol.messages.client import ErrorReply
 
 log = logging.getLogger("tokenizer")
-DEFECT = "a defect of the server: the prompt can't be tokenized; its log says more"
+DEFECT = "a defect of the server: the request can't be tokenized; its log says more"
 
 
 class PromptError(ValueError):
@@ -23,5 +23,5 @@ def error_reply(error: Exception) -> ErrorReply:
         return ErrorReply(
             code="invalid", message=str(error), field=error.field, too_long=error.too_long
         )
-    log.exception("a prompt can't be tokenized")
+    log.exception("a request can't be tokenized")
     return ErrorReply(code="failed", message=DEFECT)

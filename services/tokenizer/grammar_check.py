@@ -69,15 +69,13 @@ class GrammarChecker:
         self._checking: set[str] = set()
 
     def check(self, grammar: str, client: str, on_checked: OnChecked) -> None:
-        """Call `on_checked` once, now or later; `grammar` is in llguidance's format."""
+        """Call `on_checked` once, now or later; `grammar` has no `excess`."""
         known = _hash_of(grammar)
         if known in self._reasons:
             self._reasons.move_to_end(known)
             on_checked(self._reasons[known])
         elif grammar in self._asking:
             self._asking[grammar].append(on_checked)
-        elif reason := excess(grammar):
-            on_checked(reason)
         else:
             self._asking[grammar] = [on_checked]
             self._clients[grammar] = client

@@ -24,7 +24,7 @@ from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 from penstock.services.tokenizer.bad_words import encode_bad_words
 from penstock.services.tokenizer.errors import PromptError, error_reply
-from penstock.services.tokenizer.grammar_check import GrammarChecker
+from penstock.services.tokenizer.grammar_check import GrammarChecker, excess
 from penstock.services.tokenizer.prompts import Tokenizer
 
 
@@ -70,29 +70,31 @@ class TokenizerProcess:
         """Pass a request on to the scheduler, or refuse it; later if it has a grammar."""
         begin = monotonic()
         request, scheduler = message.request, self.schedulers[message.replica]
+        wanted, grammar = request.sampling.structured_outputs, ""
         try:
             with self.heartbeats.working:
                 token_ids, request.reasoning = self.tokenizer.encode(message)
                 request.prompt_token_ids = pack(token_ids)
                 if words := request.sampling.bad_words:
                     request.bad_words = encode_bad_words(self.tokenizer.backend, words)
+                if wanted is not None:
+                    grammar = wanted.to_llguidance()
+                    if reason := excess(grammar):
+                        raise _not_compiled(reason)
         except Exception as error:  # noqa: BLE001
             self._refuse(request, error)
             return
-        wanted = request.sampling.structured_outputs
         if wanted is None:
             self._pass_on(request, scheduler, begin)
             return
 
         def on_checked(reason: str) -> None:
             if reason:
-                text = f"got one that can't be compiled ({reason}), expected a supported one"
-                message = f"structured_outputs: {text}"
-                self._refuse(request, PromptError("structured_outputs", message))
+                self._refuse(request, _not_compiled(reason))
             else:
                 self._pass_on(request, scheduler, begin)
 
-        self.grammars.check(wanted.to_llguidance(), request.client, on_checked)
+        self.grammars.check(grammar, request.client, on_checked)
 
     def answer(self, message: TokenizerQuery) -> TokenizerReply:
         try:
@@ -121,3 +123,8 @@ class TokenizerProcess:
 
     def on_heartbeat(self) -> None:
         self.gateway.send(Heartbeat(self.name))
+
+
+def _not_compiled(reason: str) -> PromptError:
+    text = f"got one that can't be compiled ({reason}), expected a supported one"
+    return PromptError("structured_outputs", f"structured_outputs: {text}")

@@ -31,8 +31,8 @@ from penstock.protocol.messages.tokenizer import (
     TokenizerQuery,
 )
 from penstock.protocol.transport.context import Context, Endpoints
-from penstock.services.tokenizer import child, grammar_check
-from penstock.services.tokenizer.errors import PromptError
+from penstock.services.tokenizer import child, grammar_check, process
+from penstock.services.tokenizer.errors import DEFECT, PromptError
 from penstock.services.tokenizer.process import TokenizerProcess
 from penstock.services.tokenizer.prompts import Tokenizer
 
@@ -322,6 +322,34 @@ def test_a_grammar_that_is_not_compiled(fields: dict[str, Any], reason: str) -> 
     found = grammar_check.excess(StructuredOutputs(**fields).to_llguidance())
     assert reason in found
     assert bool(reason) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(StructuredOutputs, "to_llguidance"), (process, "excess")]
+)
+def test_a_defect_at_a_grammar_refuses_its_request_alone(
+    pipeline: Pipeline,
+    place: Any,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prepare = getattr(place, name)
+
+    def fail(given: Any) -> str:
+        if "hostile" in str(given):
+            raise ZeroDivisionError("a defect")
+        return str(prepare(given))
+
+    monkeypatch.setattr(place, name, fail)
+    pipeline.ask("hostile", regex="hostile")
+    pipeline.ask("good", regex="good")
+    failed, done = pipeline.wait_for(2)
+    assert (failed.request_id, failed.error.code) == ("hostile", "failed")
+    assert failed.error.message == DEFECT
+    assert isinstance(done, TokenizeDone)
+    (record,) = caplog.records
+    assert record.exc_info and record.exc_info[0] is ZeroDivisionError
 
 
 def test_queries(pipeline: Pipeline) -> None:
