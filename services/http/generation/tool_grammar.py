@@ -5,9 +5,10 @@ Grammars are in llguidance's dialect of Lark, for each format of calls.
 
 import re
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
+from penstock.protocol.json_schema import maps_in
 from penstock.services.http.generation.argument_values import encoded, permitted_types
 from penstock.services.http.generation.schema import (
     AllowedTools,
@@ -16,6 +17,7 @@ from penstock.services.http.generation.schema import (
     NamedTool,
     Tool,
 )
+from penstock.services.http.generation.xml_tool_call import VALUE_ENDS
 from penstock.services.http.shared.errors import invalid
 from penstock.services.http.shared.tool_format import ToolFormat
 
@@ -112,6 +114,24 @@ def unsuitable(form: ToolFormat, function: Function) -> tuple[str, str] | None:
                 and "string" in permitted_types(part)
             ):
                 return f"parameters.properties.{key}{path}.pattern", "got a pattern, expected none"
+    return _unreadable(schema)
+
+
+def _unreadable(schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the field with a name or a value that XmlReader would cut, and why."""
+    properties: Mapping[str, Any] = schema.get("properties", {})
+    for key in properties:
+        if re.search(r"[<>\n]", key):
+            problem = f"got {key!r}, expected a name without <, > and line breaks"
+            return "parameters.properties", problem
+    parts = {f"properties.{key}": value for key, value in properties.items()}
+    parts |= {name: {name: schema[name]} for name in ("$defs", "definitions") if name in schema}
+    for path, part in parts.items():
+        texts = chain.from_iterable(map(_choices, maps_in(part)))
+        for text, end in product(texts, VALUE_ENDS):
+            if end in text:
+                problem = f"got a value with {end!r}, which ends a <parameter>; expected none"
+                return f"parameters.{path}", problem
     return None
 
 
@@ -156,14 +176,20 @@ def _xml_value(rule: str, schema: Any, defs: Mapping[str, Any]) -> list[str]:
     if "string" not in permitted_types(schema):
         shaped = {"x-guidance": _SPACES, **defs, "allOf": [schema]}
         return [f"{rule} {_END_VALUE}", f"{rule}: %json {encoded(shaped)}"]
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    choices = _choices(schema)
     if not choices and ("maxLength" in schema or "minLength" in schema):
         size = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
         return [rule, f"{rule}[suffix={_END_VALUE}]: /(?s:.{{{size}}})/"]
     if not choices:
         return ["text"]
-    texts = " | ".join(encoded(one if isinstance(one, str) else encoded(one)) for one in choices)
-    return [f"({texts}) {_END_VALUE}"]
+    return [f"({' | '.join(map(encoded, choices))}) {_END_VALUE}"]
+
+
+def _choices(schema: Mapping[str, Any]) -> list[str]:
+    """Return the values that a schema lists, as texts of parameters."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    values = values if isinstance(values, list) else []
+    return [value if isinstance(value, str) else encoded(value) for value in values]
 
 
 def _parts(schema: Any, path: str = "") -> list[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from penstock.services.http.shared.tool_format import CLOSING, FUNCTION
 END_FUNCTION = "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 # what ends a value; models sometimes leave `</parameter>` out
-_VALUE_ENDS = (END_PARAMETER, f"\n{PARAMETER}", f"\n{END_FUNCTION}")
+VALUE_ENDS = (END_PARAMETER, f"\n{PARAMETER}", f"\n{END_FUNCTION}")
 _MAX_NAME = 256
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,256})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>\n?")
@@ -61,7 +61,7 @@ class XmlReader:
 
     def _finish_value(self, text: str, is_cut: bool) -> list[Event]:
         is_text = self._read == self._read_text
-        value = text[: min(tag_start(text, end) for end in _VALUE_ENDS)]
+        value = text[: min(tag_start(text, end) for end in VALUE_ENDS)]
         if is_cut:
             return [Arguments(_escaped(value) if is_text else value)] if value else []
         last = f'{_escaped(value)}"' if is_text else self._value(value)
@@ -105,7 +105,7 @@ class XmlReader:
         if (length := _value_length(text)) is not None:
             self._read = self._read_value_end
             return [Arguments(f'{_escaped(text[:length])}"')], text[length:]
-        length = min(tag_start(text, end) for end in _VALUE_ENDS)
+        length = min(tag_start(text, end) for end in VALUE_ENDS)
         return ([Arguments(_escaped(text[:length]))] if length else []), text[length:]
 
     def _read_value(self, text: str) -> tuple[list[Event], str]:
@@ -139,7 +139,7 @@ def _is_begun(start: str) -> bool:
 
 def _value_length(text: str) -> int | None:
     """Return the length of a value; None if its end is not there yet."""
-    ends = [(at, tag) for tag in _VALUE_ENDS if (at := text.find(tag)) >= 0]
+    ends = [(at, tag) for tag in VALUE_ENDS if (at := text.find(tag)) >= 0]
     if not ends:
         return None
     end, tag = min(ends)

@@ -166,6 +166,37 @@ def test_unions_with_strings_in_xml(
             "parameters.properties.s.anyOf[0].pattern",
         ),
         ("hermes", Function(name="a>b", parameters=SCHEMA), None),
+        (
+            "qwen3_coder",
+            Function(name="f", parameters={"properties": {"p": {"const": "a</parameter>"}}}),
+            "parameters.properties.p",
+        ),
+        (
+            "qwen3_coder",
+            Function(name="f", parameters={"properties": {"p": {"enum": ["a", "\n<parameter=b"]}}}),
+            "parameters.properties.p",
+        ),
+        (
+            "qwen3_coder",
+            Function(
+                name="f",
+                parameters={
+                    "properties": {"p": {"$ref": "#/$defs/P"}},
+                    "$defs": {"P": {"properties": {"q": {"const": ["</parameter>"]}}}},
+                },
+            ),
+            "parameters.$defs",
+        ),
+        (
+            "qwen3_coder",
+            Function(name="f", parameters={"properties": {"a>b": {"type": "string"}}}),
+            "parameters.properties",
+        ),
+        (
+            "hermes",
+            Function(name="f", parameters={"properties": {"p": {"const": "</parameter>"}}}),
+            None,
+        ),
     ],
 )
 def test_functions_that_the_form_can_not_write(form: str, function: Function, field: Any) -> None:
