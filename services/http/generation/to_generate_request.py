@@ -138,9 +138,16 @@ def _structured_outputs(request: ApiRequest) -> StructuredOutputs | None:
     names = _structured_names(request)
     found = [_structured_output(name, request) for name in names]
     for name, other in zip(names, found, strict=True):
-        if other != found[0]:
+        if _meaning(other) != _meaning(found[0]):
             raise invalid(name, f"got {names[0]} with another value, too; send one of them")
     return found[0] if found else None
+
+
+def _meaning(wanted: StructuredOutputs | None) -> object:
+    """Return a value for comparisons: a schema may be a map or its text."""
+    if wanted is None or (wanted.json is None and not wanted.json_object):
+        return wanted
+    return msgspec.json.encode(wanted.schema(), order="sorted")
 
 
 def _structured_output(name: str, request: ApiRequest) -> StructuredOutputs | None:

@@ -81,6 +81,7 @@ def test_one_structure_is_enough() -> None:
     "given",
     [
         {"guided_grammar": "start: /a/", "structured_outputs": {"grammar": "start: /a/"}},
+        {"guided_json": '{"const": 1, "title": "a"}', "json_schema": {"title": "a", "const": 1}},
         {"guided_regex": "a", "regex": "a", "structured_outputs": {"regex": "a"}},
         {
             "guided_json": {"type": "object"},
@@ -96,6 +97,11 @@ def test_two_fields_may_say_the_same(given: dict[str, Any]) -> None:
     assert chat_fields(chat(**given)) == chat_fields(chat(**first))
     error = refusal(chat_fields, chat(**given, guided_choice=["b"])).body.error
     assert "with another value, too; send one of them" in error.message
+
+
+def test_true_and_1_are_not_the_same_schema() -> None:
+    given = chat(guided_json={"const": 1}, json_schema={"const": True})
+    assert "send one of them" in refusal(chat_fields, given).body.error.message
 
 
 def test_a_schema_must_be_there() -> None:
