@@ -50,6 +50,7 @@ class _Usage(Struct):
 
 class _Choice(Struct):
     text: str | None = ""
+    finish_reason: str | None = None
 
 
 class _Chunk(Struct):
@@ -172,7 +173,7 @@ class HttpMeter:
 
     async def _stream(self, item: Item, stamps: Stamps) -> Usage:
         """Stamp the events with text. Raises ClientError for a stream without its end."""
-        usage = None
+        usage, is_finished = None, False
         body = self._body(item) | {"stream": True, "stream_options": {"include_usage": True}}
         async with self._client.stream("POST", PATH, json=body) as response:
             if response.status_code != httpx.codes.OK:
@@ -189,7 +190,10 @@ class HttpMeter:
                     raise ClientError(str(chunk.error))
                 if any(choice.text for choice in chunk.choices):
                     stamps.add(1)
+                is_finished |= any(choice.finish_reason for choice in chunk.choices)
                 usage = chunk.usage or usage
+        if is_finished and usage:  # some servers send no [DONE]
+            return self._usage(item, stamps, usage)
         raise ClientError("the stream broke off before its end")
 
     @staticmethod

@@ -15,8 +15,8 @@ from penstock.launch.bench.workload import Item
 from penstock.launch.commands.cli import main
 from penstock.launch.pipeline.errors import LaunchError
 
-BROKEN, REFUSED = 1, 2
-"""first tokens of prompts whose stream breaks off, and that are refused"""
+BROKEN, REFUSED, NO_DONE = 1, 2, 3
+"""first tokens of prompts whose stream breaks off, that are refused, and that end without DONE"""
 
 
 class Foreign(ThreadingHTTPServer):
@@ -72,13 +72,14 @@ class Handler(BaseHTTPRequestHandler):
     def _stream(self, body: dict[str, Any]) -> None:
         number, prompt = body["max_tokens"], body["prompt"]
         chunks: list[dict[str, Any]] = [{"choices": [{"text": " word"}]}] * number
-        chunks.append({"choices": [{"text": "", "finish_reason": "length"}]})
+        if prompt[0] != BROKEN:
+            chunks.append({"choices": [{"text": "", "finish_reason": "length"}]})
         if self.server.has_usage:
             details = {"cached_tokens": 1}
             usage = {"prompt_tokens": len(prompt), "completion_tokens": number}
             chunks.append({"choices": [], "usage": usage | {"prompt_tokens_details": details}})
         events = [": hello\n\n", *(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)]
-        events += ["data: [DONE]\n\n"] * (prompt[0] != BROKEN)
+        events += ["data: [DONE]\n\n"] * (prompt[0] not in (BROKEN, NO_DONE))
         self.send_response(200)
         self.end_headers()
         self.wfile.write("".join(events).encode())
@@ -132,6 +133,12 @@ def test_failures_are_counted_and_told(
         )
         with pytest.raises(LaunchError, match=r"every request failed; .*broke off before its end"):
             meter.run_load([Item([BROKEN], 2)], [0.0])
+
+
+def test_a_stream_with_finish_reason_and_usage_needs_no_done(foreign: Foreign) -> None:
+    with HttpMeter(foreign.url, "", "a-model", ServeOptions()) as meter:
+        run, _ = meter.run_load([Item([first, 9], 2) for first in (5, NO_DONE)], [0.0] * 2)
+    assert run["completed"] == 1 + foreign.has_usage
 
 
 def test_a_server_that_takes_no_prompt_is_one_sentence() -> None:
