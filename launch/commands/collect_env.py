@@ -29,7 +29,9 @@ SHOWN_VARIABLES = re.compile(
     re.IGNORECASE,
 )
 SECRET = re.compile("key|token|secret|passw|credential|auth|cookie", re.IGNORECASE)
-USER_INFO = re.compile(r"(?<=//)[^/@\s]+@")  # the password of a proxy or a package index
+# user info and query of URLs, as of proxies, package indexes and endpoints; user info may stand
+# without `//`, and where it or the query has both ? and @, all is hidden
+PRIVATE = re.compile(r"(?:(?<=//)|(?<!\S)(?!\w+://)(?=[^/]))(?:\S*\?\S*@\S*|\S+(?=@))|(?<=\?)\S+")
 GPU_FIELDS = "index,name,memory.total,memory.used,compute_cap,driver_version,mig.mode.current"
 CGROUP = Path("/sys/fs/cgroup")
 SOURCE = Path(__file__).resolve().parents[2]
@@ -40,7 +42,10 @@ Facts = Iterator[tuple[str, str]]
 def add_arguments(command: ArgumentParser) -> None:
     """Add the arguments."""
     command.set_defaults(run=_run)
-    command.epilog = "Values of variables whose names look like secrets are hidden."
+    command.epilog = (
+        "Values of variables whose names look like secrets are hidden, and so are user info and "
+        "query of URLs."
+    )
 
 
 def _run(_: Namespace) -> int:
@@ -145,4 +150,4 @@ def _gpus() -> Facts:
 def _variables() -> Facts:
     for name, value in sorted(os.environ.items()):
         if SHOWN_VARIABLES.match(name):
-            yield name, "(hidden)" if SECRET.search(name) else USER_INFO.sub("(hidden)@", value)
+            yield name, "(hidden)" if SECRET.search(name) else PRIVATE.sub("(hidden)", value)

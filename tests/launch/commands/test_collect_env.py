@@ -47,6 +47,30 @@ def test_secrets_are_hidden() -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("https://h/v1?api-key=hide", "https://h/v1?(hidden)"),
+        (
+            "https://h/?a=hide&b=hide,x https://i/?c=hide#d",
+            "https://h/?(hidden) https://i/?(hidden)",
+        ),
+        ("u:hide@h:8", "(hidden)@h:8"),
+        ("u:hi@hide@h:8", "(hidden)@h:8"),
+        ("http://u:hi/hide@h:8", "http://(hidden)@h:8"),
+        ("u:hi/hide@h:8", "(hidden)@h:8"),
+        ("u:hide?hide@h:8", "(hidden)"),
+        ("https://h/?key=hide@hide", "https://(hidden)"),
+        ("https://u:hide?hide@h:8", "https://(hidden)"),
+        ("https://u:hide@h/v1?key=hide", "https://(hidden)@h/v1?(hidden)"),
+        ("https://me:hide@a/b https://hide@c", "https://(hidden)@a/b https://(hidden)@c"),
+        ("/opt/a@b/c:/opt/d", "/opt/a@b/c:/opt/d"),
+    ],
+)
+def test_parts_of_urls_are_hidden(value: str, shown: str) -> None:
+    assert f"PIP_PROXY:             {shown}\n" in collect({"PIP_PROXY": value})
+
+
+@pytest.mark.parametrize(
     "name", ["python", "penstock", "torch", "pyzmq", "CPU", "memory", "cgroup"]
 )
 def test_a_fact_is_there(name: str) -> None:
