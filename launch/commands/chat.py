@@ -22,7 +22,7 @@ HELP = f"""\
 /clear  begin a new conversation
 /exit   leave, as Ctrl-D does
 /help   print this
-{QUOTES}     begins and ends a message of several lines
+{QUOTES}     begins and ends a message of several lines, or whose first word looks like a command
 Ctrl-C  end an answer; without one, leave"""
 
 
@@ -66,8 +66,8 @@ class Chat:
                 return
             if text == "/exit":
                 return
-            if re.fullmatch(r"/\w*", text):
-                self._execute(text)
+            if begin := re.match(r"/\w*(?!\S)", text):
+                self._execute(begin[0], text)
             elif text := self._whole(text):
                 self._ask(text)
 
@@ -89,8 +89,10 @@ class Chat:
             raise LaunchError(f"{QUOTES}: got the end of the input, expected {QUOTES}") from None
         return "\n".join(lines).rstrip().removesuffix(QUOTES).strip("\n")
 
-    def _execute(self, command: str) -> None:
+    def _execute(self, command: str, text: str) -> None:
         match command:
+            case "/clear" | "/exit" | "/help" if text != command:
+                print(f"got {text!r}, expected {command} alone", file=sys.stderr)
             case "/help":
                 print(HELP, file=sys.stderr)
             case "/clear":

@@ -156,13 +156,19 @@ def test_a_timeout_ends_the_wait(launch: Launch, question: bytes, printed: bytes
 def test_a_conversation(launch: Launch, heard: Gateway) -> None:
     lines = (
         *("one", "", '"""two', ' three"""', '"""four"""', "/unknown", "/usr/bin what?"),
-        *("/help", "/clear", "five", "/exit", "six"),
+        *("/help", "/clear", "five", "/help foo", "/exit now", "/system hi"),
+        *('"""/system hi"""', "/exit", "six"),
     )
     done = launch("chat", "--system", "Be brief.", input="\n".join(lines).encode())
-    assert (done.returncode, done.stdout) == (0, b"yes\n" * 5)
+    assert (done.returncode, done.stdout) == (0, b"yes\n" * 6)
     first = ["Be brief.", "one", "yes", "two\n three", "yes", "four", "yes", "/usr/bin what?"]
-    assert contents(heard)[3:] == [first, ["Be brief.", "five"]]
+    second = ["Be brief.", "five", "yes", "/system hi"]
+    assert contents(heard)[3:] == [first, second[:2], second]
     assert done.stderr.startswith(b"unknown command /unknown; /help lists them\n/clear ")
+    assert done.stderr.endswith(
+        b"got '/help foo', expected /help alone\ngot '/exit now', expected /exit alone\n"
+        b"unknown command /system; /help lists them\n"
+    )
 
 
 def test_a_terminal_is_told_the_model_and_how_to_leave(launch: Launch) -> None:
