@@ -121,11 +121,11 @@ def start(
     check_open_files(len(process_names(config, commands)))
     run = partial(_run_on_ray, source) if config.backend == "ray" else _run
     with claim(config):
-        if chosen and config.backend == "local":
-            config = with_free_addresses(config, chosen)
         _check_length(config)
         _check_security(config)
         check_http_reach(config)
+        if chosen and config.backend == "local":
+            config = with_free_addresses(config, chosen)
         for one, model in models:
             with _naming(one):
                 _check_files(one, model, commands)
@@ -281,6 +281,11 @@ def with_free_addresses(config: Config, chosen: Collection[str]) -> Config:
             numbers = range(config.http_port, config.http_port + MAX_PORTS)
             by_port = (replace(free, http_port=number) for number in numbers)
             free = _first_valid(by_port, check_new_port)
+        # before anything is said of other ports
+        if "endpoint" not in chosen:
+            check_endpoint(free.endpoint)
+        if "http_port" not in chosen:
+            check_http_port(free)
         write_config(free)
     if free != config:
         where = free.endpoint + f" and {base_url(free)}" * bool(free.http)
@@ -323,6 +328,11 @@ def check_http_reach(config: Config) -> None:
         got = f"got {config.allowed_origins!r}, expected a JSON list of origins or one origin"
         raise LaunchError(f"--allowed-origins: {got}: {error}") from error
     if not (config.api_key or config.insecure or is_loopback(config.http_host)):
+        try:
+            socket.getaddrinfo(config.http_host or None, config.http_port)
+        except (OSError, UnicodeError):
+            got = f"got {config.http_host!r}, expected an address of this machine or its name"
+            raise LaunchError(f"--http-host: {got}") from None
         hint = "give --api-key-file, or --insecure, with which anyone may send requests"
         where = f"--http-host {config.http_host} may be reached from other machines"
         raise LaunchError(f"{where}: {hint}")

@@ -258,13 +258,19 @@ def test_an_http_host_that_is_none_of_ours() -> None:
 
 
 def test_an_http_host_that_others_reach(refused: Callable[..., str]) -> None:
-    for host in ("0.0.0.0", "::", "gpu1"):  # noqa: S104
+    for host in ("0.0.0.0", "::"):  # noqa: S104
         sentence = refused({}, 1, http_host=host)
         assert sentence.startswith(f"--http-host {host} may be reached from other machines: ")
     for more in ({"api_key": "x"}, {"insecure": True}):
         check_http_reach(Config(http_host="::", **more))  # type: ignore[arg-type]
     for host in ("localhost", "::1", "[::1]"):
         check_http_reach(Config(http_host=host))
+
+
+@pytest.mark.parametrize("host", ["nosuchhost.invalid", "/run/x.sock", "a" * 70 + ".b"])
+def test_an_http_host_that_is_no_address(refused: Callable[..., str], host: str) -> None:
+    sentence = f"--http-host: got {host!r}, expected an address of this machine or its name"
+    assert refused({}, 1, http_host=host) == sentence
 
 
 def test_origins_that_are_no_list(refused: Callable[..., str]) -> None:
@@ -304,6 +310,25 @@ def test_a_free_address_is_not_changed(
     own = Config(name="x", endpoint=f"tcp://127.0.0.1:{free_port()}", http_port=free_port())
     with claim(own):
         assert with_free_addresses(own, addresses_to_choose({"name"})) == own
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("chosen", "option"), [("endpoint", "http-port"), ("http_port", "endpoint")]
+)
+def test_no_free_port_is_told_where_a_given_address_is_in_use(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    chosen: str,
+    option: str,
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        own = Config(name="x", endpoint=f"tcp://127.0.0.1:{port}", http_port=port)
+        with claim(own), pytest.raises(LaunchError, match=rf"--{option} .*{port} is in use; give"):
+            with_free_addresses(own, {chosen})
     assert not capsys.readouterr().out
 
 
