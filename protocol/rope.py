@@ -114,16 +114,19 @@ def _yarn(fields: Fields, num_positions: int, original_positions: int | None) ->
 def _within(fields: Fields, name: str, default: float, least: float, most: float) -> float:
     """Return a number. Raises ValueError for one beyond the limits, which 0 is, too."""
     path, value = fields.get(name, (name, None))
-    number = _number(fields, name, default)
+    expected = f"{least:g} to {most:g}"
+    number = _number(fields, name, default, f"a number of {expected}")
     if value == 0 or not least <= number <= most:
-        raise ValueError(f"{path}: got {value}, expected {least:g} to {most:g}")
+        raise ValueError(f"{path}: got {value}, expected {expected}")
     return number
 
 
-def _number(fields: Fields, name: str, default: float) -> float:
+def _number(
+    fields: Fields, name: str, default: float, expected: str = "a number of at least 0"
+) -> float:
     path, value = fields.get(name, (name, None))
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{path}: got {value!r}, expected a number of at least 0")
+        raise ValueError(f"{path}: got {value!r}, expected {expected}")
     return float(value) or default

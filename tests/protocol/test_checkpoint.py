@@ -88,6 +88,7 @@ def test_heads_that_do_not_divide(tp_size: int) -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 0}}, "factor: got 0, expected 1 to "),
         ({"rope_theta": 1.0}, "rope_theta: got 1.0, expected 2 to "),
         ({"rope_theta": 0}, "rope_theta: got 0.0, expected 2 to "),
+        ({"rope_theta": -1.0}, "rope_theta: got -1.0, expected a number of 2 to "),
         ({"head_dim": 63}, "head_dim: got 63, expected `int` that's a multiple of 2"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor: got null, expected 1 or more"),
         ({"rope_parameters": {"type": "yarn"}}, "rope_parameters.factor: got null, exp"),
