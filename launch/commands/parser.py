@@ -42,8 +42,8 @@ class Parser(argparse.ArgumentParser):
         """Return the help; a usage line of many options names the positional arguments only."""
         optional = [one for one in self._actions if one.option_strings]
         if self.usage is None and len(optional) > MAX_SHOWN_OPTIONS:
-            positional = [one.metavar or one.dest for one in self._actions if one not in optional]
-            self.usage = " ".join(["%(prog)s [options]", *map(str, positional)])
+            positional = [one for one in self._actions if one not in optional]
+            self.usage = " ".join(["%(prog)s [options]", *map(_shown, positional)])
         return super().format_help()
 
     def parse_known_args(  # type: ignore[override]
@@ -96,6 +96,12 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown command {value!r}{hint}; `{self.prog} --help` lists them all")
         name = "/".join(action.option_strings) or action.metavar or action.dest
         self.error(f"{name}: got {value!r}, expected one of {', '.join(names)}")
+
+
+def _shown(positional: argparse.Action) -> str:
+    """Return a positional argument as usage lines show it."""
+    name = str(positional.metavar or positional.dest)
+    return {"?": f"[{name}]", "*": f"[{name} ...]"}.get(str(positional.nargs), name)
 
 
 class PrintVersion(argparse.Action):

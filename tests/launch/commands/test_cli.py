@@ -212,6 +212,21 @@ def test_help_has_the_commands_own_options_first(
     assert "--tp" in after
 
 
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("ask", "usage: launch ask [options] [question]"),
+        ("serve", "usage: launch serve [options] [MODEL]"),
+        ("batch", "usage: launch batch [options] IN.jsonl OUT.jsonl"),
+    ],
+)
+def test_the_usage_line_has_optional_positionals_in_brackets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, usage: str
+) -> None:
+    assert launch(monkeypatch, command, "--help") == 0
+    assert capsys.readouterr().out.partition("\n")[0] == usage
+
+
 @pytest.mark.parametrize("command", [[], ["ask"], ["bench", "serve"]])
 def test_help_is_a_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
