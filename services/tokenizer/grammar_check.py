@@ -6,6 +6,7 @@ child process; meanwhile this process continues. A grammar that compiles there c
 worker, which has the same limits and a larger stack.
 """
 
+import logging
 import os
 import re
 import signal
@@ -44,6 +45,7 @@ MAX_REASON_BYTES = 2048
 # of the children: requests without a new grammar go first
 NICENESS = 5
 
+log = logging.getLogger("tokenizer")
 # gets the reason why the grammar can't be served, or an empty string
 OnChecked = Callable[[str], None]
 
@@ -142,10 +144,13 @@ def excess(grammar: str) -> str:
 
 def _reason(pid: int, reader: int) -> str:
     """Return the child's reason, or that of its end."""
-    signal_number, reason = end_child(pid, reader)
-    if signal_number == -signal.SIGPROF:
+    exit_code, reason = end_child(pid, reader)
+    if exit_code == -signal.SIGPROF:
         return f"compiling it takes more than {MAX_COMPILE_SECONDS} s, which is the limit"
-    if signal_number:
+    if exit_code > 0:
+        log.error("the compiler of grammars ended with exit code %d at a grammar", exit_code)
+        return "the compiler fails at it"
+    if exit_code:
         return "it is nested too deep to be compiled"
     return reason.decode(errors="replace")
 

@@ -256,6 +256,16 @@ def test_a_grammar_that_does_not_compile(
     assert not pipeline.scheduler.socket.poll(0)
 
 
+def test_a_defect_of_the_compiler_refuses_its_grammar(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(grammar_check, "_failure", lambda *_: 1 // 0)
+    pipeline.ask("r", regex="a")
+    (failed,) = pipeline.wait_for(1)
+    assert "(the compiler fails at it)" in failed.error.message
+    assert "the compiler of grammars ended with exit code 1" in caplog.text
+
+
 @pytest.mark.slow
 def test_slow_grammars_delay_no_other_request(pipeline: Pipeline) -> None:
     """Equal ones are compiled once."""
