@@ -252,17 +252,17 @@ class SchedulerProcess:
         if scheduler := self.scheduler:
             scheduler.max_plans = self.plan_depth.num_plans
         while scheduler and self.group.ready and scheduler.epoch == self.group.epoch:
-            if grammars := scheduler.next_grammars():
+            if frames := [self.workers.encode(one) for one in scheduler.next_messages()]:
+                self.plan_bytes += sum(map(len, frames))
+                for member in self.group.members:
+                    if not all(self.workers.send_bytes(frame, member) for frame in frames):
+                        self.lose_worker(member)
+                        break
+            # after the plan, for which all others may have been preempted before a suspect
+            elif grammars := scheduler.next_grammars():
                 self.send_to_workers([(self.group.members[0], grammars)])
-                continue  # the group may have ended
-            frames = [self.workers.encode(one) for one in scheduler.next_messages()]
-            if not frames:
+            else:
                 break
-            self.plan_bytes += sum(map(len, frames))
-            for member in self.group.members:
-                if not all(self.workers.send_bytes(frame, member) for frame in frames):
-                    self.lose_worker(member)
-                    break
         self.send_step_tokens()
         if self.ready != self.reported_ready:
             self.send_status()

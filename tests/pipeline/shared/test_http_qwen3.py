@@ -34,7 +34,11 @@ ANSWER = "\n\nAnswer: three and four."
 
 @pytest.mark.parametrize(
     ("stop", "expected"),
-    [("four", "Answer: three and "), ("wants", "Answer: three and four."), ("\n", "")],
+    [
+        ("four", "Answer: three and "),
+        ("wants", "Answer: three and four."),
+        ("\n", "Answer: three and four."),
+    ],
 )
 def test_a_stop_string_ends_the_answer(api: Api, stop: str, expected: str) -> None:
     thought = "The user wants four."

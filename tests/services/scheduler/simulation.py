@@ -155,15 +155,20 @@ class Simulation:
         self.worker.host.take_request(self.scheduler)
         return plan
 
-    def compile(self) -> None:
-        """Compile all grammars that the worker is asked for, unless this is held up."""
+    def compile(self) -> bool:
+        """Compile all grammars that the worker is asked for, unless this is held up.
+
+        Return whether there were any.
+        """
         while message := self.scheduler.next_grammars():
             self.compiling += [number for number, _ in message.added]
+        has_some = bool(self.compiling) and not self.holds_grammars
         while self.compiling and not self.holds_grammars:
             compiled = GrammarCompiled(self.scheduler.epoch, self.compiling.pop(0))
             assert not self.scheduler.on_compiled(compiled)
             self.check()
             self.compile()
+        return has_some
 
     def answer(self, fails: bool = False) -> bool:
         return self.worker.host.answer(self.scheduler, fails)
@@ -199,7 +204,7 @@ class Simulation:
 
     def step(self) -> PlanOutput | None:
         """Every plan that may be sent, and one result; None if there is nothing to do."""
-        while self.send() or self.answer():
+        while self.send() or self.compile() or self.answer():
             pass
         return self.receive() if self.has_result else None
 
