@@ -20,7 +20,7 @@ COMPUTATION = ("kernels", "models")
 MAX_SERVER = (43, 6500)
 """files and their lines from the receipt of a request to its answer, without the computation"""
 MAX_COMPUTATION = (13, 1680)
-MAX_START = (260, 29800)
+MAX_START = (260, 30000)
 NUM_REQUESTS = 100
 START, REST = 0, 255
 """phases; the others are numbers of requests"""

@@ -1,6 +1,7 @@
 """Several HTTP processes on one port: what each does, and what the death of one breaks."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -95,15 +96,17 @@ def test_sigterm_lets_answers_be_finished(served: tuple[Pipeline, str]) -> None:
     assert reply.json()["choices"][0]["text"] == "42"
 
 
-def test_a_new_connection_is_always_accepted_while_both_restart(
-    served: tuple[Pipeline, str],
-) -> None:
+def test_there_is_always_a_listener_while_both_restart(served: tuple[Pipeline, str]) -> None:
+    """The kernel may reset a handshake that ends between the last `accept` and `close`."""
     pipeline, url = served
     address = ("127.0.0.1", int(url.rpartition(":")[2]))
     with ThreadPoolExecutor(1) as thread:
         restart = thread.submit(pipeline.run, "restart", "http")
         while not restart.done():
-            with socket.create_connection(address, START_TIMEOUT) as connection:
+            with (
+                contextlib.suppress(ConnectionResetError),
+                socket.create_connection(address, START_TIMEOUT) as connection,
+            ):
                 connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
     assert restart.result().stdout == "http.1: back\nhttp.2: back\n"
