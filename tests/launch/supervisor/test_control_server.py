@@ -6,6 +6,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -59,7 +60,7 @@ def test_commands_for_one_kind_run_one_after_the_other(supervise: Supervise) -> 
 def few_open_files() -> Iterator[int]:
     """Limit open files to 300 more than this process has, and yield the limit."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = 300 + len(os.listdir("/proc/self/fd"))
+    most = 300 + len([*Path("/proc/self/fd").iterdir()])
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
     yield most
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
