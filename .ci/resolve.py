@@ -13,7 +13,6 @@ from pathlib import Path
 
 PYTHONS = ("3.11", "3.12", "3.13")  # of each the first release, such as 3.11.0
 PLATFORM = "x86_64-manylinux_2_31"  # llguidance has no wheel for an older glibc
-INDEX = "https://pypi.org/simple"
 SOURCE_EXTRA = "flash-attn"  # without wheels: uv reads the metadata in its archive of sources
 UV = str(Path(sys.executable).with_name("uv"))
 
@@ -22,7 +21,7 @@ def resolve(python: str, extras: tuple[str, ...]) -> str:
     """Return what is wrong with the pins for a Python and some extras, or nothing."""
     command = [
         *(UV, "pip", "compile", "--quiet", "--no-config", "--native-tls"),
-        *("--default-index", INDEX, "--python-version", python, "--python-platform", PLATFORM),
+        *("--python-version", python, "--python-platform", PLATFORM),
         *("--constraint", "constraints.txt", "--output-file", os.devnull, "pyproject.toml"),
         *(f"--extra={extra}" for extra in extras),
     ]
@@ -34,7 +33,7 @@ def resolve(python: str, extras: tuple[str, ...]) -> str:
     if run.returncode == 0:
         return ""
     if "Failed to fetch" in run.stderr:
-        return f"constraints.txt was not checked: {INDEX} can't be reached\n{run.stderr}"
+        return f"constraints.txt was not checked: PyPI can't be reached\n{run.stderr}"
     return f"constraints.txt with {', '.join(extras)} on Python {python}:\n{run.stderr}"
 
 
