@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import closing
 
@@ -82,8 +81,10 @@ def test_a_request_that_is_arriving_is_answered(
         get_version(client)
     client.sendall(REQUEST[:beginning])
     get_version(idle)  # so the server has read the bytes above
+    stopping = shutdowns(served)
     served.stop()
-    wait_until_stopping(served)
+    for _ in served.server.server_state.connections.copy():
+        assert stopping.acquire(timeout=60)
     client.sendall(REQUEST[beginning:])
     idle.sendall(REQUEST)  # as a client does that has not seen the end of its connection
     for answer in (rest(client), rest(idle)):
@@ -91,9 +92,17 @@ def test_a_request_that_is_arriving_is_answered(
         assert b"connection: close" in answer
 
 
-def wait_until_stopping(served: Served) -> None:
-    while not all(one._is_stopping for one in [*served.server.server_state.connections]):
-        time.sleep(0.01)
+def shutdowns(served: Served) -> threading.Semaphore:
+    """Return what is released once for each open connection that the server has asked to end."""
+    asked = threading.Semaphore(0)
+    for connection in served.server.server_state.connections:
+
+        def shutdown(end: Callable[[], None] = connection.shutdown) -> None:
+            end()
+            asked.release()
+
+        connection.shutdown = shutdown
+    return asked
 
 
 def test_a_request_does_not_wait_for_a_gateway_that_has_drained(
