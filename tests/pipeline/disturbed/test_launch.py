@@ -137,7 +137,6 @@ def test_what_is_killed_comes_back_and_requests_go_on(main: Pipeline, name: str)
         deltas = iter(stream)
         pieces = [next(deltas).text]
         main.kill(name)
-        assert client.status().num_requests == 1
         pieces += [delta.text for delta in deltas]
         assert stream.result().text == whole.text == "".join(pieces)
     assert main.restarts() == before | {name: before[name] + 1}

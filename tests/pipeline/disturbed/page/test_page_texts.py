@@ -94,6 +94,13 @@ def test_a_reload_keeps_the_conversation(page: Any) -> None:
     expect(page.locator(".turn")).to_have_count(0)
 
 
+NUM_KEPT = """
+() => new Promise((resolve) => { indexedDB.open("penstock").onsuccess = ({ target }) => {
+  const store = target.result.transaction("conversations").objectStore("conversations");
+  store.count().onsuccess = ({ target }) => resolve(target.result);
+}; })"""
+
+
 def test_conversations_are_kept_until_they_are_deleted(page: Any) -> None:
     listed = page.locator("#conversation-list li")
     assert wait_for_answer(ask(page, "17+25=")) == "42"
@@ -111,6 +118,7 @@ def test_conversations_are_kept_until_they_are_deleted(page: Any) -> None:
     page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete 17+25=").click()
     expect(page.locator(".answer")).to_have_text("3 4 5 6 7 8 9")
+    assert page.evaluate(NUM_KEPT) == 1  # read after the deletion, which a reload might cut off
     page.reload()
     expect(page.locator(".answer")).to_have_text("3 4 5 6 7 8 9")
     expect(listed).to_have_count(1)
