@@ -32,8 +32,8 @@ from tests.pipeline.ports import free_port
 pytestmark = [pytest.mark.chaos, pytest.mark.long]
 NUM_STREAMS = 4
 MAX_OPEN_BYTES = 100 << 20
-MAX_PROCESS_BYTES = 300 << 20
-"""of the gateway, and of http"""
+MAX_PROCESS_BYTES = 4 * MAX_OPEN_BYTES
+"""of the gateway, and of http: 280 to 300 MiB were measured, and 610 MiB without MAX_OPEN_BYTES"""
 MANY = 1_000_000
 """lists or maps: a frame of a megabyte, and 70 as objects"""
 ALLOWED = 65_000
