@@ -42,7 +42,7 @@ test-clients: $(VENV)/.dev build/clients/.ready  ## clients in Python and on npm
 
 test-all: test test-long test-search test-clients  ## every test that needs no GPU
 
-check: $(VENV)/.dev  ## lint, types, import rules, size budget, English, pages, versions on PyPI
+check: $(VENV)/.dev  ## lint, types, import rules, size budgets, spelling, pages, versions on PyPI
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src/penstock

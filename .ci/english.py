@@ -1,9 +1,8 @@
-"""Plain English in docstrings, comments, messages and pages: a count that only falls.
+"""Hints at English that readers stumble over, in docstrings, comments, messages and pages.
 
-`english.py` compares with `english.json`: the total must not rise, and folders at 0 stay at 0;
-`english.py --lower` writes the counts of today into it;
-`english.py FOLDER …` prints every place in some folders. A comment `english: ok` on the last line
-of a string or comment, or on a line of a page, allows a justified use.
+Prints the places and always succeeds, except for misspelled words: a reader judges, not a list.
+`english.py FOLDER …` prints the places in some folders only. A comment `english: ok` on the last
+line of a string or comment, or on a line of a page, allows a justified use.
 """
 
 import ast
@@ -16,7 +15,6 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-COUNTS = Path(".ci/english.json")
 IGNORED_WORDS = Path(".ci/codespell.txt")
 ALLOWED = "english: ok"
 RULES = {"product": "D100,D101,D103,D104,D205,D400,D401,D404", "tests": "D205,D400,D401,D404"}
@@ -53,11 +51,6 @@ def listed(*patterns: str) -> list[str]:
     return [path for path in found if Path(path).exists()]
 
 
-def folder_of(path: str) -> str:
-    """Return the owner's folder: the first two folders of the path, or `.` at the root."""
-    return "/".join(Path(path).parts[:-1][:2]) or "."
-
-
 def docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, bool]]:
     """Yield the docstrings of the module, its classes and its functions; the last with True."""
     for node in ast.walk(tree):
@@ -66,7 +59,7 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[ast.Constant, bool]]:
             first = node.body[0] if node.body else None
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 named = map(ast.unparse, getattr(node, "decorator_list", ()))
-                yield first.value, is_function and not any("property" in one for one in named)
+                yield first.value, is_function and not any("property" in name for name in named)
 
 
 def texts_of_python(path: str, source: str) -> Iterator[tuple[int, int, str]]:
@@ -133,63 +126,32 @@ def docstring_rules(paths: list[str]) -> Iterator[Place]:
         ]
         if some:
             found = subprocess.run(command, check=False, capture_output=True, text=True).stdout
-            for one in json.loads(found):
-                path = str(Path(one["filename"]).relative_to(Path.cwd()))
-                yield path, one["location"]["row"], f"{one['code']} {one['message']}"
+            for problem in json.loads(found):
+                path = str(Path(problem["filename"]).relative_to(Path.cwd()))
+                yield path, problem["location"]["row"], f"{problem['code']} {problem['message']}"
 
 
 def misspelled(paths: list[str]) -> Iterator[Place]:
     """Yield the words that codespell doesn't know."""
     command = [program("codespell"), "--ignore-words", str(IGNORED_WORDS), *paths]
     found = subprocess.run(command, check=False, capture_output=True, text=True)
-    for one in found.stdout.splitlines():
-        path, line, words = one.split(":", 2)
+    for found_line in found.stdout.splitlines():
+        path, line, words = found_line.split(":", 2)
         yield path.removeprefix("./"), int(line), f"spelling: {words.strip()}"
 
 
-def problems_by_folder() -> dict[str, list[Place]]:
-    """Return all places by folder; folders without one have an empty list."""
+def main(folders: list[str]) -> int:
+    """Print places as PATH:LINE: PROBLEM; return 1 if a word is misspelled."""
     python, pages = listed("*.py"), listed("*.md")
-    found: dict[str, list[Place]] = {folder_of(path): [] for path in sorted(python + pages)}
+    others = listed("Makefile", "*.toml", "*.yaml", "*.sh", "*.js", "*.html")
+    spelling = list(misspelled([*python, *pages, *others]))
     places = [place for path in python + pages for place in banned_words(path)]
-    text_files = [
-        *python,
-        *pages,
-        *listed("Makefile", "*.toml", "*.yaml", "*.sh", "*.js", "*.html"),
-    ]
-    for place in [*places, *docstring_rules(python), *misspelled(text_files)]:
-        found.setdefault(folder_of(place[0]), []).append(place)
-    return found
-
-
-def show(places: list[Place]) -> None:
-    """Print places as PATH:LINE: PROBLEM."""
-    print(*(f"{path}:{line}: {problem}" for path, line, problem in sorted(places)), sep="\n")
-
-
-def main(arguments: list[str]) -> int:
-    """Compare, lower or print; return the exit code."""
-    found = problems_by_folder()
-    counts = {folder: len(places) for folder, places in sorted(found.items())}
-    if arguments == ["--lower"]:
-        COUNTS.write_text(json.dumps(counts, indent=2) + "\n")
-        return 0
-    if arguments:
-        for wanted in (argument.rstrip("/") for argument in arguments):
-            inside = "" if wanted == "." else f"{wanted}/"
-            places = [one for places in found.values() for one in places]
-            show([one for one in places if f"{one[0]}/".startswith(inside)])
-        return 0
-    before: dict[str, int] = json.loads(COUNTS.read_text())
-    total, allowed = sum(counts.values()), sum(before.values())
-    unclean = [folder for folder, n in counts.items() if n and before.get(folder) == 0]
-    risen = [folder for folder, n in counts.items() if n > before.get(folder, 0)]
-    for folder in risen if total > allowed else unclean:
-        show(found[folder])
-        print(f"{folder}: got {counts[folder]} places, expected at most {before.get(folder, 0)}")
-    left = ", ".join(f"{folder} {n}" for folder, n in counts.items() if n)
-    print(f"English: {total} places to improve of {allowed} before: {left}")
-    return 1 if unclean or total > allowed else 0
+    places += [*docstring_rules(python), *spelling]
+    inside = tuple("" if folder == "." else f"{folder.rstrip('/')}/" for folder in folders or ["."])
+    for path, line, problem in sorted(places):
+        if f"{path}/".startswith(inside):
+            print(f"{path}:{line}: {problem}")
+    return 1 if spelling else 0
 
 
 if __name__ == "__main__":
