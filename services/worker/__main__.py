@@ -12,8 +12,7 @@ import torch
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.transport.process import Process
 from penstock.services.worker import loading
-from penstock.services.worker.member import Load, WorkerError, use_interface_of
-from penstock.services.worker.process import Worker
+from penstock.services.worker.process import Load, Worker, WorkerError, use_interface_of
 
 if torch.version.cuda:  # the steps need it; forked processes share it
     import triton  # noqa: F401

@@ -19,7 +19,7 @@ from penstock.protocol.messages.worker import (
 )
 from penstock.protocol.transport.context import Context
 from penstock.services.worker.logits.grammars import Grammars
-from penstock.services.worker.member import WorkerError
+from penstock.services.worker.process import WorkerError
 from tests.services.worker.plans import plan
 from tests.services.worker.talk import Talk, assignment, hello, tokens_of
 
@@ -71,7 +71,7 @@ def test_ranks_on_cpus_of_one_machine_meet_in_a_file(
 
 
 def test_says_hello_while_it_loads(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.services.worker.member.HEARTBEAT_INTERVAL", 0.0)
+    monkeypatch.setattr("penstock.services.worker.process.HEARTBEAT_INTERVAL", 0.0)
     talk.num_progress_calls = 2
     talk.tell(assignment())
     assert talk.answer() == hello("worker.1", "g", 0, 0)
@@ -131,7 +131,7 @@ def test_only_rank_0_sends_tokens(talk: Talk) -> None:
 
 
 def test_says_hello_no_oftener_than_need_be(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.services.worker.member.HEARTBEAT_INTERVAL", 3600.0)
+    monkeypatch.setattr("penstock.services.worker.process.HEARTBEAT_INTERVAL", 3600.0)
     talk.num_progress_calls = 2
     talk.tell(assignment())
     assert talk.answer() == hello("worker.1", "g", 0, 5, 16, (3.0, 4.0), epoch=1)

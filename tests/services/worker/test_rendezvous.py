@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from penstock.services.worker.member import free_rendezvous, use_interface_of
+from penstock.services.worker.process import free_rendezvous, use_interface_of
 
 
 @pytest.mark.parametrize(("host", "written"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])

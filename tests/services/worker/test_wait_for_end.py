@@ -5,7 +5,7 @@ import threading
 
 import psutil
 
-from penstock.services.worker.member import wait_for_ends
+from penstock.services.worker.process import wait_for_ends
 
 
 def test_it_waits_for_the_end_of_a_process() -> None:
