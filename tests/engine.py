@@ -17,8 +17,8 @@ from penstock.protocol.tokenizer_file import read_eos_token_ids
 from penstock.services.scheduler.factory import make_block_manager
 from penstock.services.scheduler.planning.scheduler import Scheduler
 from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.worker.launched_step import LaunchedStep
 from penstock.services.worker.loading import load
-from penstock.services.worker.step.launched_step import LaunchedStep
 
 PLANS = msgspec.msgpack.Decoder(BatchPlan)
 

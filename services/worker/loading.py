@@ -23,23 +23,25 @@ from penstock.protocol.messages.plan import BatchPlan
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.processors import threads_of_worker
 from penstock.protocol.transport.memory_client import MemoryClient
-from penstock.services.worker.hardware.compiling import (
+from penstock.services.worker.cuda_graphs import graph_shapes
+from penstock.services.worker.grammars import Grammars
+from penstock.services.worker.hardware import (
     INTEGER_BITS,
+    check_capability,
     check_integers,
+    checked,
+    choose_device,
     compile_layers,
+    compute_dtype,
     may_compile,
     narrow_weights,
     takes_integers,
 )
-from penstock.services.worker.hardware.determinism import checked
-from penstock.services.worker.hardware.device import check_capability, choose_device, compute_dtype
-from penstock.services.worker.logits.grammars import Grammars
 from penstock.services.worker.memory.kv_cache import KVLayout, free_gpu_bytes, worst_case_plan
 from penstock.services.worker.memory.kv_offload import make_offload
 from penstock.services.worker.memory.persistent_memory import PersistentMemory, Region, load_model
 from penstock.services.worker.model_runner import ModelRunner
-from penstock.services.worker.step.cuda_graphs import graph_shapes
-from penstock.services.worker.step.persistent_batch import PersistentBatch
+from penstock.services.worker.persistent_batch import PersistentBatch
 from penstock.services.worker.timings import StartTimes, step_profiler
 
 log = logging.getLogger(__name__)

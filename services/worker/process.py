@@ -33,9 +33,9 @@ from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 from penstock.protocol.transport.process_exit import ProcessExit
+from penstock.services.worker.launched_step import LaunchedStep
 from penstock.services.worker.memory.persistent_memory import SharedMemoryError
 from penstock.services.worker.model_runner import ModelRunner
-from penstock.services.worker.step.launched_step import LaunchedStep
 
 MAX_END = 5.0  # maximum seconds in which a killed worker ends
 # makes the runner of a rank; calls the last argument repeatedly meanwhile

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.worker.logits.logits_processor import LogitsProcessor
+from penstock.services.worker.logits_processor import LogitsProcessor
 from tests.engine import Engine
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ import xxhash
 
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.status import SchedulerStatus
-from penstock.services.worker.memory.kv_files import HEADER_BYTES
+from penstock.services.worker.memory.kv_folder import HEADER_BYTES
 from tests.pipeline.conftest import LAUNCH, Pipeline
 from tests.tools.demo.tasks import answer_to, count_prompt
 

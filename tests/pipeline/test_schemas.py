@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 
 from penstock import LLM, SamplingParams, StructuredOutputs
 from tests.search import scaled
-from tests.services.worker.logits.test_schemas import Schemas
+from tests.services.worker.test_schemas import Schemas
 
 pytestmark = pytest.mark.pipeline
 NUM_SCHEMAS = scaled(40)

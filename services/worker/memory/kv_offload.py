@@ -20,8 +20,7 @@ from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import DISTRIBUTION, Config
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.worker import CopyBlocks, FolderRequest
-from penstock.services.worker.memory.kv_files import MAGIC
-from penstock.services.worker.memory.kv_folder import KvFolder
+from penstock.services.worker.memory.kv_folder import MAGIC, KvFolder
 from penstock.services.worker.memory.persistent_memory import PersistentMemory
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from penstock.kernels.cpu.compiled_step import CompiledStep
 from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.layouts.step import Slots, StepBuffers, make_slots, make_step_buffers
 from penstock.kernels.step import reference
-from penstock.services.worker.step.persistent_batch import PersistentBatch
+from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.services.worker.plans import plan, row
 
 NUM_SLOTS, MAX_BLOCKS, BLOCK_SIZE, MAX_TOKENS = 12, 9, 8, 16384

@@ -15,8 +15,8 @@ from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.worker import FromWorker, WorkerAssignment, WorkerState
 from penstock.protocol.transport.context import Context
+from penstock.services.worker.launched_step import StepOutput
 from penstock.services.worker.process import Worker
-from penstock.services.worker.step.step_output import StepOutput
 
 TIMEOUT = 60_000
 """milliseconds that a message may take"""

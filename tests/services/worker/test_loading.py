@@ -21,13 +21,13 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.transport.discovery import NODE_VARIABLE
-from penstock.services.worker.hardware.device import GPU_VARIABLE, choose_device
+from penstock.services.worker import grammars
+from penstock.services.worker.cuda_graphs import choose, decode_shapes, order, prefill_shapes
+from penstock.services.worker.hardware import GPU_VARIABLE, choose_device
 from penstock.services.worker.loading import load
-from penstock.services.worker.logits import grammars
-from penstock.services.worker.logits.logits_processor import MAX_PROMPT_TOKENS
+from penstock.services.worker.logits_processor import MAX_PROMPT_TOKENS
 from penstock.services.worker.memory.kv_cache import worst_case_plan
-from penstock.services.worker.step.cuda_graphs import choose, decode_shapes, order, prefill_shapes
-from penstock.services.worker.step.persistent_batch import PersistentBatch
+from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.models.checkpoints import save_checkpoint
 
 ASSIGNMENT = WorkerAssignment(1, "g", 0, 1, "")

@@ -9,7 +9,7 @@ from transformers import Qwen3ForCausalLM
 from penstock.models import weights
 from penstock.protocol.messages.plan import RowExtras
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.worker.step.step_output import BAD_LOGITS
+from penstock.services.worker.launched_step import BAD_LOGITS
 from tests.models.checkpoints import save_checkpoint
 from tests.services.worker.driver import NUM_DECODED, PROMPTS, Driver, make_runner, tables
 from tests.services.worker.plans import plan, row

@@ -18,7 +18,7 @@ from penstock.protocol.messages.worker import (
     WorkerState,
 )
 from penstock.protocol.transport.context import Context
-from penstock.services.worker.logits.grammars import Grammars
+from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.process import WorkerError
 from tests.services.worker.plans import plan
 from tests.services.worker.talk import Talk, assignment, hello, tokens_of

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.services.worker.memory.kv_files import KvFiles
-from penstock.services.worker.memory.kv_folder import KvFolder
+from penstock.services.worker.memory.kv_folder import KvFiles, KvFolder
 from tests.services.worker.memory.folder_tier import (
     DIGEST,
     SLOT_BYTES,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from penstock.services.worker.logits.sampler import Sampler
+from penstock.services.worker.model_runner import Sampler
 
 
 def test_a_row_without_a_token_leaves_one_that_the_model_can_read() -> None:

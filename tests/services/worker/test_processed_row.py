@@ -12,10 +12,11 @@ from transformers import Qwen3ForCausalLM
 
 from penstock.protocol.messages.plan import RowExtras
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.worker.logits.logits_processor import CONTRADICTION
-from penstock.services.worker.logits.processed_row import Bitmask, ProcessedRow
+from penstock.services.worker.logits_processor import CONTRADICTION
+from penstock.services.worker.processed_rows import Bitmask, ProcessedRow
 from tests.services.worker.driver import Driver, make_runner
-from tests.services.worker.logits.test_logits_processor import (
+from tests.services.worker.plans import plan, row
+from tests.services.worker.test_logits_processor import (
     NUM_STEPS,
     PENALTIES,
     PROMPT,
@@ -26,7 +27,6 @@ from tests.services.worker.logits.test_logits_processor import (
     penalize,
     plain,
 )
-from tests.services.worker.plans import plan, row
 
 __all__ = ["plain"]
 """a fixture"""

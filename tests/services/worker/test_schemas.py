@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.worker.logits.grammars import Grammars
+from penstock.services.worker.grammars import Grammars
 from tests.search import scaled
 
 NUM_SCHEMAS = scaled(200)

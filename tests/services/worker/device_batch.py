@@ -9,7 +9,7 @@ from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.step import make_slots, make_step_buffers
 from penstock.kernels.step.apply_plan import apply_plan
 from penstock.protocol.messages.plan import BatchPlan
-from penstock.services.worker.step.persistent_batch import PersistentBatch
+from penstock.services.worker.persistent_batch import PersistentBatch
 
 
 class Sampled(NamedTuple):

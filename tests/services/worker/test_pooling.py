@@ -13,9 +13,9 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import RowAdded, RowExtras
 from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.worker import WorkerAssignment
+from penstock.services.worker.launched_step import BAD_LOGITS
 from penstock.services.worker.loading import load
 from penstock.services.worker.model_runner import ModelRunner
-from penstock.services.worker.step.step_output import BAD_LOGITS
 from tests.models.checkpoints import save_embedding_model
 from tests.models.forward import random_prompts
 from tests.services.worker.plans import plan, row

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.services.worker.step.persistent_batch import PersistentBatch
-from penstock.services.worker.step.step_record import Rows
+from penstock.services.worker.persistent_batch import PersistentBatch, Rows
 from tests.services.worker.plans import plan, row
 
 

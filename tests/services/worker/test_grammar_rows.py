@@ -10,14 +10,14 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import BatchPlan, RowAdded
 from penstock.protocol.messages.structured import StructuredOutputs
 from tests.services.worker.driver import Driver, make_runner
-from tests.services.worker.logits.test_logits_processor import (
+from tests.services.worker.plans import plan, row
+from tests.services.worker.test_logits_processor import (
     NUM_STEPS,
     PROMPT,
     Listener,
     extras,
     plain,
 )
-from tests.services.worker.plans import plan, row
 
 __all__ = ["plain"]
 """a fixture"""

@@ -16,8 +16,8 @@ from penstock.protocol.messages.structured import (
     Reasoning,
     StructuredOutputs,
 )
-from penstock.services.worker.logits.grammars import Grammars
-from penstock.services.worker.logits.processed_row import Bitmask
+from penstock.services.worker.grammars import Grammars
+from penstock.services.worker.processed_rows import Bitmask
 
 FOLDER = Config().model_folder
 """its tokenizer has 262 tokens, the bytes first"""

@@ -11,8 +11,8 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from penstock.protocol.messages.logprobs import PackedLogprobs
 from penstock.protocol.messages.plan import BatchPlan, RowExtras
-from penstock.services.worker.logits import logits_processor as second_pass
-from penstock.services.worker.step.step_output import StepOutput
+from penstock.services.worker import logits_processor as second_pass
+from penstock.services.worker.launched_step import StepOutput
 from tests.models.forward import random_prompts
 from tests.services.worker.driver import Driver, make_runner
 from tests.services.worker.plans import plan, row

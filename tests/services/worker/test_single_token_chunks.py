@@ -4,9 +4,9 @@ from pathlib import Path
 
 from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.protocol.messages.packed import pack
+from tests.services.worker.device_batch import Batch, run
 from tests.services.worker.driver import Driver, make_runner
 from tests.services.worker.plans import plan, row
-from tests.services.worker.step.device_batch import Batch, run
 
 
 def test_a_chunk_of_one_token_is_a_row_that_decodes() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.worker.logits import mask_time
-from penstock.services.worker.logits.grammars import Grammars
+from penstock.services.worker import grammars as mask_time
+from penstock.services.worker.grammars import Grammars
 
 AMBIGUOUS = 'start: e\ne: e e | e e e | "a" | "a" "a" | ""'
 IM_END = 258

@@ -8,7 +8,7 @@ import torch
 
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
-from penstock.services.worker.hardware.device import check_capability, compute_dtype
+from penstock.services.worker.hardware import check_capability, compute_dtype
 
 MODEL = read_model_config(Config().model_folder)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -6,8 +6,8 @@ import torch
 from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.step.apply_plan import apply_plan
 from penstock.protocol.messages.packed import pack
+from tests.services.worker.device_batch import Batch, run
 from tests.services.worker.plans import plan, row
-from tests.services.worker.step.device_batch import Batch, run
 
 
 @pytest.fixture

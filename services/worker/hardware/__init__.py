@@ -1,1 +1,0 @@
-"""The device, and what it can compute: types, compiled layers, deterministic products."""

@@ -1,1 +1,0 @@
-"""Logits: changes by slot, masks of grammars, sampling, logprobs and pooled results."""

@@ -1,1 +1,0 @@
-"""Steps: their records, the persistent batch, CUDA graphs and outputs."""
