@@ -41,6 +41,10 @@ COMMANDS = {
 MODULES = {
     **dict.fromkeys(read_procfile(), "commands.service"),
     **dict.fromkeys(("all", "serve"), "commands.start"),
+    # extras, which nothing else imports
+    "batch": "extras.batch",
+    "models": "extras.models",
+    "tune": "extras.tune",
     "bench": "bench.commands",
     "chaos": "chaos.run",
 }

@@ -42,7 +42,8 @@ from penstock.launch.pipeline.several_models import (
     options_by_model,
 )
 from penstock.launch.supervisor.local import LocalProcesses
-from penstock.launch.supervisor.supervisor import MakeProcesses, Supervisor
+from penstock.launch.supervisor.processes import MakeProcesses
+from penstock.launch.supervisor.supervisor import Supervisor
 from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read_model_config
 from penstock.protocol.checkpoint_files import check_files
 from penstock.protocol.client.errors import ClientError
@@ -142,16 +143,15 @@ def _run(config: Config, commands: dict[str, str], max_deaths: int) -> int:
 def _run_on_ray(
     source: HubModel | None, config: Config, commands: dict[str, str], max_deaths: int
 ) -> int:
-    from penstock.launch.supervisor.ray.cluster import joined
-    from penstock.launch.supervisor.ray.processes import RayProcesses
-
-    with joined(config) as cluster:
-        placement = cluster.place(config, list(commands))
-        if cluster.is_here(placement.nodes.get("gateway")):
+    try:
+        from penstock.launch.ray.processes import on_cluster
+    except ImportError as error:
+        raise LaunchError("--backend ray needs Ray: pip install 'penstock-llm[ray]'") from error
+    with on_cluster(config, commands, source) as (make_processes, kinds_here):
+        if "gateway" in kinds_here:
             check_endpoint(config.endpoint)
-        if cluster.is_here(placement.nodes.get("http")):
+        if "http" in kinds_here:
             check_http_port(config)
-        make_processes = partial(RayProcesses, cluster, placement, source)
         return _supervise(config, commands, max_deaths, make_processes)
 
 

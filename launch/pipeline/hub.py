@@ -107,7 +107,7 @@ def _folder_of_gguf(path: Path) -> Path:
     A file of another size or time of change is another file. Raises LaunchError.
     """
     try:
-        from penstock.launch.pipeline.gguf_checkpoint import convert
+        from penstock.launch.gguf import convert
     except ImportError as error:
         reason = "GGUF files need the package gguf; install penstock-llm[gguf]"
         raise LaunchError(f"--model: {reason}") from error

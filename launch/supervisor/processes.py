@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from penstock.launch.supervisor.output import NUM_LAST_LINES
 from penstock.launch.supervisor.tasks import Tasks
+from penstock.protocol.config import Config
 from penstock.protocol.transport.context import Context
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -186,3 +187,7 @@ class Processes(ABC):
         self, names: Iterable[str], run: Callable[[ManagedProcess], Coroutine[Any, Any, object]]
     ) -> None:
         await asyncio.gather(*(run(self.by_name[name]) for name in names))
+
+
+# from the configuration, and the commands by kind of process
+MakeProcesses = Callable[[Config, dict[str, str], Policy, Tasks], Processes]

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from penstock.launch.supervisor.control_server import ControlServer
 from penstock.launch.supervisor.deaths import CRASH_WINDOW, Deaths
 from penstock.launch.supervisor.local import LocalProcesses
 from penstock.launch.supervisor.output import LogToOutput, Output, as_json, prefixed
-from penstock.launch.supervisor.processes import ManagedProcess, Policy, Processes
+from penstock.launch.supervisor.processes import MakeProcesses, ManagedProcess
 from penstock.launch.supervisor.report import Report
 from penstock.launch.supervisor.tasks import Tasks, traceback_lines
 from penstock.launch.supervisor.watchdog import Watchdog
@@ -32,8 +31,6 @@ from penstock.protocol.transport.context import endpoints
 from penstock.protocol.transport.process import text_line
 
 MAX_EARLY_DEATHS = 3  # deaths of one process that stop a pipeline which was never ready
-# from the configuration, and the commands by kind of process
-MakeProcesses = Callable[[Config, dict[str, str], Policy, Tasks], Processes]
 
 
 class Supervisor:

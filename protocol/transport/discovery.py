@@ -7,12 +7,10 @@ when the name moves. All processes share one pair of server keys and one pair of
 the supervisor makes for each run and distributes.
 """
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 from msgspec import Struct
 
@@ -20,7 +18,6 @@ from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, MAX_MISSED_H
 from penstock.protocol.transport.context import CLUSTER, Context, drain, host_and_port
 from penstock.protocol.transport.curve import secure_client, secure_server
 
-NODE_VARIABLE = "PENSTOCK_NODE"  # path of the file that describes the machine, a `Node` as JSON
 KEYS_FOLDER = "cluster-keys"  # in the folder of that file, as `launch keys` makes it
 KEYS_CLIENT = "process"  # whose key all processes have
 ZAP_DOMAIN = b"cluster"
@@ -204,11 +201,3 @@ def over_tcp(socket: "zmq.Socket[bytes]", host: str) -> None:
     socket.setsockopt(
         zmq.HEARTBEAT_TIMEOUT, round(1000 * HEARTBEAT_INTERVAL * MAX_MISSED_HEARTBEATS)
     )
-
-
-def context_from_environment(folder: Path, incarnation: int) -> Context:
-    """Return the context of a process: of a cluster if NODE_VARIABLE names this machine."""
-    path = os.environ.get(NODE_VARIABLE)
-    if path is None:
-        return Context()
-    return Cluster(msgspec.json.decode(Path(path).read_bytes(), type=Node), folder, incarnation)

@@ -26,7 +26,6 @@ from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config, replica_of
 from penstock.protocol.run_folder import config_from_environment, make_run_folder
 from penstock.protocol.transport.context import Context, Endpoints, endpoints
-from penstock.protocol.transport.discovery import context_from_environment
 from penstock.protocol.transport.process_exit import ProcessExit
 
 PROCESS_VARIABLE = "PENSTOCK_PROCESS"
@@ -34,6 +33,8 @@ PROCESS_VARIABLE = "PENSTOCK_PROCESS"
 SUPERVISOR_VARIABLE = "PENSTOCK_SUPERVISOR"
 # number by the supervisor; of two processes the one that was started later has the larger one
 INCARNATION_VARIABLE = "PENSTOCK_INCARNATION"
+# path of the file that describes a machine of a cluster, a `discovery.Node` as JSON
+NODE_VARIABLE = "PENSTOCK_NODE"
 # in the run folder: the last number that a process without a supervisor has taken
 COUNTER_FILE = "incarnations"
 # Linux's own default maximum; containers may have a hard limit of 2**30, over which some programs
@@ -101,7 +102,7 @@ class Process:
         _start_log(self.config, self.name)
         sys.excepthook = _end
         die_with_parent()
-        self.context: Context = context_from_environment(folder, self.incarnation)
+        self.context: Context = _make_context(folder, self.incarnation)
 
     def by_model(self) -> list[Self]:
         """Return this process as it is for each model, for a process that serves all."""
@@ -124,6 +125,16 @@ class Process:
     def all_endpoints(self) -> list[Endpoints]:
         """The addresses of every replica, for a process that serves all."""
         return [endpoints(self.config, replica) for replica in range(self.config.dp)]
+
+
+def _make_context(folder: Path, incarnation: int) -> Context:
+    """Return the context of a process: of a cluster if NODE_VARIABLE names this machine."""
+    path = os.environ.get(NODE_VARIABLE)
+    if path is None:
+        return Context()
+    from penstock.protocol.transport.discovery import Cluster, Node
+
+    return Cluster(msgspec.json.decode(Path(path).read_bytes(), type=Node), folder, incarnation)
 
 
 def take_incarnation(folder: Path) -> int:

@@ -18,7 +18,7 @@ from penstock.models.parallel import ColumnParallelLinear, ParallelLMHead, RowPa
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.checkpoint import ModelConfig, ModelError
 from penstock.protocol.config import Config
-from penstock.protocol.transport.discovery import NODE_VARIABLE
+from penstock.protocol.transport.process import NODE_VARIABLE
 
 log = logging.getLogger(__name__)
 # index of the worker's GPU among the GPUs that torch sees: all GPUs of the node, because the ranks

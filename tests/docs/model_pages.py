@@ -2,8 +2,7 @@
 
 import msgspec
 
-from penstock.launch.commands.models import CONTEXT
-from penstock.launch.pipeline.model_memory import Layout, needs
+from penstock.launch.extras.models import CONTEXT, Layout, needs
 from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, quantized
 from penstock.protocol.config import Config
 from tests.docs.markdown import page, table

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.launch.pipeline.model_memory import Layout, needs
+from penstock.launch.extras.models import Layout, needs
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
 from penstock.services.worker.memory.kv_cache import worst_case_plan

@@ -174,8 +174,8 @@ def write_file(folder: Path, path: Path, kind: str) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter
     from safetensors.torch import load_file
 
-    from penstock.launch.pipeline.gguf_checkpoint import MATRICES
-    from tests.launch.pipeline.gguf_files import add_tokenizer, as_type, named
+    from penstock.launch.gguf import MATRICES
+    from tests.launch.extras.gguf_files import add_tokenizer, as_type, named
 
     config = json.loads((folder / "config.json").read_text())
     writer = GGUFWriter(path, "qwen3")

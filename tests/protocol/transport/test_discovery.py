@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from penstock.launch.pipeline.keys import make_keys
-from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork
+from penstock.launch.ray.nodes import DirectoryServer, FixedNetwork
 from penstock.protocol.messages.registration import Heartbeat
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.context import CLUSTER, Context, drain

@@ -20,7 +20,7 @@ from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.worker import WorkerAssignment
-from penstock.protocol.transport.discovery import NODE_VARIABLE
+from penstock.protocol.transport.process import NODE_VARIABLE
 from penstock.services.worker import grammars
 from penstock.services.worker.cuda_graphs import choose, decode_shapes, order, prefill_shapes
 from penstock.services.worker.hardware import GPU_VARIABLE, choose_device

@@ -10,14 +10,14 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from tokenizers import Tokenizer
 
+from penstock.launch.gguf import GROUP, write_tokenizer
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.launch.pipeline.gguf_checkpoint import GROUP, write_tokenizer
 from penstock.launch.pipeline.hub import resolve
 from penstock.models.parallel import Layer
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.checkpoint_files import check_files
 from penstock.protocol.tokenizer_file import read_chat_templates
-from tests.launch.pipeline.gguf_files import add_tokenizer, save_numbers, write_gguf
+from tests.launch.extras.gguf_files import add_tokenizer, save_numbers, write_gguf
 from tests.models.checkpoints import EXPERTS, save_checkpoint
 from tests.models.forward import load_model, prefill_logits
 

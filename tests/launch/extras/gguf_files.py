@@ -10,7 +10,7 @@ from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 from safetensors.torch import load_file, save_file
 from torch import from_numpy
 
-from penstock.launch.pipeline.gguf_checkpoint import MATRICES, OTHERS, TOP
+from penstock.launch.gguf import MATRICES, OTHERS, TOP
 from penstock.models.checkpoint_tensors import SINGLE_FILE
 
 NORMAL, CONTROL, USER = 1, 3, 4

@@ -7,16 +7,12 @@ import socket
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import ray
+
 from penstock.launch.pipeline.errors import LaunchError, first_line
 from penstock.launch.pipeline.procfile import process_names
-from penstock.launch.supervisor.ray.placement import Machine, OnNode, Placement, place
+from penstock.launch.ray.placement import Machine, OnNode, Placement, place
 from penstock.protocol.config import Config
-
-try:
-    import ray
-except ImportError as error:
-    raise LaunchError("--backend ray needs Ray: pip install 'penstock-llm[ray]'") from error
-
 
 TIMEOUT = 5.0  # seconds that the head of the cluster has to answer
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from penstock.launch.commands import models as module
 from penstock.launch.commands.cli import main
-from penstock.launch.commands.models import Machine, describe
+from penstock.launch.extras import models as module
+from penstock.launch.extras.models import Machine, describe
 from penstock.protocol.config import Config
 from tests.models.published import PUBLISHED
 

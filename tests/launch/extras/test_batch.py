@@ -10,9 +10,9 @@ import httpx
 import msgspec
 import pytest
 
-from penstock.launch.commands import batch
-from penstock.launch.commands.batch import Outcome
 from penstock.launch.commands.cli import main
+from penstock.launch.extras import batch
+from penstock.launch.extras.batch import Outcome
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
 

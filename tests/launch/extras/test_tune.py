@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from penstock.kernels.bench import linear as program
-from penstock.launch.commands import tune
 from penstock.launch.commands.cli import main
-from penstock.launch.commands.tune import layer_options
+from penstock.launch.extras import tune
+from penstock.launch.extras.tune import layer_options
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config

@@ -7,7 +7,7 @@ from typing import Any
 import zmq
 
 from penstock.launch.pipeline.keys import make_keys
-from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork
+from penstock.launch.ray.nodes import DirectoryServer, FixedNetwork
 from penstock.protocol.messages.registration import Goodbye
 from penstock.protocol.transport.asyncio_handlers import attend, leave
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node

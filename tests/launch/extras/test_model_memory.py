@@ -7,7 +7,7 @@ import torch
 from penstock.kernels.attention.backends import AttentionBackend
 from penstock.kernels.cpu.types import MATRICES
 from penstock.kernels.quantize.types import FP8
-from penstock.launch.pipeline.model_memory import Layout, needs, weight_bytes
+from penstock.launch.extras.models import Layout, needs, weight_bytes
 from penstock.models import allocation
 from penstock.models.allocation import with_integers
 from penstock.models.compiled import CompiledDecoder

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.procfile import process_names, read_procfile
-from penstock.launch.supervisor.ray.placement import (
+from penstock.launch.ray.placement import (
     Bundle,
     Group,
     Machine,

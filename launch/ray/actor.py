@@ -14,14 +14,15 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import HubModel
 from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import environment
+from penstock.launch.ray.nodes import NodeFolder
 from penstock.launch.supervisor.child_process import ChildProcess, vitals
 from penstock.launch.supervisor.output import Log
-from penstock.launch.supervisor.ray.folder import NodeFolder
 from penstock.protocol.config import Config
 from penstock.protocol.run_folder import CONFIG_FILE, CONFIG_VARIABLE
-from penstock.protocol.transport.discovery import KEYS_FOLDER, NODE_VARIABLE, Node
+from penstock.protocol.transport.discovery import KEYS_FOLDER, Node
 from penstock.protocol.transport.process import (
     INCARNATION_VARIABLE,
+    NODE_VARIABLE,
     PROCESS_VARIABLE,
     SUPERVISOR_VARIABLE,
 )

@@ -11,6 +11,7 @@ import functools
 import io
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,17 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import HubModel
 from penstock.launch.pipeline.keys import make_keys
 from penstock.launch.pipeline.procfile import kind_of
-from penstock.launch.supervisor.processes import GRACE, ManagedProcess, Policy, Processes
-from penstock.launch.supervisor.ray.actor import LOST, ProcessActor, Spec, Started
-from penstock.launch.supervisor.ray.cluster import Joined
-from penstock.launch.supervisor.ray.directory import DirectoryServer, FixedNetwork
-from penstock.launch.supervisor.ray.placement import Placement
+from penstock.launch.ray.actor import LOST, ProcessActor, Spec, Started
+from penstock.launch.ray.cluster import Joined, joined
+from penstock.launch.ray.nodes import DirectoryServer, FixedNetwork
+from penstock.launch.ray.placement import Placement
+from penstock.launch.supervisor.processes import (
+    GRACE,
+    MakeProcesses,
+    ManagedProcess,
+    Policy,
+    Processes,
+)
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.config import DEFAULT_CLIENT, Config
 from penstock.protocol.run_folder import write_config
@@ -43,6 +50,21 @@ from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Clus
 PING_TIMEOUT = 1.0  # seconds within which an actor that can be reached answers
 # of actors with a GPU: their process chooses it itself, and shares memory with the others
 ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
+@contextlib.contextmanager
+def on_cluster(
+    config: Config, commands: dict[str, str], source: HubModel | None
+) -> Iterator[tuple[MakeProcesses, set[str]]]:
+    """Join the cluster of `--address` for the block.
+
+    Yield what makes the processes, and the kinds of processes that run here and nowhere else.
+    Raises LaunchError.
+    """
+    with joined(config) as cluster:
+        placement = cluster.place(config, list(commands))
+        here = {kind for kind, node in placement.nodes.items() if cluster.is_here(node)}
+        yield partial(RayProcesses, cluster, placement, source), here
 
 
 class RemoteProcess(ManagedProcess):

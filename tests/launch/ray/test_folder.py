@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.supervisor.ray.folder import LOCK_FILE, NodeFolder
+from penstock.launch.ray.nodes import LOCK_FILE, NodeFolder
 
 
 @pytest.fixture(autouse=True)
