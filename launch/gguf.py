@@ -17,12 +17,7 @@ from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from penstock.protocol.checkpoint import (
-    ARCHITECTURE,
-    MOE_ARCHITECTURE,
-    ModelError,
-    read_bytes,
-)
+from penstock.protocol.checkpoint import ARCHITECTURE, MOE_ARCHITECTURE, ModelError, read_bytes
 
 MAGIC = b"GGUF"
 GROUP = 32  # columns with one scale

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.protocol.rope import Yarn
+from penstock.protocol.checkpoint import Yarn
 
 
 def rope_table(head_dim: int, num_positions: int, base: float, yarn: Yarn | None = None) -> Tensor:

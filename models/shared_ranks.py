@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock.protocol.transport.process_exit import ProcessExit
+from penstock.protocol.transport.process import ProcessExit
 
 if TYPE_CHECKING:
     from penstock.kernels.cpu.shared_memory import SharedMemory  # llvmlite

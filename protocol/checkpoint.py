@@ -1,17 +1,194 @@
-"""Facts of a Hugging Face checkpoint, read from its JSON files without torch or transformers."""
+"""The model in a Hugging Face checkpoint, read from `config.json` without torch or transformers.
 
+Positions are served as RoPE without scaling, or as YaRN (Peng et al. 2023,
+https://arxiv.org/abs/2309.00071). `config.json` has `rope_theta` and `rope_scaling`, whose type
+stood under `type` once; transformers 5 writes both into `rope_parameters`.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.protocol import embedding_model
 from penstock.protocol.config import Config
-from penstock.protocol.field_errors import decode_any, explain
+from penstock.protocol.decoding import decode_any, explain
 from penstock.protocol.quantization import FIELD, WeightFormat, read_format
-from penstock.protocol.rope import Rope, read_rope
-from penstock.protocol.unserved import architecture_hint, served_instead, without_config
+
+_QUANTIZED_NAME = re.compile(
+    r"(Qwen3-[\w.-]*?)-(?:AWQ|GPTQ|GGUF|MLX|Int[48]|W\dA\d|[48]-?bit)", re.I
+)
+
+
+def architecture_hint(architectures: Iterable[str]) -> str:
+    """Return what a model is for, to be appended to a sentence; empty where that is not known.
+
+    architectures: those of config.json, and its `model_type`.
+    """
+    names = " ".join(architectures)
+    if re.search(r"qwen3_?next|qwen3_5|qwen4", names, re.I):
+        return (
+            "; models with linear attention (Qwen3-Next, Qwen3.5, 3.6 and 3.8, Qwen4) are not "
+            "served yet: give one of Qwen3, such as Qwen/Qwen3-Coder-30B-A3B-Instruct"
+        )
+    if re.search(r"Classification|Reward|Guard|Qwen3\w*Model\b", names):
+        return "; a classifier, or an embedding model without modules.json, is not served"
+    if "ForConditionalGeneration" in names:
+        return (
+            "; a model of images or audio is not supported: give one of text, such as Qwen/Qwen3-8B"
+        )
+    if re.search(r"qwen2|qwen\b|QWenLM", names, re.I):
+        return "; Qwen2.5 and older ones are not served: give one of Qwen3, such as Qwen/Qwen3-8B"
+    return ""
+
+
+def served_instead(folder: Path) -> str:
+    """Return what to give in place of a checkpoint whose format of weights is not served."""
+    if found := _QUANTIZED_NAME.search(str(folder)):
+        return f"give Qwen/{found[1]}-FP8, or Qwen/{found[1]} with --quantization fp8"
+    return "give the model's FP8 checkpoint, or the 16-bit one with --quantization fp8"
+
+
+def without_config(name: str, files: Collection[str]) -> str:
+    """Return why files without a `config.json` are not served; name: of the folder or file."""
+    if name.lower().endswith(".gguf"):
+        return f"{name}: got a GGUF file, which `launch all --model` converts, expected a folder"
+    if found := sorted(file for file in files if file.lower().endswith(".gguf")):
+        return (
+            f"{name}: got GGUF files, expected config.json and safetensors; give the path of one "
+            f"file on this machine, such as {found[0]}"
+        )
+    if "adapter_config.json" in files:
+        return f"{name}: got a LoRA adapter, expected a model; merge both with `merge_and_unload`"
+    return f"{name} has no config.json; a checkpoint needs it"
+
+
+DEFAULT_BASE = 10_000.0  # transformers' own
+SERVED_TYPES = ("default", "yarn")
+# YaRN divides by the logarithm; more would make frequencies that float32 does not have
+MIN_BASE, MAX_BASE = 2.0, 1e30
+MAX_POSITIONS = 1 << 24
+Fields = dict[str, tuple[str, Any]]  # name → path in `config.json`, and value
+
+
+class Yarn(NamedTuple):
+    """Frequencies and positions beyond those that the model was trained with."""
+
+    factor: float  # by which low frequencies are divided
+    original_positions: int  # of the training
+    beta_fast: float  # frequencies that turn more often in the original positions are kept
+    beta_slow: float  # frequencies that turn less often are divided by `factor`
+    truncate: bool  # the bounds of the frequencies between are whole numbers
+    attention_factor: float  # of cosines and sines
+
+
+class Rope(NamedTuple):
+    """Rotary position embedding."""
+
+    base: float
+    yarn: Yarn | None
+    num_positions: int  # longest context
+
+
+def read_rope(
+    theta: float | None,
+    scaling: dict[str, Any] | None,
+    parameters: dict[str, Any] | None,
+    num_positions: int,
+    original_positions: int | None,
+) -> Rope:
+    """Read the fields of `config.json` about RoPE. Raises ValueError for an unsupported kind.
+
+    `rope_scaling` wins over `rope_parameters`.
+    """
+    given = {"rope_parameters": _flat(parameters or {}), "rope_scaling": scaling or {}}
+    fields = {
+        name: (f"{parent}.{name}", value)
+        for parent, values in given.items()
+        for name, value in values.items()
+    }
+    kinds = dict(_type(parent, values) for parent, values in given.items())
+    kinds.pop("default", None)
+    if len(kinds) > 1:
+        raise ValueError(f"{' and '.join(kinds.values())}: got {sorted(kinds)}, expected one")
+    kind, path = kinds.popitem() if kinds else ("default", "")
+    if kind not in SERVED_TYPES:
+        raise ValueError(f"{path}: got {kind!r}, expected {' or '.join(map(repr, SERVED_TYPES))}")
+    if (part := _number(fields, "partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError(f"{fields['partial_rotary_factor'][0]}: got {part}, expected 1")
+    fields.setdefault("rope_theta", ("rope_theta", theta))
+    base = _within(fields, "rope_theta", DEFAULT_BASE, MIN_BASE, MAX_BASE)
+    if kind == "default":
+        return Rope(base, None, num_positions)
+    fields.setdefault("factor", (f"{path.partition('.')[0]}.factor", None))
+    yarn = _yarn(fields, num_positions, original_positions)
+    return Rope(base, yarn, int(yarn.original_positions * yarn.factor))
+
+
+def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of `full_attention`: transformers 5 may have some for each layer type.
+
+    Only that type is served.
+    """
+    nested = parameters.get("full_attention")
+    return nested if isinstance(nested, dict) else parameters
+
+
+def _type(parent: str, fields: dict[str, Any]) -> tuple[str, str]:
+    """Return the type of RoPE, and the path of the field that has it."""
+    name = "rope_type" if fields.get("rope_type") else "type"
+    return str(fields.get(name) or "default"), f"{parent}.{name}"
+
+
+def _yarn(fields: Fields, num_positions: int, original_positions: int | None) -> Yarn:
+    """Read YaRN's fields as transformers does."""
+    name = "original_max_position_embeddings"
+    if original_positions is not None:
+        fields[name] = name, original_positions
+    original = int(_within(fields, name, num_positions, 1, MAX_POSITIONS))
+    path, given = fields["factor"]
+    if given is None and original != num_positions:
+        fields["factor"] = path, num_positions / original
+    elif given is None:
+        raise ValueError(f"{path}: got null, expected 1 or more")
+    factor = _within(fields, "factor", 0.0, 1, MAX_POSITIONS / original)
+    m_scale, m_scale_all = (_number(fields, name, 0.0) for name in ("mscale", "mscale_all_dim"))
+    both = m_scale and m_scale_all
+    factors = (m_scale, m_scale_all) if both else (1.0, 0.0)
+    wide, narrow = (0.1 * scale * math.log(factor) + 1.0 for scale in factors)
+    return Yarn(
+        factor=factor,
+        original_positions=original,
+        beta_fast=_number(fields, "beta_fast", 32.0),
+        beta_slow=_number(fields, "beta_slow", 1.0),
+        truncate=bool(fields.get("truncate", ("", True))[1]),
+        attention_factor=_number(fields, "attention_factor", wide / narrow),
+    )
+
+
+def _within(fields: Fields, name: str, default: float, least: float, most: float) -> float:
+    """Return a number. Raises ValueError for one beyond the limits, which 0 is, too."""
+    path, value = fields.get(name, (name, None))
+    expected = f"{least:g} to {most:g}"
+    number = _number(fields, name, default, f"a number of {expected}")
+    if value == 0 or not least <= number <= most:
+        raise ValueError(f"{path}: got {value}, expected {expected}")
+    return number
+
+
+def _number(
+    fields: Fields, name: str, default: float, expected: str = "a number of at least 0"
+) -> float:
+    path, value = fields.get(name, (name, None))
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{path}: got {value!r}, expected {expected}")
+    return float(value) or default
+
 
 T = TypeVar("T")
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -20,6 +197,7 @@ MIN_REQUEST_BYTES = 1 << 20
 REQUEST_BYTES_PER_TOKEN = 16
 ARCHITECTURE = "Qwen3ForCausalLM"
 MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
+EMBEDDING_ARCHITECTURE = "Qwen3Model"  # of a checkpoint that was saved without an output layer
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Experts = Annotated[int, Meta(ge=0, le=1 << 16)]
 
@@ -143,10 +321,7 @@ def read_model_config(folder: Path, quantization: str = "none") -> ModelConfig:
     if not folder.is_dir():
         raise ModelError(f"model folder {folder} does not exist")
     fields = read_json(path, dict[str, Any])
-    try:
-        fields["is_embedding_model"] = embeds = embedding_model.is_embedding_model(folder)
-    except (OSError, ValueError) as error:
-        raise ModelError(str(error)) from error
+    fields["is_embedding_model"] = embeds = is_embedding_model(folder)
     _check_architecture(folder, fields, embeds)
     _check_format(folder, fields.get(FIELD))
     if embeds:
@@ -186,7 +361,7 @@ def _check_architecture(folder: Path, fields: dict[str, Any], embeds: bool) -> N
     names = list(map(str, architectures)) if isinstance(architectures, list) else []
     if {ARCHITECTURE, MOE_ARCHITECTURE} & set(names):
         return
-    if embeds and embedding_model.ARCHITECTURE in names:
+    if embeds and EMBEDDING_ARCHITECTURE in names:
         return
     served = f"{ARCHITECTURE} or {MOE_ARCHITECTURE}"
     hint = architecture_hint([*names, str(fields.get("model_type"))])
@@ -288,6 +463,45 @@ def hint_of(content: bytes) -> str:
     if content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
         return "; it begins with a byte order mark: save it as UTF-8 without one"
     return "; download it again"
+
+
+_POOLING_MODULES = {"Transformer", "Pooling", "Normalize"}
+# fields of a pooling of the last token, as written before and since sentence-transformers 5.4
+_LAST_TOKEN = ("pooling_mode_lasttoken", True), ("pooling_mode", "lasttoken")
+
+
+class _Module(Struct):
+    type: str
+    path: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.type.rpartition(".")[2]
+
+
+def is_embedding_model(folder: Path) -> bool:
+    """Return whether modules.json, of sentence-transformers, ends the model in a pooling.
+
+    Raises ModelError for a pooling or module that is not served.
+    """
+    path = folder / "modules.json"
+    if not path.exists():
+        return False
+    modules = read_json(path, list[_Module])
+    pooling = next((module for module in modules if module.name == "Pooling"), None)
+    if pooling is None:
+        return False
+    if others := [module.name for module in modules if module.name not in _POOLING_MODULES]:
+        served = ", ".join(sorted(_POOLING_MODULES))
+        raise ModelError(f"{path}: got {others[0]}, expected one of {served}")
+    config = folder / pooling.path / "config.json"
+    if config.parent == folder or not config.exists():
+        raise ModelError(f"{config} is missing; an embedding model needs it")
+    fields = read_json(config, dict[str, Any])
+    if not any(fields.get(name) == value for name, value in _LAST_TOKEN):
+        modes = [name for name, value in fields.items() if "pooling_mode" in name and value]
+        raise ModelError(f"{config}: got {modes}, expected a pooling of the last token")
+    return True
 
 
 def max_request_bytes(config: Config) -> int:

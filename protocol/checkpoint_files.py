@@ -17,10 +17,10 @@ from penstock.protocol.expected_weights import (
     expected_weights,
     weight_names,
 )
-from penstock.protocol.generation_config import read_generation_config
 from penstock.protocol.tokenizer_file import (
     TokenizerConfig,
     read_chat_templates,
+    read_generation_config,
     read_tokenizer_file,
 )
 

@@ -1,7 +1,7 @@
-"""A queue that clients share in turns: no client waits for all that another client has sent.
+"""Fairness between clients: a queue that they share in turns, and their shares of a limit.
 
-A client's name may have two parts, address and connection: an address has one turn, which its
-connections have one after the other.
+No client waits for all that another client has sent. A client's name may have two parts, address
+and connection: an address has one turn, which its connections have one after the other.
 """
 
 from bisect import bisect_left, insort
@@ -82,3 +82,16 @@ class FairQueue(Generic[Item]):
 
 def _address(client: str) -> str:
     return client.partition(SEPARATOR)[0]
+
+
+RESERVED = 8  # one more place for every N places of a limit is kept for clients that have few
+
+
+def exceeds(new: int, own: int, total: int, limit: int) -> bool:
+    """Return whether a client with `own` of `total` places is to be refused `new` more.
+
+    Up to the limit a client may have any number. Beyond the limit there are a few more places, of
+    which a client may have as many as it leaves free: a client that has filled the limit gets none.
+    """
+    free = limit + -(-limit // RESERVED) - total
+    return total + new > limit and not (own < free >= new)

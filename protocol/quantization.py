@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from penstock.protocol.field_errors import explain
+from penstock.protocol.decoding import explain
 
 BLOCK = 128  # rows, and columns, of a block of e4m3 with one scale
 # `quantization_config` of e4m3 with a scale for each block of a weight

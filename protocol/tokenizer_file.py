@@ -1,4 +1,8 @@
-"""A checkpoint's tokenizer files, read without the tokenizers library: tokens and those of ends."""
+"""Files of a checkpoint about its tokens, read without the tokenizers library.
+
+They have the bytes of every token, the tokens that end a text and the tags around reasoning, the
+chat templates, and the model's defaults of sampling.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -8,7 +12,39 @@ from typing import Annotated, TypeVar
 from msgspec import Meta, Struct
 
 from penstock.protocol.checkpoint import ModelError, read_bytes, read_json, read_model_config
-from penstock.protocol.generation_config import read_generation_config
+from penstock.protocol.messages import sampling as limits
+from penstock.protocol.messages.sampling import SamplingParams
+
+
+class GenerationConfig(Struct, kw_only=True, frozen=True):
+    """The fields of `generation_config.json` that the pipeline uses."""
+
+    eos_token_id: int | list[int] | None = None
+    do_sample: bool | None = False
+    temperature: limits.Temperature | None = None
+    top_k: limits.TopK | None = None
+    top_p: limits.TopP | None = None
+    min_p: limits.Share | None = None
+    repetition_penalty: limits.RepetitionPenalty | None = None
+
+    def fill(self, sampling: SamplingParams) -> None:
+        """Put the model's defaults where the request says nothing."""
+        if sampling.temperature is None:
+            own = 1.0 if self.temperature is None else self.temperature
+            sampling.temperature = own if self.do_sample else 0.0
+        for field, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+            if getattr(sampling, field) is None:
+                default = getattr(self, field) if self.do_sample else None
+                setattr(sampling, field, neutral if default is None else default)
+        if sampling.repetition_penalty is None:
+            sampling.repetition_penalty = self.repetition_penalty or 1.0
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """All defaults where the file is missing."""
+    path = folder / "generation_config.json"
+    return read_json(path, GenerationConfig) if path.exists() else GenerationConfig()
+
 
 log = logging.getLogger("checkpoint")
 T = TypeVar("T")
@@ -150,3 +186,60 @@ def _tokenizer_eos(folder: Path) -> int | None:
     tokenizer = read_tokenizer_file(folder)
     added = {one.content: one.id for one in tokenizer.added_tokens}
     return added.get(content, tokenizer.model.vocab.get(content))
+
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+class ReasoningTokens(Struct, frozen=True):
+    """Ids of the tags around reasoning, -1 if the vocabulary lacks them, and of white space."""
+
+    begin: int = -1
+    end: int = -1
+    blank: frozenset[int] = frozenset()
+
+
+NO_TAGS = ReasoningTokens()
+
+
+class ReasoningTracker:
+    """State of a chat's output, which follows from its tokens alone."""
+
+    def __init__(self, tokens: ReasoningTokens, is_open: bool) -> None:
+        """is_open: the prompt ends within reasoning."""
+        self._tokens = tokens
+        self._may_begin = True
+        self.is_open = is_open and tokens.end >= 0  # the last token belongs to reasoning
+        self._is_between = False
+        # the last token is white space after `</think>`, of which the answer has none yet
+        self.is_blank = False
+
+    @property
+    def is_over(self) -> bool:
+        """True if all further tokens are the answer's."""
+        return not (self.is_open or self._may_begin)
+
+    def feed(self, token_id: int) -> None:
+        """Take the next token. Only white space may come before `<think>`."""
+        tokens = self._tokens
+        if self._may_begin and token_id not in tokens.blank:
+            self._may_begin = False
+            self.is_open = self.is_open or token_id == tokens.begin
+        if self.is_open and token_id == tokens.end:
+            self.is_open, self._is_between = False, True
+        elif self._is_between:
+            self._is_between = self.is_blank = token_id in tokens.blank
+
+
+def read_reasoning_tokens(folder: Path) -> ReasoningTokens:
+    """Read them from a checkpoint. Raises ModelError if its tokenizer is not a byte-level one."""
+    if not (folder / "tokenizer.json").exists():
+        return NO_TAGS
+    file = read_tokenizer_file(folder)
+    ids = file.model.vocab | {token.content: token.id for token in file.added_tokens}
+    if THINK not in ids or END_THINK not in ids:
+        return NO_TAGS
+    characters = byte_characters()
+    spaces = {characters[byte] for byte in b" \t\n\r\v\f"}
+    blank = frozenset(id_ for token, id_ in file.model.vocab.items() if spaces.issuperset(token))
+    return ReasoningTokens(ids[THINK], ids[END_THINK], blank)

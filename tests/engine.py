@@ -9,9 +9,9 @@ import msgspec
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.pipeline import TokenizedRequest
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.worker import GrammarCompiled, WorkerAssignment
 from penstock.protocol.tokenizer_file import read_eos_token_ids
 from penstock.services.scheduler.factory import make_block_manager

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.launch.pipeline.errors import LaunchError
     from penstock.protocol.client.async_client import AsyncClient
     from penstock.protocol.client.client import Client
-    from penstock.protocol.client.errors import ClientError, NoAnswer, RequestError
+    from penstock.protocol.client.session import ClientError, NoAnswer, RequestError
     from penstock.protocol.messages.sampling import SamplingParams
     from penstock.protocol.messages.structured import StructuredOutputs
 
@@ -24,7 +24,7 @@ _NAMES = {
     "penstock.launch.pipeline.errors": ["LaunchError"],
     "penstock.protocol.client.async_client": ["AsyncClient"],
     "penstock.protocol.client.client": ["Client"],
-    "penstock.protocol.client.errors": ["ClientError", "NoAnswer", "RequestError"],
+    "penstock.protocol.client.session": ["ClientError", "NoAnswer", "RequestError"],
     "penstock.protocol.messages.sampling": ["SamplingParams"],
     "penstock.protocol.messages.structured": ["StructuredOutputs"],
 }

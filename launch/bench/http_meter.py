@@ -20,7 +20,7 @@ from penstock.launch.bench.options import ModelOptions
 from penstock.launch.bench.workload import MAX_TOKEN_ID, Item
 from penstock.launch.commands.api_key import read_api_key
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.protocol.client.errors import ClientError
+from penstock.protocol.client.session import ClientError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import Usage
 from penstock.protocol.transport.channel import DECODE_ERRORS

@@ -16,8 +16,7 @@ from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import control_endpoint
 from penstock.protocol.config import run_folder
 from penstock.protocol.messages.supervisor import ControlReply, ListProcesses, Spawned
-from penstock.protocol.transport.asyncio_handlers import attend, leave
-from penstock.protocol.transport.context import Context
+from penstock.protocol.transport.context import Context, attend, leave
 
 
 class Changes:

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.protocol.config import Config
-from penstock.protocol.run_folder import API_KEY_VARIABLE, with_api_key
+from penstock.protocol.config import API_KEY_VARIABLE, Config, with_api_key
 
 _FLAG = "--api-key"
 

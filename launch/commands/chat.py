@@ -15,7 +15,7 @@ from penstock.launch.commands.client_options import (
 )
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import ClientError
+from penstock.protocol.client.session import ClientError
 
 QUOTES = '"""'
 HELP = f"""\

@@ -12,7 +12,7 @@ from penstock.launch.commands.parser import Parser, PrintVersion
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import add_options
 from penstock.launch.pipeline.procfile import read_procfile
-from penstock.protocol.client.errors import ClientError
+from penstock.protocol.client.session import ClientError
 from penstock.protocol.config import Config
 
 # name: description

@@ -12,8 +12,8 @@ from penstock.launch.pipeline.options import add_name, add_options, given_option
 from penstock.launch.pipeline.procfile import check_descriptors
 from penstock.launch.pipeline.run_folder import running_config
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import ClientError, NoAnswer
-from penstock.protocol.client.failover import check_addresses
+from penstock.protocol.client.connection import check_addresses
+from penstock.protocol.client.session import ClientError, NoAnswer
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.messages.sampling import SamplingParams
 

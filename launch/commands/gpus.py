@@ -11,8 +11,7 @@ from typing import NamedTuple
 import psutil
 
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.protocol.config import Config
-from penstock.protocol.run_folder import check_own_folder
+from penstock.protocol.config import Config, check_own_folder
 
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
 TIMEOUT = 30  # seconds, of a driver that has to load

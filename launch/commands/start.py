@@ -46,13 +46,18 @@ from penstock.launch.supervisor.processes import MakeProcesses
 from penstock.launch.supervisor.supervisor import Supervisor
 from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read_model_config
 from penstock.protocol.checkpoint_files import check_files
-from penstock.protocol.client.errors import ClientError
-from penstock.protocol.client.failover import check_addresses
-from penstock.protocol.config import DEFAULT_CLIENT, Config, run_folder
-from penstock.protocol.run_folder import write_config
+from penstock.protocol.client.connection import check_addresses
+from penstock.protocol.client.session import ClientError
+from penstock.protocol.config import DEFAULT_CLIENT, Config, run_folder, write_config
 from penstock.protocol.tracing import check_tracing
-from penstock.protocol.transport.context import bind, check_reach, endpoints, is_loopback
-from penstock.protocol.transport.curve import secure_client, secure_server
+from penstock.protocol.transport.context import (
+    bind,
+    check_reach,
+    endpoints,
+    is_loopback,
+    secure_client,
+    secure_server,
+)
 from penstock.protocol.transport.process import raise_descriptor_limit
 
 WORKER = "penstock.services.worker"

@@ -11,7 +11,7 @@ from penstock.launch.pipeline.procfile import stem_of
 from penstock.launch.pipeline.run_folder import model_name, running_config
 from penstock.launch.supervisor.output import at_node
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import NoAnswer
+from penstock.protocol.client.session import NoAnswer
 from penstock.protocol.config import Config
 from penstock.protocol.messages.status import (
     ModelStatus,

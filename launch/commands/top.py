@@ -24,9 +24,13 @@ from penstock.launch.pipeline.run_folder import model_name, running_config
 from penstock.launch.supervisor.output import at_node
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import Config
-from penstock.protocol.messages.histogram import Histogram
-from penstock.protocol.messages.metrics import Metrics
-from penstock.protocol.messages.status import ModelStatus, SchedulerStatus, StatusReply
+from penstock.protocol.messages.status import (
+    Histogram,
+    Metrics,
+    ModelStatus,
+    SchedulerStatus,
+    StatusReply,
+)
 
 SILENCE = 2.0  # seconds without a report after which it is said that the gateway does not answer
 NUM_KEPT = 60  # reports, one each half second, of which percentiles are shown

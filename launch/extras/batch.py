@@ -25,7 +25,7 @@ from penstock.launch.pipeline.options import add_pipeline_options, given_options
 from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import base_url
 from penstock.launch.pipeline.target import free_port, target
-from penstock.protocol.client.errors import ClientError
+from penstock.protocol.client.session import ClientError
 from penstock.protocol.config import Config
 from penstock.protocol.transport.channel import DECODE_ERRORS
 

@@ -15,12 +15,7 @@ from penstock.launch.commands.gpus import physical_gpus
 from penstock.launch.commands.status import as_json
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import add_options, given_options
-from penstock.protocol.checkpoint import (
-    ModelConfig,
-    ModelError,
-    check_tp,
-    read_model_config,
-)
+from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read_model_config
 from penstock.protocol.checkpoint_files import check_files, weight_files
 from penstock.protocol.config import Config
 

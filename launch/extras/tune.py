@@ -8,12 +8,7 @@ from penstock.launch.commands.gpus import num_gpus
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import resolve
 from penstock.launch.pipeline.options import add_options, given_options
-from penstock.protocol.checkpoint import (
-    ModelConfig,
-    ModelError,
-    check_tp,
-    read_model_config,
-)
+from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read_model_config
 from penstock.protocol.config import Config
 
 HEAD_DIM = 128  # of every published Qwen3

@@ -15,8 +15,9 @@ from penstock.protocol.messages.client import (
     FinishReason,
     GenerateReply,
     GenerateRequest,
+    Logprob,
+    TokenLogprobs,
 )
-from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
 from penstock.protocol.tokenizer_file import read_eos_token_ids
 
 MAX_WIDTH = 10  # beams; twice as many logprobs are requested, of which 20 are allowed

@@ -25,9 +25,9 @@ from penstock.launch.offline.outputs import RequestOutput, prompts_of, request_o
 from penstock.launch.offline.pooling import PoolingMethods
 from penstock.launch.pipeline.options import OTHER_NAMES
 from penstock.launch.pipeline.target import LocalClient, target
-from penstock.protocol.client.answers import answer_requests, num_answers
+from penstock.protocol.client.session import answer_requests, num_answers
 from penstock.protocol.config import Config
-from penstock.protocol.field_errors import explain
+from penstock.protocol.decoding import explain
 from penstock.protocol.messages.chat import Conversation, chat_messages
 from penstock.protocol.messages.client import (
     ChatMessage,

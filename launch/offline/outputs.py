@@ -10,9 +10,10 @@ from penstock.protocol.messages.client import (
     FinishReason,
     GenerateReply,
     GenerateRequest,
+    Logprob,
     StopReason,
+    TokenLogprobs,
 )
-from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
 from penstock.protocol.messages.sampling import SamplingParams
 
 # token id → its logprob: the token that stands at a position, and the likeliest ones

@@ -21,9 +21,8 @@ from huggingface_hub import errors as hub
 
 from penstock.launch.pipeline.errors import first_line
 from penstock.launch.pipeline.hub import Downloaded, near_folder
-from penstock.protocol.checkpoint import ModelError, read_model_config
+from penstock.protocol.checkpoint import ModelError, read_model_config, without_config
 from penstock.protocol.checkpoint_files import weight_files
-from penstock.protocol.unserved import without_config
 
 SMALL_FILES = [
     *("config.json", "generation_config.json", "model.safetensors.index.json"),

@@ -8,7 +8,7 @@ from zmq.auth import create_certificates
 
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import DEFAULT_CLIENT, Name
-from penstock.protocol.transport.curve import CLIENTS, SERVER
+from penstock.protocol.transport.context import CLIENTS, SERVER
 
 
 def make_keys(folder: Path, client: str | None) -> list[Path]:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 from collections.abc import Callable
 
-from penstock.protocol.transport.process_exit import ProcessExit
+from penstock.protocol.transport.process import ProcessExit
 
 NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # of sd_notify(3), for systemd's `Type=notify`
 OWNER_VARIABLE = "PENSTOCK_OWNER"  # pid of the parent process with which the pipeline ends

@@ -13,18 +13,19 @@ from pathlib import Path
 import msgspec
 
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.protocol.config import Config, run_folder
-from penstock.protocol.run_folder import (
+from penstock.protocol.config import (
     CONFIG_FILE,
     CONFIG_VARIABLE,
+    Config,
     check_own_folder,
     make_parent_folder,
     make_run_folder,
     read_config,
+    run_folder,
     write_config,
 )
 from penstock.protocol.transport.context import host_and_port
-from penstock.protocol.transport.process_exit import ProcessExit
+from penstock.protocol.transport.process import ProcessExit
 
 LOCK_FILE = "lock"
 # of a run folder's file system: for the lock, `config.json` and its successor, and sockets

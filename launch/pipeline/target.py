@@ -21,7 +21,7 @@ from penstock.launch.pipeline.procfile import read_procfile
 from penstock.launch.pipeline.run_folder import is_running, running_config
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import NoAnswer
+from penstock.protocol.client.session import NoAnswer
 from penstock.protocol.config import Config, run_folder
 
 # options for others who might use it, unless they are given

@@ -17,8 +17,7 @@ from penstock.launch.pipeline.run_folder import environment
 from penstock.launch.ray.nodes import NodeFolder
 from penstock.launch.supervisor.child_process import ChildProcess, vitals
 from penstock.launch.supervisor.output import Log
-from penstock.protocol.config import Config
-from penstock.protocol.run_folder import CONFIG_FILE, CONFIG_VARIABLE
+from penstock.protocol.config import CONFIG_FILE, CONFIG_VARIABLE, Config
 from penstock.protocol.transport.discovery import KEYS_FOLDER, Node
 from penstock.protocol.transport.process import (
     INCARNATION_VARIABLE,

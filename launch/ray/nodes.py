@@ -9,7 +9,7 @@ from pathlib import Path
 
 import zmq
 
-from penstock.protocol.run_folder import make_own_folder
+from penstock.protocol.config import make_own_folder
 from penstock.protocol.transport.context import CLUSTER, Context
 from penstock.protocol.transport.discovery import (
     KEYS_FOLDER,

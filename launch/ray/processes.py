@@ -41,10 +41,8 @@ from penstock.launch.supervisor.processes import (
     Processes,
 )
 from penstock.launch.supervisor.tasks import Tasks
-from penstock.protocol.config import DEFAULT_CLIENT, Config
-from penstock.protocol.run_folder import write_config
-from penstock.protocol.transport.asyncio_handlers import attend, leave
-from penstock.protocol.transport.curve import CLIENTS, SERVER
+from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
+from penstock.protocol.transport.context import CLIENTS, SERVER, attend, leave
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
 
 PING_TIMEOUT = 1.0  # seconds within which an actor that can be reached answers

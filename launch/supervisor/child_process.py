@@ -20,7 +20,7 @@ import psutil
 
 from penstock.launch.pipeline.procfile import shell_line
 from penstock.launch.supervisor.output import Log
-from penstock.protocol.transport.process_exit import ProcessExit
+from penstock.protocol.transport.process import ProcessExit
 
 # it has a CPU or waits for one, or waits for a disk
 UNDERWAY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP})

@@ -27,8 +27,7 @@ from penstock.protocol.messages.supervisor import (
     SignalProcess,
     Spawned,
 )
-from penstock.protocol.transport.asyncio_handlers import attend, leave
-from penstock.protocol.transport.context import Context, drain
+from penstock.protocol.transport.context import Context, attend, drain, leave
 
 Step = Callable[[], Awaitable[None]]
 

@@ -17,7 +17,7 @@ from penstock.launch.supervisor.child_process import ChildProcess, adopting, des
 from penstock.launch.supervisor.output import Log
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.messages.supervisor import Forked, ForkRequest
-from penstock.protocol.transport.forks import FORKS_VARIABLE, MAX_MESSAGE
+from penstock.protocol.transport.socket_pairs import FORKS_VARIABLE, MAX_FORK_MESSAGE
 
 MAX_FORK_SECONDS = 5.0  # in which a fork server that is ready must reply
 KILLED = describe_exit(-signal.SIGKILL)
@@ -110,7 +110,7 @@ class ForkServer:
         """Return the next reply; None when the fork server has exited."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
-            if data := await loop.sock_recv(self._socket, MAX_MESSAGE):
+            if data := await loop.sock_recv(self._socket, MAX_FORK_MESSAGE):
                 return msgspec.msgpack.decode(data, type=Forked)
         return None
 

@@ -18,12 +18,12 @@ from penstock.launch.supervisor.processes import GRACE, ManagedProcess, Policy, 
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.config import Config
 from penstock.protocol.transport.context import Context
-from penstock.protocol.transport.memory_client import MEMORY_VARIABLE, socket_pair
 from penstock.protocol.transport.process import (
     INCARNATION_VARIABLE,
     PROCESS_VARIABLE,
     SUPERVISOR_VARIABLE,
 )
+from penstock.protocol.transport.socket_pairs import MEMORY_VARIABLE, socket_pair
 
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 SERVE_FORKS = "python -P -m penstock.services"  # command of a fork server, without its services

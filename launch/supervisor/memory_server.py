@@ -20,7 +20,7 @@ from penstock.protocol.messages.supervisor import (
     TakeMemory,
     ToMemoryServer,
 )
-from penstock.protocol.transport.memory_client import MAX_MESSAGE
+from penstock.protocol.transport.socket_pairs import MAX_MEMORY_MESSAGE
 
 # in which the last user of memory must have exited, or the memory is dropped
 MAX_EXIT_SECONDS = 5.0
@@ -65,7 +65,7 @@ class MemoryServer:
         descriptors: list[int] = []
         try:
             flags = socket.MSG_CMSG_CLOEXEC
-            data, descriptors, _, _ = socket.recv_fds(peer.socket, MAX_MESSAGE, 1, flags)
+            data, descriptors, _, _ = socket.recv_fds(peer.socket, MAX_MEMORY_MESSAGE, 1, flags)
             message = msgspec.msgpack.decode(data, type=ToMemoryServer) if data else None
         except (OSError, msgspec.DecodeError):
             message = None

@@ -30,9 +30,8 @@ from penstock.protocol.messages.supervisor import (
     SuspectsCleared,
     ToSupervisor,
 )
-from penstock.protocol.transport.asyncio_handlers import attend, leave
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
-from penstock.protocol.transport.context import Context, endpoints
+from penstock.protocol.transport.context import Context, attend, endpoints, leave
 
 # seconds by which the supervisor's own timer may be late, if it was not stopped itself
 MAX_LATE = 2 * HEARTBEAT_INTERVAL

@@ -10,11 +10,9 @@ from typing import Any, Self
 
 import zmq
 
-from penstock.protocol.client.answers import ask_n, gather
 from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
-from penstock.protocol.client.errors import ClientError
 from penstock.protocol.client.scoring import result_of
-from penstock.protocol.client.session import Answer, Take, ignore_change
+from penstock.protocol.client.session import Answer, ClientError, Take, ask_n, gather, ignore_change
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.messages.client import (
     AbortReply,

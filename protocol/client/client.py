@@ -8,7 +8,7 @@
         texts = [stream.result().text for stream in streams]
 
 A request survives the death of any process of the pipeline, the gateway's too: when the connection
-comes back, the client sends unanswered requests again. `errors.py` has the tree of errors.
+comes back, the client sends unanswered requests again. `ClientError` is the root of its errors.
 
 `Client("tcp://gpu1:5555,tcp://gpu2:5555")` continues at the next address when one is
 lost or unreachable.
@@ -26,11 +26,9 @@ from typing import Any, Self
 
 import zmq
 
-from penstock.protocol.client.answers import ask_n
 from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
-from penstock.protocol.client.errors import NoAnswer
 from penstock.protocol.client.scoring import result_of
-from penstock.protocol.client.session import Answer
+from penstock.protocol.client.session import Answer, NoAnswer, ask_n
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.messages.client import (
     AbortReply,

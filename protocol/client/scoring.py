@@ -8,7 +8,7 @@ embeds both texts: the score is their cosine.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import RequestError
 from penstock.protocol.messages.client import ErrorReply, GenerateReply
 from penstock.protocol.messages.sampling import Pooling
 

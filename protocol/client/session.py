@@ -3,20 +3,26 @@
 A restarted gateway may repeat or omit deltas. So every question is kept until it is answered, to be
 sent again. Of each `TextDelta` only the new part is passed on, and the reply fills in what is
 missing at the end. The pieces of a stream always add up to the text of its reply.
+
+The `n` answers to a prompt are one request each, because the gateway answers a request once.
 """
 
+import asyncio
 import itertools
 import logging
 import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.protocol.client.errors import RequestError
+from penstock.protocol.decoding import explain
 from penstock.protocol.messages.client import (
+    BATCH,
+    MSGPACK,
     AbortReply,
     AbortRequest,
     DetokenizeReply,
@@ -28,9 +34,11 @@ from penstock.protocol.messages.client import (
     Request,
     TextDelta,
     TokenizeReply,
+    TokenLogprobs,
+    encode_number,
+    split_reply,
 )
-from penstock.protocol.messages.codec import BATCH, MSGPACK, encode_number, split_reply
-from penstock.protocol.messages.logprobs import TokenLogprobs
+from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.status import StatusReply
 from penstock.protocol.transport.channel import DECODE_ERRORS
 
@@ -46,6 +54,37 @@ LOGPROB_BYTES = 256  # of memory, more or less
 PATIENCE = 1.0  # seconds in which a client that reads at all makes room for the next piece
 # open answers of which each may leave the whole limit unread; more of them divide it
 FAIR_ANSWERS = 16
+
+
+class ClientError(Exception):
+    """The root of all exceptions of a client.
+
+    ClientError
+    ├── RequestError      the pipeline refused a request, or failed at it
+    └── NoAnswer          nothing arrived within the client's timeout
+    """
+
+
+class RequestError(ClientError):
+    """The pipeline refused a request, or failed at it.
+
+    `code` is `invalid`, `overloaded` or `failed`; `field` names the invalid field. `overloaded` has
+    `retry_after`, the number of seconds after which a retry may succeed. A prompt that doesn't fit
+    into the context has `too_long`: its tokens, and how many fit.
+    """
+
+    def __init__(self, reply: ErrorReply) -> None:
+        super().__init__(reply.message)
+        self.code = reply.code
+        self.message = reply.message
+        self.field = reply.field
+        self.request_id = reply.request_id
+        self.retry_after = reply.retry_after
+        self.too_long = reply.too_long
+
+
+class NoAnswer(ClientError):  # noqa: N818  `TimeoutError` is taken, and says less
+    """Nothing arrived from the pipeline within the client's timeout."""
 
 
 def ignore_change() -> None:
@@ -263,3 +302,65 @@ class Session:
         if answer.num_unread * share <= self._max_unread:
             return False
         return time.monotonic() - answer.blocked_since >= PATIENCE
+
+
+T = TypeVar("T")
+_NUM_SEEDS = 2**64
+
+
+def answer_requests(request: GenerateRequest) -> list[GenerateRequest]:
+    """Return a request for each of the `n` answers to a prompt. Raises RequestError.
+
+    Answer i has the id NAME-i and, with a seed, the seed + i. Only the first answer has
+    `prompt_logprobs`, because computing them bypasses the prefix cache.
+    """
+    number = num_answers(request)
+    name = request.request_id or uuid.uuid4().hex
+    first = msgspec.structs.replace(request, n=1, request_id=f"{name}-0", num_answers=number)
+    return [first, *(_further(first, f"{name}-{index}", index) for index in range(1, number))]
+
+
+def ask_n(request: GenerateRequest, ask: Callable[[GenerateRequest], Answer]) -> list[Answer]:
+    """Send a request for each answer to a prompt with `ask`. Raises RequestError."""
+    answers = [ask(one) for one in answer_requests(request)]
+    for answer in answers:
+        answer.prompt_id = request.request_id
+    return answers
+
+
+def num_answers(params: SamplingParams) -> int:
+    """Return `n`. Raises RequestError if `n`, or a seed to which the index is added, is invalid."""
+    given = {"n": params.n, "seed": params.seed}
+    try:
+        return msgspec.convert(given, SamplingParams).n
+    except msgspec.ValidationError as error:
+        field, message = explain(str(error), given, SamplingParams)
+        raise RequestError(ErrorReply(code="invalid", message=message, field=field)) from None
+
+
+def _further(first: GenerateRequest, request_id: str, index: int) -> GenerateRequest:
+    return msgspec.structs.replace(
+        first,
+        request_id=request_id,
+        seed=None if first.seed is None else _seed(first.seed + index),
+        prompt_logprobs=None,
+        num_answers=0,
+    )
+
+
+def _seed(number: int) -> int:
+    """Return the signed 64-bit seed after an overflow."""
+    return (number + _NUM_SEEDS // 2) % _NUM_SEEDS - _NUM_SEEDS // 2
+
+
+async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return all results; the first failure cancels the others."""
+    works = [*work]
+    if len(works) == 1:
+        return [await works[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

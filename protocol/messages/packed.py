@@ -4,6 +4,8 @@ from array import array
 from collections.abc import Iterable
 from typing import ClassVar
 
+from msgspec import Struct
+
 assert array("i").itemsize == 4  # noqa: S101  the wire format; true wherever CPython runs today
 
 
@@ -35,3 +37,26 @@ class PackedLists:
                 raise ValueError(f"{field}: got {got} bytes, expected a multiple of {size}")
         if self.parallel and len({len(getattr(self, field)) for field in self.parallel}) > 1:
             raise ValueError(f"{self.parallel}: got different numbers of bytes")
+
+
+class PackedLogprobs(Struct, array_like=True):
+    """One position, as the worker sends it: the token itself first, then the likeliest ones."""
+
+    token_ids: bytes  # int32 [1 + k]
+    logprobs: bytes  # float32 [1 + k]
+    rank: int = 1  # of the token itself
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs) or not self.token_ids:
+            raise ValueError(
+                f"{len(self.token_ids)} bytes of tokens, {len(self.logprobs)} of logprobs"
+            )
+        if len(self.token_ids) % 4:
+            raise ValueError(f"token_ids: got {len(self.token_ids)} bytes, expected int32")
+
+    def pairs(self) -> list[tuple[int, float]]:
+        """(token id, logprob) of each."""
+        token_ids, logprobs = array("i"), array("f")
+        token_ids.frombytes(self.token_ids)
+        logprobs.frombytes(self.logprobs)
+        return list(zip(token_ids, logprobs, strict=True))

@@ -21,8 +21,7 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.packed import PackedLists
+from penstock.protocol.messages.packed import PackedLists, PackedLogprobs
 from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.structured import Reasoning, StructuredOutputs
 

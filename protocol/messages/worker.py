@@ -5,8 +5,8 @@ from typing import ClassVar
 from msgspec import Struct
 
 from penstock.protocol.messages.packed import PackedLists
+from penstock.protocol.messages.pipeline import PROTOCOL_VERSION
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
-from penstock.protocol.messages.registration import PROTOCOL_VERSION
 from penstock.protocol.messages.structured import StructuredOutputs
 
 

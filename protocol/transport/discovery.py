@@ -15,8 +15,14 @@ import zmq
 from msgspec import Struct
 
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, MAX_MISSED_HEARTBEATS, Channel
-from penstock.protocol.transport.context import CLUSTER, Context, drain, host_and_port
-from penstock.protocol.transport.curve import secure_client, secure_server
+from penstock.protocol.transport.context import (
+    CLUSTER,
+    Context,
+    drain,
+    host_and_port,
+    secure_client,
+    secure_server,
+)
 
 KEYS_FOLDER = "cluster-keys"  # in the folder of that file, as `launch keys` makes it
 KEYS_CLIENT = "process"  # whose key all processes have

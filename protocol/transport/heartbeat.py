@@ -1,13 +1,77 @@
-"""Heartbeats of this process: a thread that sends them to the supervisor."""
+"""What a process reports to the supervisor: heartbeats, and deaths at requests."""
 
+import contextlib
+import logging
 import math
+import os
 import threading
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from time import monotonic
+from typing import Any
 
-from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
-from penstock.protocol.transport.process import Process
-from penstock.protocol.transport.supervisor_heartbeat import Counters, HeartbeatSender
+import psutil
+import zmq
+
+from penstock.protocol.messages.supervisor import (
+    PoisonFound,
+    ProcessesDied,
+    SupervisorHeartbeat,
+    SuspectsCleared,
+)
+from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, Channel, traffic
+from penstock.protocol.transport.process import SUPERVISOR_VARIABLE, Process
+
+Counters = Callable[[], dict[str, float]]
+
+
+class HeartbeatSender:
+    """Sends heartbeats to the supervisor, if there is one. `send` is for one thread.
+
+    A heartbeat has this process's counts of messages, and what `counters` returned at the latest
+    `count`, by names of Prometheus metrics without `penstock_process_`.
+    """
+
+    def __init__(self, process: Process, counters: Counters = dict[str, float]) -> None:
+        self._name = process.name
+        self._counters = counters
+        self._counted: dict[str, float] = {}
+        self._counters_failed = False
+        self.group, self.group_size = "", 1  # of a worker, as in `SupervisorHeartbeat`
+        self._own = psutil.Process()
+        self._rss_bytes = 0
+        self._channel: Channel[Any] | None = None
+        if SUPERVISOR_VARIABLE in os.environ:
+            self._channel = process.context.connect(zmq.PUSH, process.endpoints.supervisor)
+
+    def send(self, busy_seconds: float = 0.0) -> None:
+        """Send a heartbeat; to be called every HEARTBEAT_INTERVAL."""
+        if self._channel:
+            counters = {
+                "messages_sent_total": traffic.messages_sent,
+                "messages_received_total": traffic.messages_received,
+                "bad_frames_total": traffic.bad_frames,
+                **self._counted,
+            }
+            times = os.times()
+            with contextlib.suppress(OSError):  # no descriptor is free
+                self._rss_bytes = self._own.memory_info().rss
+            beat = SupervisorHeartbeat(self._name, os.getpid(), busy_seconds)
+            beat.group, beat.group_size = self.group, self.group_size
+            beat.counters = counters
+            beat.cpu_seconds, beat.rss_bytes = times.user + times.system, self._rss_bytes
+            self._channel.send(beat)
+
+    def count(self) -> None:
+        """Call `counters`, in the thread that owns them; an exception stops no heartbeat."""
+        try:
+            self._counted = self._counters()
+        except Exception:
+            self._counted = {}
+            if not self._counters_failed:
+                self._counters_failed = True
+                logging.getLogger(self._name).exception("counters failed (reported once)")
+
 
 # heartbeats that the thread may miss on a busy machine; if more, the process itself was stopped
 MAX_MISSED = 3
@@ -121,3 +185,34 @@ class HeartbeatThread:
         """Note how long this thread has waited for HEARTBEAT_INTERVAL, or less."""
         if seconds > MAX_MISSED * HEARTBEAT_INTERVAL:
             self._lost_seconds += seconds
+
+
+MAX_SUSPECTS = 1 << 14  # requests whose deaths are remembered, the newest
+
+
+class DeathReports:
+    """Reports to the supervisor, if there is one, which requests may have ended processes."""
+
+    def __init__(self, process: Process) -> None:
+        # digests that were reported and not cleared, the newest
+        self.suspects: OrderedDict[bytes, None] = OrderedDict()
+        self._channel: Channel[None] | None = None
+        if SUPERVISOR_VARIABLE in os.environ:
+            self._channel = process.context.connect(zmq.PUSH, process.endpoints.supervisor)
+
+    def died(self, processes: list[tuple[str, int]], suspects: list[bytes]) -> None:
+        if self._channel and processes and suspects:
+            self._channel.send(ProcessesDied(processes, suspects))
+            self.suspects |= dict.fromkeys(suspects)
+            while len(self.suspects) > MAX_SUSPECTS:
+                self.suspects.popitem(last=False)
+
+    def clear(self, digests: Iterable[bytes]) -> None:
+        """Report cleared requests as `SuspectsCleared`, if they were suspects."""
+        cleared = [one for one in digests if self.suspects.pop(one, one) is None]
+        if self._channel and cleared:
+            self._channel.send(SuspectsCleared(cleared))
+
+    def found(self, digest: bytes) -> None:
+        if self._channel:
+            self._channel.send(PoisonFound(digest))

@@ -1,6 +1,6 @@
 """`python -P -m penstock.services.detokenizer`."""
 
-from penstock.protocol.messages.registration import Goodbye
+from penstock.protocol.messages.pipeline import Goodbye
 from penstock.protocol.transport.process import Process
 from penstock.services.detokenizer.process import DetokenizerProcess
 

@@ -8,19 +8,20 @@ from time import monotonic
 import zmq
 
 from penstock.protocol.messages.client import ErrorReply, FinishReason, TextDelta
-from penstock.protocol.messages.detokenizer import (
+from penstock.protocol.messages.packed import PackedLogprobs, unpack
+from penstock.protocol.messages.pipeline import (
     Confirmed,
     FromDetokenizer,
+    Goodbye,
+    Heartbeat,
+    Refused,
+    RequestFailed,
     StepTokens,
+    StopFound,
     StreamOpened,
     TextDeltas,
     ToDetokenizer,
 )
-from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.packed import unpack
-from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
-from penstock.protocol.messages.scheduler import StopFound
-from penstock.protocol.messages.tokenizer import RequestFailed
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.event_loop import EventLoop

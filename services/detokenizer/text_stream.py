@@ -4,10 +4,9 @@ from codecs import getincrementaldecoder
 from collections.abc import Sequence
 
 from penstock.protocol.messages.client import FinishReason, TextDelta
-from penstock.protocol.messages.detokenizer import StreamOpened
-from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.packed import unpack
-from penstock.protocol.reasoning import ReasoningTracker
+from penstock.protocol.messages.packed import PackedLogprobs, unpack
+from penstock.protocol.messages.pipeline import StreamOpened
+from penstock.protocol.tokenizer_file import ReasoningTracker
 from penstock.services.detokenizer.token_bytes import TokenBytes
 
 Utf8Decoder = getincrementaldecoder("utf-8")

@@ -5,9 +5,14 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from penstock.protocol.messages.logprobs import Logprob, PackedLogprobs, TokenLogprobs
-from penstock.protocol.reasoning import ReasoningTokens, read_reasoning_tokens
-from penstock.protocol.tokenizer_file import byte_characters, read_tokenizer_file
+from penstock.protocol.messages.client import Logprob, TokenLogprobs
+from penstock.protocol.messages.packed import PackedLogprobs
+from penstock.protocol.tokenizer_file import (
+    ReasoningTokens,
+    byte_characters,
+    read_reasoning_tokens,
+    read_tokenizer_file,
+)
 
 
 class TokenBytes(Struct, frozen=True):

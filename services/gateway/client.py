@@ -3,7 +3,7 @@
 from collections import deque
 from typing import NamedTuple
 
-from penstock.protocol.messages.codec import Codec
+from penstock.protocol.messages.client import Codec
 
 
 class Share:

@@ -4,8 +4,8 @@ from time import monotonic
 
 import msgspec
 
-from penstock.protocol.generation_config import GenerationConfig
 from penstock.protocol.messages.client import (
+    MSGPACK,
     ErrorReply,
     FinishReason,
     GenerateReply,
@@ -14,15 +14,14 @@ from penstock.protocol.messages.client import (
     StopReason,
     TextDelta,
     TokenizePromptRequest,
+    TokenLogprobs,
     Usage,
 )
-from penstock.protocol.messages.codec import MSGPACK
-from penstock.protocol.messages.logprobs import TokenLogprobs
-from penstock.protocol.messages.metrics import Metrics, RequestTimes
 from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.pipeline import TokenizedRequest, TokenizeRequest
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.messages.scheduler import TokenizedRequest
-from penstock.protocol.messages.tokenizer import TokenizeRequest
+from penstock.protocol.messages.status import Metrics, RequestTimes
+from penstock.protocol.tokenizer_file import GenerationConfig
 from penstock.protocol.transport.event_loop import Timer
 from penstock.services.gateway.client import Client, Totals
 

@@ -9,16 +9,20 @@ import zmq
 
 from penstock.protocol.config import replica_of
 from penstock.protocol.messages.client import ErrorReply
-from penstock.protocol.messages.detokenizer import TextDeltas, ToGateway
-from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused, refusal
-from penstock.protocol.messages.status import SchedulerStatus
-from penstock.protocol.messages.supervisor import SupervisorReport
-from penstock.protocol.messages.tokenizer import (
+from penstock.protocol.messages.pipeline import (
     FromTokenizer,
+    Goodbye,
+    Heartbeat,
+    Refused,
     RequestFailed,
+    TextDeltas,
+    ToGateway,
     TokenizeDone,
     TokenizerReply,
+    refusal,
 )
+from penstock.protocol.messages.status import SchedulerStatus
+from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.context import Handlers
 from penstock.protocol.transport.event_loop import CallLater

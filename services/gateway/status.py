@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.protocol.messages.client import StatusRequest
-from penstock.protocol.messages.codec import Codec
+from penstock.protocol.messages.client import Codec, StatusRequest
 from penstock.protocol.messages.status import ModelStatus, ProcessStatus, StatusReply
 from penstock.protocol.transport.context import Handlers
 from penstock.services.gateway.client import Client, Connection

@@ -8,22 +8,25 @@ import msgspec
 
 from penstock.protocol.checkpoint import max_request_bytes, read_model_config
 from penstock.protocol.config import Config
-from penstock.protocol.field_errors import explain, undecodable_value
+from penstock.protocol.decoding import (
+    MAX_DEPTH,
+    TOO_MANY_PARTS,
+    explain,
+    has_too_many_parts,
+    is_too_deep,
+    undecodable_value,
+)
 from penstock.protocol.messages.client import (
+    REQUEST_TYPES,
+    Codec,
     DetokenizeRequest,
     ErrorReply,
     GenerateRequest,
     Request,
+    RequestKind,
     TokenizePromptRequest,
 )
-from penstock.protocol.messages.codec import REQUEST_TYPES, Codec, RequestKind
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.nesting import (
-    MAX_DEPTH,
-    TOO_MANY_PARTS,
-    has_too_many_parts,
-    is_too_deep,
-)
 from penstock.protocol.poison import comparable
 from penstock.protocol.transport.channel import DECODE_ERRORS
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import RequestError
 from penstock.protocol.config import DISTRIBUTION
 from penstock.protocol.messages.chat import MessageError
 from penstock.services.http.generation.schema import ApiRequest

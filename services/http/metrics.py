@@ -16,9 +16,9 @@ from prometheus_client.core import (
 )
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.histogram import Histogram
-from penstock.protocol.messages.metrics import Metrics
 from penstock.protocol.messages.status import (
+    Histogram,
+    Metrics,
     ModelStatus,
     ProcessStatus,
     SchedulerStatus,

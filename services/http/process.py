@@ -12,11 +12,10 @@ import uvicorn
 import uvloop
 
 from penstock.protocol.client.async_client import AsyncClient
-from penstock.protocol.client.errors import ClientError
+from penstock.protocol.client.session import ClientError
 from penstock.protocol.config import Config
-from penstock.protocol.transport.asyncio_handlers import attend
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
-from penstock.protocol.transport.context import host_and_port
+from penstock.protocol.transport.context import attend, host_and_port
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process, tune_collector
 from penstock.services.http.app import make_app

@@ -4,7 +4,7 @@ import logging
 
 from penstock.protocol.checkpoint import ModelConfig
 from penstock.protocol.config import Config
-from penstock.protocol.transport.memory_client import MemoryClient
+from penstock.protocol.transport.socket_pairs import MemoryClient
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import BlockRecords, hash_block, hash_root

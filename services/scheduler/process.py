@@ -6,18 +6,21 @@ import zmq
 
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.messages.client import ErrorReply
-from penstock.protocol.messages.detokenizer import Confirmed, FromDetokenizer
-from penstock.protocol.messages.plan import SampledTokens
-from penstock.protocol.messages.registration import Goodbye, Refused, refusal
-from penstock.protocol.messages.scheduler import (
+from penstock.protocol.messages.pipeline import (
+    Confirmed,
+    FromDetokenizer,
     GatewayStarted,
+    Goodbye,
+    Refused,
     ReleaseRequest,
+    RequestFailed,
     StopFound,
     TokenizedRequest,
     ToScheduler,
+    refusal,
 )
+from penstock.protocol.messages.plan import SampledTokens
 from penstock.protocol.messages.status import SchedulerStatus
-from penstock.protocol.messages.tokenizer import RequestFailed
 from penstock.protocol.messages.worker import (
     FolderReport,
     FromWorker,
@@ -26,12 +29,10 @@ from penstock.protocol.messages.worker import (
     WorkerState,
 )
 from penstock.protocol.poison import REFUSED
-from penstock.protocol.reasoning import read_reasoning_tokens
-from penstock.protocol.tokenizer_file import read_eos_token_ids
+from penstock.protocol.tokenizer_file import read_eos_token_ids, read_reasoning_tokens
 from penstock.protocol.tracing import Tracer
-from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.event_loop import EventLoop
-from penstock.protocol.transport.heartbeat import HeartbeatThread
+from penstock.protocol.transport.heartbeat import DeathReports, HeartbeatThread
 from penstock.protocol.transport.process import Process, first_number
 from penstock.services.scheduler import report
 from penstock.services.scheduler.factory import make_scheduler, use_host_tier

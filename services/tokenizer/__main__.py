@@ -1,6 +1,6 @@
 """`python -P -m penstock.services.tokenizer`."""
 
-from penstock.protocol.messages.registration import Goodbye
+from penstock.protocol.messages.pipeline import Goodbye
 from penstock.protocol.transport.process import Process
 from penstock.services.tokenizer.process import TokenizerProcess
 

@@ -22,8 +22,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.protocol.fair_queue import FairQueue
-from penstock.protocol.json_schema import inexact, maps_in, schemas_in
-from penstock.protocol.messages.structured import GRAMMAR_LIMITS
+from penstock.protocol.messages.structured import GRAMMAR_LIMITS, inexact, maps_in, schemas_in
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.services.tokenizer.child import end_child, start_child
 

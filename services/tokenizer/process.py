@@ -7,11 +7,13 @@ import zmq
 
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.messages.packed import pack
-from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
-from penstock.protocol.messages.scheduler import TokenizedRequest
-from penstock.protocol.messages.tokenizer import (
+from penstock.protocol.messages.pipeline import (
+    Goodbye,
+    Heartbeat,
+    Refused,
     RequestFailed,
     TokenizeDone,
+    TokenizedRequest,
     TokenizeRequest,
     TokenizerQuery,
     TokenizerReply,

@@ -13,8 +13,8 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
     TokenizeReply,
 )
+from penstock.protocol.messages.pipeline import TokenizeRequest
 from penstock.protocol.messages.structured import Reasoning
-from penstock.protocol.messages.tokenizer import TokenizeRequest
 from penstock.services.tokenizer.chat_template import ChatTemplate
 from penstock.services.tokenizer.errors import PromptError
 from penstock.services.tokenizer.fast_encoder import load_fast_encoder

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.sampling.logits import top_logprobs
-from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.packed import PackedLogprobs
 from penstock.services.worker.persistent_batch import Integers
 
 # failure of a row without a token

@@ -22,7 +22,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import BatchPlan
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.processors import threads_of_worker
-from penstock.protocol.transport.memory_client import MemoryClient
+from penstock.protocol.transport.socket_pairs import MemoryClient
 from penstock.services.worker.cuda_graphs import graph_shapes
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.hardware import (

@@ -31,8 +31,7 @@ from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.context import host_and_port
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
-from penstock.protocol.transport.process import Process
-from penstock.protocol.transport.process_exit import ProcessExit
+from penstock.protocol.transport.process import Process, ProcessExit
 from penstock.services.worker.launched_step import LaunchedStep
 from penstock.services.worker.memory.persistent_memory import SharedMemoryError
 from penstock.services.worker.model_runner import ModelRunner

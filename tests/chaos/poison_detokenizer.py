@@ -4,7 +4,7 @@ import os
 import signal
 from typing import Any
 
-from penstock.protocol.messages.detokenizer import StepTokens
+from penstock.protocol.messages.pipeline import StepTokens
 from penstock.services.detokenizer import process
 from penstock.services.detokenizer.__main__ import main
 

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from penstock.protocol.messages.tokenizer import TokenizeRequest
+from penstock.protocol.messages.pipeline import TokenizeRequest
 from penstock.services.tokenizer import prompts
 from penstock.services.tokenizer.__main__ import main
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.launch.pipeline.procfile import PROCFILE
-from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import RequestError
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 from tests.tools.demo.tasks import answer_to, count_prompt
 

@@ -21,9 +21,9 @@ from penstock.launch.chaos.check import Content, Received, Verdict, check, conte
 from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import RequestError
 from penstock.protocol.config import DEFAULT_CLIENT
-from penstock.protocol.transport.curve import secure_client
+from penstock.protocol.transport.context import secure_client
 from penstock.protocol.transport.discovery import KEYS_FOLDER
 from tests.cluster.machines import RAY_PORT, Cluster, Machine, ip, wait_for_ray
 from tests.cluster.pipeline import PORT, START_TIMEOUT, STOP_TIMEOUT, Pipeline

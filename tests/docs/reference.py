@@ -10,13 +10,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.launch.pipeline import errors as launch_errors
 from penstock.launch.pipeline.options import _default, _description, _shown, flag
-from penstock.protocol.client import errors
+from penstock.protocol.client import session
 from penstock.protocol.config import Config, ModelOptions
 from penstock.protocol.messages.client import ErrorReply
-from penstock.protocol.messages.histogram import Histogram
-from penstock.protocol.messages.metrics import Metrics
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
+from penstock.protocol.messages.status import (
+    Histogram,
+    Metrics,
+    ProcessStatus,
+    SchedulerStatus,
+    StatusReply,
+)
 from penstock.services.http.metrics import render
 from penstock.services.http.shared.errors import ApiError, as_api_error
 from tests.docs.command_reference import commands
@@ -168,7 +172,7 @@ def error_page() -> str:
     codes = get_args(get_type_hints(ErrorReply)["code"])
     assert set(codes) == set(CODES)
     replies = {
-        code: as_api_error(errors.RequestError(ErrorReply(code=code, message="", retry_after=1.0)))
+        code: as_api_error(session.RequestError(ErrorReply(code=code, message="", retry_after=1.0)))
         for code in codes
     }
     return page(
@@ -199,7 +203,7 @@ def error_page() -> str:
             "exception | base | meaning",
             [
                 f"`{name}` | `{one.__bases__[0].__name__}` | {(one.__doc__ or '').splitlines()[0]}"
-                for module in (launch_errors, errors)
+                for module in (launch_errors, session)
                 for name, one in vars(module).items()
                 if isinstance(one, type) and issubclass(one, Exception)
             ],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.codec import codec_of
+from penstock.protocol.messages.client import codec_of
 from penstock.services.gateway.validation import RefusedError, decode_request
 from tests.docs.pages import PAGES as TEXTS
 from tests.docs.pages import ROOT, Block, blocks

@@ -6,7 +6,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from penstock.protocol.messages import client, detokenizer, scheduler, tokenizer, worker
+from penstock.protocol.messages import client, worker
+from penstock.protocol.messages import pipeline as detokenizer
+from penstock.protocol.messages import pipeline as scheduler
+from penstock.protocol.messages import pipeline as tokenizer
 from penstock.protocol.messages.client import (
     AbortReply,
     AbortRequest,
@@ -16,24 +19,35 @@ from penstock.protocol.messages.client import (
     ErrorReply,
     GenerateReply,
     GenerateRequest,
+    Logprob,
     StatusRequest,
     TextDelta,
     TokenizePromptRequest,
     TokenizeReply,
+    TokenLogprobs,
     Usage,
 )
-from penstock.protocol.messages.detokenizer import Confirmed, StepTokens, StreamOpened, TextDeltas
-from penstock.protocol.messages.logprobs import Logprob, PackedLogprobs, TokenLogprobs
-from penstock.protocol.messages.packed import pack
-from penstock.protocol.messages.plan import BatchPlan, RowAdded, RowExtras, SampledTokens
-from penstock.protocol.messages.registration import Goodbye, Heartbeat, Refused
-from penstock.protocol.messages.sampling import Pooling, SamplingParams
-from penstock.protocol.messages.scheduler import (
+from penstock.protocol.messages.packed import PackedLogprobs, pack
+from penstock.protocol.messages.pipeline import (
+    Confirmed,
     GatewayStarted,
+    Goodbye,
+    Heartbeat,
+    Refused,
     ReleaseRequest,
+    RequestFailed,
+    StepTokens,
     StopFound,
+    StreamOpened,
+    TextDeltas,
+    TokenizeDone,
     TokenizedRequest,
+    TokenizeRequest,
+    TokenizerQuery,
+    TokenizerReply,
 )
+from penstock.protocol.messages.plan import BatchPlan, RowAdded, RowExtras, SampledTokens
+from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.supervisor import (
@@ -43,13 +57,6 @@ from penstock.protocol.messages.supervisor import (
     SupervisorReport,
     SuspectsCleared,
     ToSupervisor,
-)
-from penstock.protocol.messages.tokenizer import (
-    RequestFailed,
-    TokenizeDone,
-    TokenizeRequest,
-    TokenizerQuery,
-    TokenizerReply,
 )
 from penstock.protocol.messages.worker import (
     CompileGrammars,

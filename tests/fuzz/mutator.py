@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from penstock.protocol.messages.codec import MSGPACK, codec_of
+from penstock.protocol.messages.client import MSGPACK, codec_of
 from penstock.protocol.transport.channel import DECODE_ERRORS
 
 Place = tuple[Any, Any]

@@ -15,16 +15,19 @@ from msgspec import Struct
 
 from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.config import Config
-from penstock.protocol.generation_config import read_generation_config
-from penstock.protocol.messages.client import GenerateRequest, Reply
-from penstock.protocol.messages.codec import codec_of
-from penstock.protocol.messages.detokenizer import StepTokens, TextDeltas
+from penstock.protocol.messages.client import GenerateRequest, Reply, codec_of
 from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.pipeline import (
+    StepTokens,
+    TextDeltas,
+    TokenizedRequest,
+    TokenizeRequest,
+    ToTokenizer,
+)
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
-from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.supervisor import SupervisorHeartbeat
-from penstock.protocol.messages.tokenizer import TokenizeRequest, ToTokenizer
 from penstock.protocol.messages.worker import GrammarCompiled
+from penstock.protocol.tokenizer_file import read_generation_config
 from penstock.protocol.transport.channel import DECODE_ERRORS, Channel
 from penstock.services.detokenizer.process import Detokenizer
 from penstock.services.detokenizer.token_bytes import token_bytes

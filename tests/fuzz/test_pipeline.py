@@ -13,11 +13,10 @@ import pytest
 import zmq
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import GenerateRequest
-from penstock.protocol.messages.codec import JSON, MSGPACK, codec_of
+from penstock.protocol.messages.client import JSON, MSGPACK, GenerateRequest, codec_of
 from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.pipeline import GatewayStarted, TokenizedRequest
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.messages.scheduler import GatewayStarted, TokenizedRequest
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.protocol.transport.context import Context, endpoints

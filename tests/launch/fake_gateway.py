@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import zmq
 
 from penstock.protocol.messages.client import (
+    MSGPACK,
     AbortReply,
     AbortRequest,
     GenerateReply,
@@ -16,8 +17,8 @@ from penstock.protocol.messages.client import (
     StatusRequest,
     TextDelta,
     Usage,
+    reply_frames,
 )
-from penstock.protocol.messages.codec import MSGPACK, reply_frames
 from penstock.protocol.messages.status import StatusReply
 
 Behaviour = Callable[[Request], list[Reply]]

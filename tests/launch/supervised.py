@@ -14,9 +14,8 @@ from penstock.launch.supervisor.child_process import vitals
 from penstock.launch.supervisor.processes import ManagedProcess
 from penstock.launch.supervisor.tasks import Tasks
 from penstock.launch.supervisor.watchdog import Watchdog
-from penstock.protocol.config import Config
+from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.messages.supervisor import SupervisorHeartbeat
-from penstock.protocol.run_folder import make_run_folder
 from penstock.protocol.transport.context import Context, endpoints
 
 LONG = 3600.0

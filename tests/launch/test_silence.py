@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.transport.asyncio_handlers import leave
+from penstock.protocol.transport.context import leave
 from tests.launch.supervised import LONG
 
 

@@ -12,9 +12,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from penstock.models.checkpoint_tensors import SINGLE_FILE
 from penstock.models.rope_table import rope_table
-from penstock.protocol.checkpoint import read_model_config
+from penstock.protocol.checkpoint import Yarn, read_model_config
 from penstock.protocol.config import Config
-from penstock.protocol.rope import Yarn
 from tests.models.checkpoints import SHAPE, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 

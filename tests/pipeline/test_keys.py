@@ -13,7 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import RequestError
 from tests.pipeline.conftest import LAUNCH, START_TIMEOUT, Pipeline
 
 pytestmark = pytest.mark.pipeline

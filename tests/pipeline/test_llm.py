@@ -13,7 +13,7 @@ from penstock import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from penstock.launch.offline.llm import Prompt
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import RequestError
 from penstock.protocol.config import run_folder
 from tests.pipeline.conftest import START_TIMEOUT, STOP_TIMEOUT
 

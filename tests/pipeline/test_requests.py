@@ -10,13 +10,10 @@ import pytest
 import zmq
 
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import RequestError
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import GenerateReply
-from penstock.protocol.messages.codec import codec_of
-from penstock.protocol.messages.detokenizer import ToDetokenizer
-from penstock.protocol.messages.registration import Heartbeat
-from penstock.protocol.messages.tokenizer import ToTokenizer
+from penstock.protocol.messages.client import GenerateReply, codec_of
+from penstock.protocol.messages.pipeline import Heartbeat, ToDetokenizer, ToTokenizer
 from penstock.protocol.messages.worker import ToWorker, WorkerState
 from penstock.protocol.transport.context import Context, endpoints
 from tests.pipeline.conftest import Pipeline

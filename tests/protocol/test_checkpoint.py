@@ -8,9 +8,8 @@ import pytest
 
 from penstock.protocol.checkpoint import ModelError, check_tp, read_model_config
 from penstock.protocol.config import Config
-from penstock.protocol.generation_config import GenerationConfig
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.tokenizer_file import read_eos_token_ids
+from penstock.protocol.tokenizer_file import GenerationConfig, read_eos_token_ids
 from tests.models.checkpoints import MODULES, write_embedding_files
 
 DEMO = Config().model_folder

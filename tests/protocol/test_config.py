@@ -7,8 +7,10 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.protocol.config import Config, ModelOptions, PipelineConfig
-from penstock.protocol.run_folder import (
+from penstock.protocol.config import (
+    Config,
+    ModelOptions,
+    PipelineConfig,
     config_from_environment,
     make_run_folder,
     read_config,

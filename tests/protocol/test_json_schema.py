@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.json_schema import LIMIT, inexact, maps_in, schemas_in
+from penstock.protocol.messages.structured import LIMIT, inexact, maps_in, schemas_in
 
 BIG = 2**53 + 1
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.protocol import poison as module
 from penstock.protocol.messages.supervisor import PoisonFound, ProcessesDied, SuspectsCleared
 from penstock.protocol.poison import MAX_KNOWN, MEMORY, PoisonList, digest_of
-from penstock.protocol.transport.death_reports import DeathReports
+from penstock.protocol.transport.heartbeat import DeathReports
 from penstock.protocol.transport.process import SUPERVISOR_VARIABLE
 
 

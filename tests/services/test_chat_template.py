@@ -12,10 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import (
-    ChatMessage,
-    PromptFields,
-)
+from penstock.protocol.messages.client import ChatMessage, PromptFields
 from penstock.services.tokenizer import chat_template as module
 from penstock.services.tokenizer.chat_template import ChatTemplate
 from penstock.services.tokenizer.errors import PromptError

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
-from penstock.protocol.messages.logprobs import PackedLogprobs, TokenLogprobs
-from penstock.protocol.messages.packed import pack
-from penstock.protocol.messages.scheduler import StopFound
+from penstock.protocol.messages.client import TokenLogprobs
+from penstock.protocol.messages.packed import PackedLogprobs, pack
+from penstock.protocol.messages.pipeline import StepTokens, StopFound, StreamOpened
 from penstock.services.detokenizer.process import Detokenizer, LostError
 from penstock.services.detokenizer.text_stream import TextStream
 from penstock.services.detokenizer.token_bytes import token_bytes

@@ -8,9 +8,8 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from penstock.protocol.config import Config
+from penstock.protocol.messages.pipeline import TokenizedRequest, TokenizeRequest
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
-from penstock.protocol.messages.scheduler import TokenizedRequest
-from penstock.protocol.messages.tokenizer import TokenizeRequest
 from penstock.services.tokenizer.errors import PromptError
 from penstock.services.tokenizer.prompts import Tokenizer
 

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from penstock.protocol.messages.client import ChatMessage
+from penstock.protocol.messages.pipeline import TokenizedRequest, TokenizeRequest
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.protocol.messages.tokenizer import TokenizeRequest
 from tests.services.conftest import WithTemplate
 
 USER = ChatMessage(role="user", content="What do <think> and </think> mean? <think>")

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol.messages.client import TextDelta
-from penstock.protocol.messages.detokenizer import StepTokens
 from penstock.protocol.messages.packed import pack
-from penstock.protocol.reasoning import ReasoningTokens, read_reasoning_tokens
+from penstock.protocol.messages.pipeline import StepTokens
+from penstock.protocol.tokenizer_file import ReasoningTokens, read_reasoning_tokens
 from penstock.services.detokenizer.process import Detokenizer
 from penstock.services.detokenizer.text_stream import TextStream
 from tests.services.http.generation.reasoning_spans import (

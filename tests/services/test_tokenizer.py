@@ -20,16 +20,17 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
     TokenizeReply,
 )
-from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.messages.scheduler import TokenizedRequest, ToScheduler
-from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.protocol.messages.tokenizer import (
+from penstock.protocol.messages.pipeline import (
     FromTokenizer,
     RequestFailed,
     TokenizeDone,
+    TokenizedRequest,
     TokenizeRequest,
     TokenizerQuery,
+    ToScheduler,
 )
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.transport.context import Context, Endpoints
 from penstock.services.tokenizer import child, grammar_check, process
 from penstock.services.tokenizer.errors import DEFECT, PromptError

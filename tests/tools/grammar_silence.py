@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.protocol.client.async_client import AsyncClient
-from penstock.protocol.client.errors import ClientError
+from penstock.protocol.client.session import ClientError
 from penstock.protocol.messages.structured import StructuredOutputs
 
 LONG = "count from 1 to 999"

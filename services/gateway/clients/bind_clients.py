@@ -7,8 +7,7 @@ from typing import Any
 import zmq
 
 from penstock.protocol.transport.channel import Channel
-from penstock.protocol.transport.context import stays_on_host
-from penstock.protocol.transport.curve import ZAP_DOMAIN, secure_server
+from penstock.protocol.transport.context import ZAP_DOMAIN, secure_server, stays_on_host
 from penstock.protocol.transport.process import Process
 
 log = logging.getLogger("gateway")

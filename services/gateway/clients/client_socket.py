@@ -9,8 +9,17 @@ import zmq
 
 from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.fair_queue import SEPARATOR
-from penstock.protocol.messages.client import ErrorReply, Reply, ReplyBatch, TextDelta
-from penstock.protocol.messages.codec import BATCH, MSGPACK, codec_of, has_number, reply_frames
+from penstock.protocol.messages.client import (
+    BATCH,
+    MSGPACK,
+    ErrorReply,
+    Reply,
+    ReplyBatch,
+    TextDelta,
+    codec_of,
+    has_number,
+    reply_frames,
+)
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import check_reach
 from penstock.protocol.transport.process import Process

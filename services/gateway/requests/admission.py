@@ -3,7 +3,7 @@
 from collections import deque
 
 from penstock.protocol.config import Config
-from penstock.protocol.shares import exceeds
+from penstock.protocol.fair_queue import exceeds
 from penstock.services.gateway.client import Share, Totals
 from penstock.services.gateway.validation import RefusedError
 

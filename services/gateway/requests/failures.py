@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from penstock.protocol.messages.client import ErrorReply, GenerateReply
-from penstock.protocol.messages.tokenizer import RequestFailed, TokenizerReply
+from penstock.protocol.messages.pipeline import RequestFailed, TokenizerReply
 from penstock.protocol.poison import REFUSED, PoisonList, digest_of
-from penstock.protocol.transport.death_reports import DeathReports
+from penstock.protocol.transport.heartbeat import DeathReports
 from penstock.protocol.transport.process import FailureLog, Identity
 from penstock.services.gateway.client import Client
 from penstock.services.gateway.entry import Entry, GapError

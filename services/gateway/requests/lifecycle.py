@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from typing import Any
 from uuid import uuid4
 
-from penstock.protocol.generation_config import read_generation_config
 from penstock.protocol.messages.client import ErrorReply, GenerateReply, GenerateRequest, TextDelta
-from penstock.protocol.messages.metrics import Metrics
+from penstock.protocol.messages.status import Metrics
+from penstock.protocol.tokenizer_file import read_generation_config
 from penstock.protocol.tracing import Tracer
 from penstock.protocol.transport.channel import Channel
-from penstock.protocol.transport.death_reports import DeathReports
 from penstock.protocol.transport.event_loop import CallLater
+from penstock.protocol.transport.heartbeat import DeathReports
 from penstock.protocol.transport.process import Process
 from penstock.services.gateway.client import Client, Totals
 from penstock.services.gateway.clients.client_socket import ClientSocket

@@ -5,9 +5,8 @@ from itertools import count
 
 import msgspec
 
-from penstock.protocol.messages.client import TokenizePromptRequest
-from penstock.protocol.messages.codec import MSGPACK
-from penstock.protocol.messages.tokenizer import TokenizerQuery, TokenizerReply
+from penstock.protocol.messages.client import MSGPACK, TokenizePromptRequest
+from penstock.protocol.messages.pipeline import TokenizerQuery, TokenizerReply
 from penstock.services.gateway.client import Client, Totals
 from penstock.services.gateway.clients.client_socket import ClientSocket
 from penstock.services.gateway.entry import Entry, estimated_tokens

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
+from penstock.protocol.messages.pipeline import GatewayStarted, ReleaseRequest
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.services.gateway.entry import Entry

@@ -6,9 +6,8 @@ from typing import Any
 from msgspec import UNSET, structs
 from starlette.responses import Response
 
-from penstock.protocol.client.answers import gather
-from penstock.protocol.messages.client import GenerateReply, TextDelta
-from penstock.protocol.messages.logprobs import TokenLogprobs
+from penstock.protocol.client.session import gather
+from penstock.protocol.messages.client import GenerateReply, TextDelta, TokenLogprobs
 from penstock.services.http.generation.generation import Generation, check_number
 from penstock.services.http.generation.logprobs import (
     completion_logprobs,

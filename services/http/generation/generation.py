@@ -11,11 +11,9 @@ from typing import Any, Protocol
 
 from msgspec import UNSET
 
-from penstock.protocol.client.answers import gather
 from penstock.protocol.client.async_client import AsyncStream
-from penstock.protocol.client.errors import RequestError
-from penstock.protocol.messages.client import AbortRequest, GenerateReply, TextDelta
-from penstock.protocol.messages.logprobs import TokenLogprobs
+from penstock.protocol.client.session import RequestError, gather
+from penstock.protocol.messages.client import AbortRequest, GenerateReply, TextDelta, TokenLogprobs
 from penstock.services.http.generation.logprobs import prompt_logprobs
 from penstock.services.http.generation.replies import ChatChunk, StreamChunk, Usage
 from penstock.services.http.generation.schema import ApiRequest, ChatRequest, StreamOptions

@@ -2,7 +2,7 @@
 
 from codecs import getincrementaldecoder
 
-from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
+from penstock.protocol.messages.client import Logprob, TokenLogprobs
 from penstock.services.http.generation.replies import (
     ChatLogprob,
     ChatLogprobs,

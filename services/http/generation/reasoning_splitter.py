@@ -1,6 +1,6 @@
 """Reasoning and content of generated text, piece by piece."""
 
-from penstock.protocol.reasoning import END_THINK
+from penstock.protocol.tokenizer_file import END_THINK
 from penstock.services.http.generation.tool_call_parser import Piece, ToolCallParser
 
 

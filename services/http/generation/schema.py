@@ -9,12 +9,7 @@ from msgspec import Meta, Struct, field
 
 from penstock.protocol.messages.chat import Conversation
 from penstock.protocol.messages.client import CacheSalt, Priority, RequestId
-from penstock.protocol.messages.sampling import (
-    NumLogprobs,
-    Positive,
-    SamplingParams,
-    TokenId,
-)
+from penstock.protocol.messages.sampling import NumLogprobs, Positive, SamplingParams, TokenId
 
 
 class StreamOptions(Struct, kw_only=True, frozen=True):

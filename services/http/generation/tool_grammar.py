@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import chain, product
 from typing import Any
 
-from penstock.protocol.json_schema import maps_in
+from penstock.protocol.messages.structured import maps_in
 from penstock.services.http.generation.argument_values import encoded, permitted_types
 from penstock.services.http.generation.schema import (
     AllowedTools,

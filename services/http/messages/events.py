@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.protocol.decoding import is_too_deep
 from penstock.protocol.messages.client import GenerateReply, TextDelta
-from penstock.protocol.nesting import is_too_deep
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.services.http.generation.chat import ChatChoice
 from penstock.services.http.generation.generation import Events

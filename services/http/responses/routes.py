@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 from starlette.responses import Response
 
-from penstock.protocol.field_errors import explain
+from penstock.protocol.decoding import explain
 from penstock.services.http.generation.chat import ChatChoice, count_prompt_tokens, submit_chat
 from penstock.services.http.responses.events import ResponseEvents
 from penstock.services.http.responses.replies import (

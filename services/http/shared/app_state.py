@@ -8,8 +8,11 @@ from typing import Any, TypeVar
 from penstock.protocol.checkpoint import max_request_bytes, read_model_config
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import Config
-from penstock.protocol.generation_config import read_generation_config
-from penstock.protocol.tokenizer_file import choose_template, read_chat_templates
+from penstock.protocol.tokenizer_file import (
+    choose_template,
+    read_chat_templates,
+    read_generation_config,
+)
 from penstock.services.http.shared.errors import ApiError
 from penstock.services.http.shared.health import HealthCheck
 from penstock.services.http.shared.tool_format import ToolFormat, format_of

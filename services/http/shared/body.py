@@ -9,12 +9,13 @@ import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 
-from penstock.protocol.field_errors import explain, undecodable_value
-from penstock.protocol.nesting import (
+from penstock.protocol.decoding import (
     MAX_DEPTH,
     TOO_MANY_PARTS,
+    explain,
     has_too_many_parts,
     is_too_deep,
+    undecodable_value,
 )
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.services.http.shared.errors import ApiError, invalid

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import Response
 from starlette.types import Scope
 
-from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import RequestError
 from penstock.protocol.messages.chat import MessageError
 from penstock.services.http.shared.json_response import json_response
 

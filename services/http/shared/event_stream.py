@@ -10,8 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.protocol.client.answers import gather
-from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import RequestError, gather
 from penstock.services.http.shared.chunk_writer import WRITER, ChunkWriter
 from penstock.services.http.shared.errors import ApiError, as_api_error, note_failure
 from penstock.services.http.shared.json_response import ENCODER

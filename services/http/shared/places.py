@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
-from penstock.protocol.shares import exceeds
+from penstock.protocol.fair_queue import exceeds
 
 PART_BYTES = 64  # of memory for a decoded list, map or string, in addition to its text
 NUMBER_BYTES = 40  # of memory for a decoded number in a list, and for its places in two lists

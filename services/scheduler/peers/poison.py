@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from msgspec.structs import replace
 
 from penstock.protocol.poison import PoisonList, digest_of
-from penstock.protocol.transport.death_reports import DeathReports
+from penstock.protocol.transport.heartbeat import DeathReports
 from penstock.protocol.transport.process import Identity
 from penstock.services.scheduler.sequences.sequence import MAX_WORKER_DEATHS, TOKEN_BYTES, Sequence
 

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Iterator
 
 from penstock.protocol.messages.client import FinishReason
-from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
-from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.packed import PackedLogprobs, pack
+from penstock.protocol.messages.pipeline import StepTokens, StreamOpened
 from penstock.protocol.transport.peers import Peers
 from penstock.services.scheduler.peers.poison import DetokenizerTrials
 from penstock.services.scheduler.planning.in_flight_plan import PlanOutput

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from penstock.protocol.messages.worker import WorkerState
 from penstock.protocol.transport.event_loop import EventLoop
-from penstock.protocol.transport.process_exit import ProcessExit
+from penstock.protocol.transport.process import ProcessExit
 
 
 class WorkerExits:

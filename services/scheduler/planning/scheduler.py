@@ -12,10 +12,9 @@ from heapq import heappop
 from operator import attrgetter
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.histogram import Histogram
-from penstock.protocol.messages.metrics import ITERATION_TOKENS
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
+from penstock.protocol.messages.status import ITERATION_TOKENS, Histogram
 from penstock.protocol.messages.structured import GRAMMAR_FAILED
 from penstock.protocol.messages.worker import (
     CompileGrammars,

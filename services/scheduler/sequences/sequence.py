@@ -8,12 +8,11 @@ from time import monotonic
 import xxhash
 
 from penstock.protocol.messages.client import ErrorReply, FinishReason
-from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.packed import PackedLogprobs, pack, unpack
+from penstock.protocol.messages.pipeline import TokenizedRequest
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
-from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import Reasoning
-from penstock.protocol.reasoning import NO_TAGS, ReasoningTokens, ReasoningTracker
+from penstock.protocol.tokenizer_file import NO_TAGS, ReasoningTokens, ReasoningTracker
 from penstock.services.scheduler.sequences.ngram_lookup import NgramLookup
 
 # deaths of workers in a row, without a token in between, after which a request is given up

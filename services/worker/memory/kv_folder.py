@@ -24,9 +24,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from penstock.protocol.config import check_own_folder, foreign
 from penstock.protocol.messages.worker import FolderReport
 from penstock.protocol.processors import num_processors
-from penstock.protocol.run_folder import check_own_folder, foreign
 
 MAGIC = b"penstKV2"  # another number for another definition of the hashes
 # MAGIC, digest of what wrote it, hash of the prefix, checksum of all that and the content

@@ -23,7 +23,7 @@ from penstock.models.allocation import without_memory
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.config import Config
 from penstock.protocol.messages.worker import WorkerAssignment
-from penstock.protocol.transport.memory_client import MemoryClient, create_memory
+from penstock.protocol.transport.socket_pairs import MemoryClient, create_memory
 from penstock.services.worker.hardware import INTEGER_BITS
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,13 @@ from rich.console import Console
 
 from penstock.launch.commands.top import Report, quantile, view
 from penstock.protocol.config import Config
-from penstock.protocol.messages.histogram import Histogram
-from penstock.protocol.messages.metrics import Metrics
-from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
+from penstock.protocol.messages.status import (
+    Histogram,
+    Metrics,
+    ProcessStatus,
+    SchedulerStatus,
+    StatusReply,
+)
 
 TOP = [sys.executable, "-P", "-m", "penstock.launch", "top"]
 

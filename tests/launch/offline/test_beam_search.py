@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from penstock.launch.offline.beam_search import BeamSearch, BeamSearchParams
-from penstock.protocol.messages.client import GenerateReply, GenerateRequest, Usage
-from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
+from penstock.protocol.messages.client import (
+    GenerateReply,
+    GenerateRequest,
+    Logprob,
+    TokenLogprobs,
+    Usage,
+)
 
 EOS, NUM_TOKENS, PROMPT = 0, 4, [1, 2]
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.launch.offline.bounded_concurrency import replies_to, submit_all
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import NoAnswer, RequestError
+from penstock.protocol.client.session import NoAnswer, RequestError
 from penstock.protocol.messages.client import (
     AbortRequest,
     ErrorReply,

@@ -9,10 +9,9 @@ import pytest
 
 from penstock.launch.offline.llm import _Progress
 from penstock.launch.offline.outputs import RequestOutput, prompts_of
-from penstock.protocol.messages.client import GenerateReply, Usage
-from penstock.protocol.messages.logprobs import TokenLogprobs
-from penstock.protocol.messages.metrics import RequestTimes
+from penstock.protocol.messages.client import GenerateReply, TokenLogprobs, Usage
 from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.status import RequestTimes
 from penstock.services.http.generation.schema import ChatRequest
 
 

@@ -7,7 +7,12 @@ import zmq
 
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.keys import make_keys
-from penstock.protocol.transport.curve import KeysError, admitted_keys, secure_client, secure_server
+from penstock.protocol.transport.context import (
+    KeysError,
+    admitted_keys,
+    secure_client,
+    secure_server,
+)
 
 
 @pytest.fixture

@@ -23,8 +23,7 @@ from penstock.launch.pipeline.run_folder import (
     running_config,
     stop,
 )
-from penstock.protocol.config import Config, run_folder
-from penstock.protocol.run_folder import write_config
+from penstock.protocol.config import Config, run_folder, write_config
 
 CONFIG = Config(name="x", tp=2)
 

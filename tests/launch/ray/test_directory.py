@@ -8,8 +8,8 @@ import zmq
 
 from penstock.launch.pipeline.keys import make_keys
 from penstock.launch.ray.nodes import DirectoryServer, FixedNetwork
-from penstock.protocol.messages.registration import Goodbye
-from penstock.protocol.transport.asyncio_handlers import attend, leave
+from penstock.protocol.messages.pipeline import Goodbye
+from penstock.protocol.transport.context import attend, leave
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from penstock.launch.pipeline.run_folder import claim
 from penstock.launch.supervisor.supervisor import Supervisor
-from penstock.protocol.config import Config
-from penstock.protocol.run_folder import write_config
+from penstock.protocol.config import Config, write_config
 
 CONFIG = Config(name="x", endpoint="ipc://nowhere", tp=2)
 Supervise = Callable[..., int]

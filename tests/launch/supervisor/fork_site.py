@@ -18,7 +18,7 @@ from penstock.launch.supervisor.tasks import Tasks
 
 SERVE = """
 import os, signal, sys
-from penstock.protocol.transport.forks import serve_forks
+from penstock.protocol.transport.socket_pairs import serve_forks
 service = serve_forks()
 assert service == "demo", service
 print(os.environ["WHO"], os.getppid(), os.getsid(0) == os.getpid(), flush=True)

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.launch.supervisor.child_process import ChildProcess
 from penstock.launch.supervisor.output import Log
-from penstock.protocol.transport import process_exit
+from penstock.protocol.transport import process as process_exit
 
 
 def refuse(_pid: int) -> int:

@@ -14,13 +14,13 @@ import pytest
 from penstock.launch.supervisor.child_process import describe_exit
 from penstock.launch.supervisor.memory_server import MemoryServer
 from penstock.launch.supervisor.tasks import Tasks
-from penstock.protocol.transport.memory_client import MEMORY_VARIABLE, socket_pair
+from penstock.protocol.transport.socket_pairs import MEMORY_VARIABLE, socket_pair
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 DESCRIPTORS = Path("/proc/self/fd")
 START = """
 import mmap, os, signal, sys
-from penstock.protocol.transport.memory_client import MemoryClient
+from penstock.protocol.transport.socket_pairs import MemoryClient
 client = MemoryClient.from_environment()
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 def say(text):

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from penstock.launch.supervisor.report import Report
-from penstock.protocol.config import Config
+from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.messages.supervisor import SupervisorHeartbeat, SupervisorReport
 from penstock.protocol.poison import PoisonList
-from penstock.protocol.run_folder import make_run_folder
 from penstock.protocol.transport.context import Context
 
 

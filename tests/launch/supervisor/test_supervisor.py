@@ -18,10 +18,9 @@ import zmq
 from penstock.launch.pipeline.run_folder import claim
 from penstock.launch.supervisor import local, output
 from penstock.launch.supervisor.supervisor import MAX_EARLY_DEATHS, Supervisor
-from penstock.protocol.config import Config, run_folder
-from penstock.protocol.messages.detokenizer import ToGateway
+from penstock.protocol.config import Config, run_folder, write_config
+from penstock.protocol.messages.pipeline import ToGateway
 from penstock.protocol.messages.supervisor import SupervisorReport
-from penstock.protocol.run_folder import write_config
 from penstock.protocol.transport.context import Context, endpoints
 from penstock.protocol.transport.process import PROCESS_VARIABLE
 from tests.launch.supervised import Known
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.slow
 GATEWAY = (
     f'{sys.executable} -P -c "import os, signal, zmq; '
     "from penstock.protocol.transport.process import *; "
-    "from penstock.protocol.messages.detokenizer import ToGateway; "
+    "from penstock.protocol.messages.pipeline import ToGateway; "
     "p = Process('x'); r = p.context.bind(zmq.PULL, p.endpoints.results, ToGateway); "
     "print(1, flush=True); "
     'any(m.draining for m in iter(lambda: r.socket.poll() and next(r.receive())[1], 0)); %s"'
@@ -122,7 +121,7 @@ def test_the_gateway_is_told_of_the_processes(supervise: Supervise) -> None:
     """Until it is there, one report waits for it; what a process has said goes with it."""
     code = (
         "import os, zmq; from penstock.protocol.transport.process import *; p = Process('x'); "
-        "from penstock.protocol.transport.supervisor_heartbeat import HeartbeatSender; "
+        "from penstock.protocol.transport.heartbeat import HeartbeatSender; "
         "s = HeartbeatSender(p, lambda: {'plan_bytes': 7}); s.count(); s.send(); "
         "p.context.destroy(); print(1, flush=True); signal.pause()"
     )

@@ -8,8 +8,7 @@ import pytest
 import zmq
 
 from penstock.protocol.client.async_client import AsyncClient
-from penstock.protocol.messages.client import GenerateReply, GenerateRequest
-from penstock.protocol.messages.codec import JSON
+from penstock.protocol.messages.client import JSON, GenerateReply, GenerateRequest
 from tests.pipeline.conftest import Pipeline
 from tests.tools.demo.tasks import answer_to, count_prompt
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import RequestError
 from penstock.protocol.messages.status import StatusReply
 from tests.pipeline.conftest import LAUNCH, PATIENT, Pipeline
 from tests.pipeline.load import Load

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import RequestError
 from penstock.protocol.messages.structured import StructuredOutputs
 from tests.pipeline.conftest import Pipeline
 

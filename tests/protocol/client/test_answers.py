@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from penstock.protocol.client.answers import answer_requests
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import RequestError, answer_requests
 from penstock.protocol.messages.client import (
     AbortReply,
     AbortRequest,

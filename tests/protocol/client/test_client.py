@@ -15,18 +15,17 @@ from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.connection import Connection
-from penstock.protocol.client.errors import ClientError, NoAnswer, RequestError
-from penstock.protocol.client.session import Answer
+from penstock.protocol.client.session import Answer, ClientError, NoAnswer, RequestError
 from penstock.protocol.messages.client import (
+    MSGPACK,
     AbortRequest,
     ErrorReply,
     GenerateRequest,
     Reply,
     Request,
 )
-from penstock.protocol.messages.codec import MSGPACK
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
-from penstock.protocol.transport.curve import secure_server
+from penstock.protocol.transport.context import secure_server
 from tests.launch.fake_gateway import TEXT, delta, echo, gateway, reply
 
 TIMEOUT = 60

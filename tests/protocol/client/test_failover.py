@@ -14,11 +14,10 @@ from penstock.launch.pipeline.target import free_port
 from penstock.protocol.client import connection
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import ClientError, RequestError
-from penstock.protocol.client.failover import Addresses
+from penstock.protocol.client.connection import Addresses
+from penstock.protocol.client.session import ClientError, RequestError
 from penstock.protocol.messages.client import GenerateRequest, Reply, Request, TextDelta
-from penstock.protocol.transport.context import Context
-from penstock.protocol.transport.curve import secure_server
+from penstock.protocol.transport.context import Context, secure_server
 from tests.launch.fake_gateway import TEXT, Gateway, delta, gateway, reply
 from tests.launch.link import HOST, Link
 

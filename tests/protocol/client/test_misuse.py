@@ -9,7 +9,7 @@ import pytest
 
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.client import Client
-from penstock.protocol.client.errors import ClientError
+from penstock.protocol.client.session import ClientError
 from tests.launch.fake_gateway import gateway
 
 TIMEOUT = 60

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from penstock.protocol.client.errors import RequestError
 from penstock.protocol.client.scoring import LABELS, Scoring, label_id, result_of
+from penstock.protocol.client.session import RequestError
 from penstock.protocol.messages.client import GenerateReply, Usage
 
 PREFIX = (

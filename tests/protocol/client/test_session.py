@@ -6,9 +6,10 @@ import msgspec
 import pytest
 
 from penstock.protocol.client import session as module
-from penstock.protocol.client.errors import RequestError
-from penstock.protocol.client.session import MAX_PIECE, Answer, Session
+from penstock.protocol.client.session import MAX_PIECE, Answer, RequestError, Session
 from penstock.protocol.messages.client import (
+    BATCH,
+    MSGPACK,
     ErrorReply,
     GenerateReply,
     GenerateRequest,
@@ -16,10 +17,9 @@ from penstock.protocol.messages.client import (
     ReplyBatch,
     StatusRequest,
     TextDelta,
+    TokenLogprobs,
     Usage,
 )
-from penstock.protocol.messages.codec import BATCH, MSGPACK
-from penstock.protocol.messages.logprobs import TokenLogprobs
 
 TEXT = "abcdef"
 TOKEN_IDS = [1, 2, 3]

@@ -4,13 +4,16 @@ import msgspec
 import pytest
 
 from penstock.protocol.messages.client import (
+    JSON,
+    MSGPACK,
     AbortRequest,
+    Codec,
     ErrorReply,
     GenerateRequest,
     PromptFields,
     StatusRequest,
+    codec_of,
 )
-from penstock.protocol.messages.codec import JSON, MSGPACK, Codec, codec_of
 
 
 def test_a_developer_is_the_system() -> None:

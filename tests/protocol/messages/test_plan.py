@@ -3,11 +3,10 @@
 import msgspec
 import pytest
 
-from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
 from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.pipeline import StepTokens, StreamOpened, TokenizedRequest
 from penstock.protocol.messages.plan import BatchPlan, RowAdded, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.messages.scheduler import TokenizedRequest
 
 
 def test_lists_of_integers_survive() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import zmq
 
-from penstock.protocol.messages.registration import Goodbye, Heartbeat
+from penstock.protocol.messages.pipeline import Goodbye, Heartbeat
 from penstock.protocol.transport.channel import MAX_FRAME_BYTES, traffic
 from penstock.protocol.transport.context import Context
 

@@ -10,10 +10,15 @@ import zmq
 
 from penstock.launch.pipeline.keys import make_keys
 from penstock.launch.ray.nodes import DirectoryServer, FixedNetwork
-from penstock.protocol.messages.registration import Heartbeat
+from penstock.protocol.messages.pipeline import Heartbeat
 from penstock.protocol.transport.channel import Channel
-from penstock.protocol.transport.context import CLUSTER, Context, drain
-from penstock.protocol.transport.curve import secure_client, secure_server
+from penstock.protocol.transport.context import (
+    CLUSTER,
+    Context,
+    drain,
+    secure_client,
+    secure_server,
+)
 from penstock.protocol.transport.discovery import (
     KEYS_CLIENT,
     KEYS_FOLDER,

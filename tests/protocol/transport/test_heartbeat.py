@@ -9,11 +9,9 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.protocol.config import Config
-from penstock.protocol.messages.registration import Heartbeat
+from penstock.protocol.config import Config, write_config
+from penstock.protocol.messages.pipeline import FromTokenizer, Heartbeat
 from penstock.protocol.messages.supervisor import SupervisorHeartbeat
-from penstock.protocol.messages.tokenizer import FromTokenizer
-from penstock.protocol.run_folder import write_config
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, Channel
 from penstock.protocol.transport.context import endpoints
 from penstock.protocol.transport.heartbeat import MAX_MISSED, HeartbeatThread

@@ -12,18 +12,17 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.protocol.config import Config
+from penstock.protocol.config import Config, write_config
 from penstock.protocol.messages.supervisor import SupervisorHeartbeat
-from penstock.protocol.run_folder import write_config
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.context import endpoints
+from penstock.protocol.transport.heartbeat import HeartbeatSender
 from penstock.protocol.transport.process import (
     MAX_DESCRIPTORS,
     SUPERVISOR_VARIABLE,
     Process,
     raise_descriptor_limit,
 )
-from penstock.protocol.transport.supervisor_heartbeat import HeartbeatSender
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.protocol.transport import process_exit
-from penstock.protocol.transport.process_exit import ProcessExit
+from penstock.protocol.transport import process as process_exit
+from penstock.protocol.transport.process import ProcessExit
 
 SLEEP = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"]
 GRANDCHILD = f"""

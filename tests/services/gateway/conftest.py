@@ -10,14 +10,15 @@ import pytest
 import zmq
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import GenerateRequest, Request, TextDelta
-from penstock.protocol.messages.codec import MSGPACK, Codec
-from penstock.protocol.messages.detokenizer import TextDeltas
-from penstock.protocol.messages.registration import Heartbeat
-from penstock.protocol.messages.scheduler import ToScheduler
-from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
-from penstock.protocol.transport.context import Context, Endpoints, drain
-from penstock.protocol.transport.curve import secure_client
+from penstock.protocol.messages.client import MSGPACK, Codec, GenerateRequest, Request, TextDelta
+from penstock.protocol.messages.pipeline import (
+    Heartbeat,
+    TextDeltas,
+    TokenizeDone,
+    ToScheduler,
+    ToTokenizer,
+)
+from penstock.protocol.transport.context import Context, Endpoints, drain, secure_client
 from penstock.services.gateway.process import Gateway
 
 TIMEOUT = 60_000

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from penstock.protocol.messages.client import GenerateRequest
-from penstock.protocol.messages.codec import JSON
+from penstock.protocol.messages.client import JSON, GenerateRequest
 from penstock.services.gateway import entry as entry_module
 from penstock.services.gateway.client import Client, Connection, Share
 from penstock.services.gateway.entry import Entry

@@ -6,11 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.messages.client import ChatMessage, GenerateRequest, TextDelta
-from penstock.protocol.messages.codec import JSON
-from penstock.protocol.messages.logprobs import TokenLogprobs
-from penstock.protocol.messages.metrics import RequestTimes
+from penstock.protocol.messages.client import (
+    JSON,
+    ChatMessage,
+    GenerateRequest,
+    TextDelta,
+    TokenLogprobs,
+)
 from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.status import RequestTimes
 from penstock.services.gateway.client import Client, Connection, Share, Totals
 from penstock.services.gateway.entry import Entry, GapError, estimated_tokens
 from penstock.services.gateway.ledger import Ledger

@@ -6,21 +6,22 @@ from typing import Any
 import pytest
 
 from penstock.protocol.messages.client import (
+    JSON,
     AbortRequest,
     ErrorReply,
     GenerateRequest,
     StatusRequest,
 )
-from penstock.protocol.messages.codec import JSON
-from penstock.protocol.messages.histogram import Histogram
-from penstock.protocol.messages.metrics import (
+from penstock.protocol.messages.status import (
     END_TO_END,
     FIRST_TOKEN,
     INTER_TOKEN,
+    Histogram,
     Metrics,
+    ProcessStatus,
+    SchedulerStatus,
     token_bounds,
 )
-from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.services.gateway.client import Client, Connection, Share
 from penstock.services.gateway.entry import Entry

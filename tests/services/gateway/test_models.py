@@ -11,17 +11,15 @@ import zmq
 
 from penstock.protocol.config import ModelOptions, PipelineConfig
 from penstock.protocol.messages.client import (
+    MSGPACK,
     AbortRequest,
     DetokenizeRequest,
     GenerateRequest,
     StatusRequest,
 )
-from penstock.protocol.messages.codec import MSGPACK
-from penstock.protocol.messages.registration import Heartbeat
-from penstock.protocol.messages.scheduler import ToScheduler
+from penstock.protocol.messages.pipeline import Heartbeat, TokenizeDone, ToScheduler, ToTokenizer
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
-from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
 from penstock.protocol.transport.context import Context, Endpoints
 from penstock.services.gateway.process import Gateway
 from tests.services.gateway.conftest import TIMEOUT, GatewayHarness

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.launch.pipeline.keys import make_keys
-from penstock.protocol.messages.client import ChatMessage, ErrorReply, TokenizePromptRequest
-from penstock.protocol.messages.codec import JSON
-from penstock.protocol.shares import RESERVED, exceeds
+from penstock.protocol.fair_queue import RESERVED, exceeds
+from penstock.protocol.messages.client import JSON, ChatMessage, ErrorReply, TokenizePromptRequest
 from penstock.services.gateway.client import Client
 from penstock.services.gateway.clients.connections import Connections
 from penstock.services.gateway.requests.tokenizers import MAX_BYTES

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.protocol.messages.client import StatusRequest
-from penstock.protocol.messages.codec import JSON
+from penstock.protocol.messages.client import JSON, StatusRequest
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 from penstock.services.gateway.status import MAX_WAITING, MAX_WAITING_PER_CONNECTION, PipelineStatus
 from tests.services.gateway.conftest import GatewayHarness

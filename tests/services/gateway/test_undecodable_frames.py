@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from msgspec.inspect import AnyType, type_info
 
-from penstock.protocol.messages.codec import JSON, MSGPACK, REQUEST_TYPES
-from penstock.protocol.nesting import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS
+from penstock.protocol.decoding import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS
+from penstock.protocol.messages.client import JSON, MSGPACK, REQUEST_TYPES
 from penstock.services.gateway.validation import UNTYPED, RefusedError, decode_request
 from tests.services.gateway.test_validation import MAX_BYTES, refusal
 

@@ -8,13 +8,15 @@ import pytest
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
+    JSON,
+    MSGPACK,
     ChatMessage,
     DetokenizeRequest,
     ErrorReply,
     GenerateRequest,
     TokenizePromptRequest,
+    codec_of,
 )
-from penstock.protocol.messages.codec import JSON, MSGPACK, codec_of
 from penstock.services.gateway.validation import (
     UNTYPED,
     RefusedError,

@@ -12,9 +12,9 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.protocol.config import Config, ModelOptions, PipelineConfig
-from penstock.protocol.messages.histogram import Histogram
-from penstock.protocol.messages.metrics import Metrics
 from penstock.protocol.messages.status import (
+    Histogram,
+    Metrics,
     ModelStatus,
     ProcessStatus,
     SchedulerStatus,

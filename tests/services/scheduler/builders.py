@@ -4,10 +4,10 @@ from collections.abc import Sequence as SequenceOf
 from itertools import count
 
 from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.pipeline import TokenizedRequest
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
-from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import Reasoning
-from penstock.protocol.reasoning import ReasoningTokens
+from penstock.protocol.tokenizer_file import ReasoningTokens
 from penstock.services.scheduler.sequences.sequence import Sequence
 from tests.services.scheduler.reference import EOS, TAGS, expected_output
 

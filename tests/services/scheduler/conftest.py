@@ -11,8 +11,7 @@ import zmq
 from hypothesis import settings
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.detokenizer import ToDetokenizer
-from penstock.protocol.messages.registration import Heartbeat
+from penstock.protocol.messages.pipeline import Heartbeat, ToDetokenizer
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.context import Context, Endpoints
 from penstock.services.scheduler.blocks.block_manager import BlockManager

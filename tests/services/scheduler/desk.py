@@ -1,8 +1,7 @@
 """`Streams` with detokenizers that only record their messages."""
 
-from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened
-from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.packed import PackedLogprobs, pack, unpack
+from penstock.protocol.messages.pipeline import StepTokens, StreamOpened
 from penstock.services.scheduler.peers.detokenizer_recovery import RecoverableStreams
 from penstock.services.scheduler.planning.in_flight_plan import PlanOutput
 from penstock.services.scheduler.sequences.sequence import Sequence

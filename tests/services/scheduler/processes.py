@@ -5,12 +5,17 @@ from typing import Any
 
 import zmq
 
-from penstock.protocol.messages.detokenizer import StepTokens, StreamOpened, ToGateway
 from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.pipeline import (
+    RequestFailed,
+    StepTokens,
+    StreamOpened,
+    ToGateway,
+    TokenizedRequest,
+    ToScheduler,
+)
 from penstock.protocol.messages.plan import SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.messages.scheduler import TokenizedRequest, ToScheduler
-from penstock.protocol.messages.tokenizer import RequestFailed
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.context import Context, Endpoints
 from penstock.services.scheduler.process import SchedulerProcess

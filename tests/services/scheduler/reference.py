@@ -6,12 +6,11 @@ import msgspec
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import FinishReason
-from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.packed import PackedLogprobs, pack, unpack
 from penstock.protocol.messages.plan import BatchPlan, RowAdded, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.worker import CopyBlocks
-from penstock.protocol.reasoning import ReasoningTokens
+from penstock.protocol.tokenizer_file import ReasoningTokens
 from tests.services.scheduler.packed_plans import blocks, pairs, split
 from tests.services.scheduler.reference_host import GARBAGE, Cells, ReferenceHost
 

@@ -4,9 +4,9 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.pipeline import StopFound, TokenizedRequest
 from penstock.protocol.messages.plan import SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.messages.scheduler import StopFound, TokenizedRequest
 from penstock.protocol.messages.worker import WorkerState
 from penstock.protocol.transport.process import first_number
 from penstock.services.scheduler.peers.poison import SequencePoison

@@ -10,8 +10,7 @@ from typing import Any
 import zmq
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.logprobs import PackedLogprobs
-from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.packed import PackedLogprobs, pack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.worker import FromWorker, WorkerAssignment, WorkerState
 from penstock.protocol.transport.context import Context

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from penstock.protocol.messages.logprobs import PackedLogprobs
+from penstock.protocol.messages.packed import PackedLogprobs
 from penstock.protocol.messages.plan import BatchPlan, RowExtras
 from penstock.services.worker import logits_processor as second_pass
 from penstock.services.worker.launched_step import StepOutput

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.config import Config
+from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.messages.worker import WorkerAssignment
-from penstock.protocol.run_folder import make_run_folder
 from penstock.services.worker.loading import load
 from penstock.services.worker.timings import FIRST_STEP, StartTimes, _started_at
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 import zmq
 
-from penstock.protocol.config import Config
+from penstock.protocol.config import CONFIG_VARIABLE, Config, write_config
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.plan import BatchPlan, RowExtras, SampledTokens
 from penstock.protocol.messages.worker import FromWorker, WorkerAssignment, WorkerState
-from penstock.protocol.run_folder import CONFIG_VARIABLE, write_config
 from penstock.protocol.transport.context import Context, endpoints
 from penstock.protocol.transport.process import PROCESS_VARIABLE
 from tests.models.forward import load_model, prefill_logits, random_prompts

@@ -11,13 +11,8 @@ import pytest
 import zmq
 
 from penstock.launch.pipeline.keys import make_keys
-from penstock.protocol.messages.client import (
-    ErrorReply,
-    GenerateReply,
-    TextDelta,
-)
-from penstock.protocol.messages.codec import MSGPACK
-from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
+from penstock.protocol.messages.client import MSGPACK, ErrorReply, GenerateReply, TextDelta
+from penstock.protocol.messages.pipeline import GatewayStarted, ReleaseRequest
 from penstock.protocol.transport.process import first_number
 from penstock.services.gateway.client import Client, Connection
 from penstock.services.gateway.clients.connections import Connections
@@ -151,7 +146,7 @@ def test_a_client_comes_back_with_the_identity_that_it_has_chosen() -> None:
 CLIENT = """
 import sys, zmq
 from penstock.protocol.messages.client import TokenizePromptRequest
-from penstock.protocol.messages.codec import MSGPACK
+from penstock.protocol.messages.client import MSGPACK
 with zmq.Context() as context, context.socket(zmq.DEALER) as client:
     client.connect(sys.argv[1])
     for _ in range(int(sys.argv[2])):

@@ -10,8 +10,7 @@ import pytest
 import zmq
 
 from penstock.launch.pipeline.keys import make_keys
-from penstock.protocol.messages.client import AbortReply, AbortRequest
-from penstock.protocol.messages.codec import MSGPACK
+from penstock.protocol.messages.client import MSGPACK, AbortReply, AbortRequest
 from penstock.protocol.transport.socket_info import num_unread_bytes, tcp_counters
 from penstock.services.gateway.clients import client_socket, client_watch, connections
 from penstock.services.gateway.clients.bind_clients import MAX_RECEIVE_QUEUE

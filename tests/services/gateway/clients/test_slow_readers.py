@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 import zmq
 
-from penstock.protocol.messages.client import AbortReply, AbortRequest, GenerateReply, TextDelta
-from penstock.protocol.messages.codec import MSGPACK
+from penstock.protocol.messages.client import (
+    MSGPACK,
+    AbortReply,
+    AbortRequest,
+    GenerateReply,
+    TextDelta,
+)
 from penstock.services.gateway.client import Connection
 from penstock.services.gateway.clients import bind_clients
 from tests.services.gateway.conftest import GatewayHarness

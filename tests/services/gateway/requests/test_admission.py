@@ -3,8 +3,7 @@
 import pytest
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import GenerateRequest, TextDelta
-from penstock.protocol.messages.codec import JSON
+from penstock.protocol.messages.client import JSON, GenerateRequest, TextDelta
 from penstock.services.gateway.client import Client, Connection, Share, Totals
 from penstock.services.gateway.entry import Entry
 from penstock.services.gateway.ledger import Ledger

@@ -9,15 +9,18 @@ import zmq
 
 from penstock.protocol.client.session import Answer, Session
 from penstock.protocol.messages.client import (
+    BATCH,
+    MSGPACK,
     AbortRequest,
     ErrorReply,
     GenerateReply,
     GenerateRequest,
     ReplyBatch,
     TextDelta,
+    encode_number,
+    split_reply,
 )
-from penstock.protocol.messages.codec import BATCH, MSGPACK, encode_number, split_reply
-from penstock.protocol.messages.detokenizer import TextDeltas
+from penstock.protocol.messages.pipeline import TextDeltas
 from penstock.services.gateway.requests.failures import DEFECT
 from tests.services.gateway.conftest import GatewayHarness
 

@@ -5,12 +5,9 @@ from random import Random
 
 import pytest
 
-from penstock.protocol.messages.client import AbortRequest, TextDelta
-from penstock.protocol.messages.codec import JSON
-from penstock.protocol.messages.detokenizer import TextDeltas
+from penstock.protocol.messages.client import JSON, AbortRequest, TextDelta
 from penstock.protocol.messages.packed import pack
-from penstock.protocol.messages.registration import Goodbye, Heartbeat
-from penstock.protocol.messages.scheduler import ReleaseRequest
+from penstock.protocol.messages.pipeline import Goodbye, Heartbeat, ReleaseRequest, TextDeltas
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.services.gateway.entry import Entry
 from tests.services.gateway.conftest import PROMPT, GatewayHarness, request

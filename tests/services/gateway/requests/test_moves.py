@@ -4,12 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.protocol.messages.client import StatusRequest, TextDelta
-from penstock.protocol.messages.detokenizer import TextDeltas
 from penstock.protocol.messages.packed import pack
-from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
+from penstock.protocol.messages.pipeline import (
+    GatewayStarted,
+    ReleaseRequest,
+    TextDeltas,
+    TokenizeDone,
+)
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
-from penstock.protocol.messages.tokenizer import TokenizeDone
 from tests.services.gateway.conftest import GatewayHarness
 
 Start = Callable[..., GatewayHarness]

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from penstock.protocol.messages.client import ErrorReply
+from penstock.protocol.messages.pipeline import RequestFailed
 from penstock.protocol.messages.status import ProcessStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
-from penstock.protocol.messages.tokenizer import RequestFailed
 from penstock.services.gateway.requests.failures import digest
 from tests.services.gateway.conftest import GatewayHarness, request
 

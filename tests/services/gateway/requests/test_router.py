@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.protocol.messages.client import ChatMessage, GenerateRequest
-from penstock.protocol.messages.codec import JSON
+from penstock.protocol.messages.client import JSON, ChatMessage, GenerateRequest
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.services.gateway.client import Client, Connection, Share

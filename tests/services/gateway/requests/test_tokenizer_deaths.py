@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.protocol.messages.client import AbortRequest, GenerateRequest, TokenizePromptRequest
-from penstock.protocol.messages.registration import Goodbye, Heartbeat
-from penstock.protocol.messages.tokenizer import TokenizeDone, ToTokenizer
+from penstock.protocol.messages.pipeline import Goodbye, Heartbeat, TokenizeDone, ToTokenizer
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.client import Share

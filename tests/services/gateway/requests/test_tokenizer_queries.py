@@ -5,16 +5,16 @@ from collections.abc import Callable
 import pytest
 
 from penstock.protocol.messages.client import (
+    JSON,
+    MSGPACK,
     DetokenizeReply,
     DetokenizeRequest,
     ErrorReply,
     TokenizePromptRequest,
     TokenizeReply,
 )
-from penstock.protocol.messages.codec import JSON, MSGPACK
-from penstock.protocol.messages.registration import Goodbye
+from penstock.protocol.messages.pipeline import Goodbye, TokenizerQuery, TokenizerReply
 from penstock.protocol.messages.status import SchedulerStatus
-from penstock.protocol.messages.tokenizer import TokenizerQuery, TokenizerReply
 from tests.services.gateway.conftest import GatewayHarness
 
 Start = Callable[..., GatewayHarness]

@@ -4,8 +4,8 @@ import re
 from typing import Any
 
 from penstock.protocol.messages.client import TextDelta
-from penstock.protocol.messages.detokenizer import StreamOpened
 from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.pipeline import StreamOpened
 from penstock.services.detokenizer.text_stream import TextStream
 from tests.services.test_detokenizer import TABLE
 

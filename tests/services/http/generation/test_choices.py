@@ -7,8 +7,14 @@ import pytest
 from msgspec import UNSET
 
 from penstock.protocol.messages.chat import Message
-from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
-from penstock.protocol.messages.logprobs import Logprob, TokenLogprobs
+from penstock.protocol.messages.client import (
+    FinishReason,
+    GenerateReply,
+    Logprob,
+    TextDelta,
+    TokenLogprobs,
+    Usage,
+)
 from penstock.services.http.generation.chat import ChatChoice
 from penstock.services.http.generation.completions import CompletionChoice
 from penstock.services.http.generation.logprobs import prompt_logprobs

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from penstock.protocol.messages.logprobs import Logprob
+from penstock.protocol.messages.client import Logprob
 from penstock.services.http.generation.chat import ChatChoice
 from penstock.services.http.generation.completions import CompletionChoice
 from penstock.services.http.generation.logprobs import (

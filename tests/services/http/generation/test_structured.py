@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.client.errors import RequestError
+from penstock.protocol.client.session import RequestError
 from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.http.generation.schema import ChatRequest

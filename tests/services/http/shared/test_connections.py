@@ -9,12 +9,7 @@ import msgspec
 import pytest
 
 from penstock.protocol.client import session
-from penstock.protocol.messages.client import (
-    AbortRequest,
-    GenerateRequest,
-    Reply,
-    Request,
-)
+from penstock.protocol.messages.client import AbortRequest, GenerateRequest, Reply, Request
 from penstock.services.http.shared.connections import LimitedProtocol, Limits, limits_for
 from tests.services.http.conftest import NUM_AT_START, Served, behave
 from tests.services.http.flood import flood

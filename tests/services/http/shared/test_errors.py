@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from starlette.exceptions import HTTPException
 
-from penstock.protocol.client.errors import RequestError
-from penstock.protocol.field_errors import FINITE, UNICODE, undecodable_value
+from penstock.protocol.client.session import RequestError
+from penstock.protocol.decoding import FINITE, UNICODE, undecodable_value
 from penstock.protocol.messages.client import ErrorReply
 from penstock.services.http.generation.schema import ChatRequest, CompletionRequest
 from penstock.services.http.shared.body import decode_body

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from penstock.protocol.messages.pipeline import GatewayStarted, ReleaseRequest
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.messages.scheduler import GatewayStarted, ReleaseRequest
 from penstock.protocol.messages.worker import WorkerState
 from penstock.protocol.transport.channel import Channel
 from penstock.services.scheduler.peers.lease import Lease

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.messages.registration import Heartbeat
+from penstock.protocol.messages.pipeline import Heartbeat
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.process import Identity
 from penstock.services.scheduler.peers.detokenizer_recovery import MAX_SILENT

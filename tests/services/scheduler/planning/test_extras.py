@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.pipeline import TokenizedRequest
 from penstock.protocol.messages.plan import RowExtras, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.messages.scheduler import TokenizedRequest
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.scheduler.peers.streams import _opened
 from penstock.services.scheduler.planning.in_flight_plan import row_of

@@ -16,7 +16,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan, RowAdded
 from penstock.protocol.messages.worker import WorkerAssignment
-from penstock.protocol.transport.memory_client import MemoryClient, Taken
+from penstock.protocol.transport.socket_pairs import MemoryClient, Taken
 from penstock.services.worker.loading import load
 from penstock.services.worker.memory import persistent_memory
 from penstock.services.worker.memory.persistent_memory import SharedMemoryError

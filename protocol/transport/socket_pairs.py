@@ -1,5 +1,12 @@
-"""Persistent memory, which outlives its process. The supervisor keeps its descriptors."""
+"""Socket pairs of the supervisor and a process: persistent memory, and forks.
 
+The supervisor keeps the descriptors of memory that outlives its process. A fork server has imported
+everything already. What it forks is a child of the supervisor, which is the subreaper of its
+descendants (prctl(2)): the process between the two exits at once.
+"""
+
+import contextlib
+import gc
 import mmap
 import os
 import socket
@@ -9,14 +16,17 @@ import msgspec
 
 from penstock.protocol.messages.supervisor import (
     DropMemory,
+    Forked,
+    ForkRequest,
     KeepMemory,
     MemoryReply,
     TakeMemory,
     ToMemoryServer,
 )
+from penstock.protocol.transport.process import ProcessExit, die_with_parent
 
 MEMORY_VARIABLE = "PENSTOCK_MEMORY"  # number of the inherited descriptor
-MAX_MESSAGE = 1 << 20  # bytes of a message, most of them of a manifest
+MAX_MEMORY_MESSAGE = 1 << 20  # bytes, most of them of a manifest
 
 
 class Taken(NamedTuple):
@@ -93,7 +103,80 @@ class MemoryClient:
     ) -> tuple[bytes, list[int]]:
         socket.send_fds(self._socket, [msgspec.msgpack.encode(message)], descriptors or [])
         flags = socket.MSG_CMSG_CLOEXEC
-        data, received, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE, 1, flags)
+        data, received, _, _ = socket.recv_fds(self._socket, MAX_MEMORY_MESSAGE, 1, flags)
         if not data:
             raise ConnectionError("the supervisor has closed the socket of persistent memory")
         return msgspec.msgpack.decode(data, type=MemoryReply).manifest, received
+
+
+FORKS_VARIABLE = "PENSTOCK_FORKS"  # number of the inherited socket
+MAX_FORK_MESSAGE = 1 << 16  # bytes
+MAX_DESCRIPTORS = 8  # of one request
+
+
+def serve_forks() -> str:
+    """Return in each process that is forked, with the name of the service that it runs.
+
+    The caller has started neither threads nor CUDA.
+    """
+    die_with_parent()
+    supervisor = os.getppid()
+    connection = socket.socket(fileno=int(os.environ.pop(FORKS_VARIABLE)))
+    os.set_inheritable(connection.fileno(), False)
+    gc.collect()
+    gc.freeze()  # the collector would write to pages that all forked processes share
+    connection.send(msgspec.msgpack.encode(Forked()))
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(
+            connection, MAX_FORK_MESSAGE, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        if not data:
+            os._exit(0)
+        request = msgspec.msgpack.decode(data, type=ForkRequest)
+        between = _fork()
+        if between == 0:
+            _become(request, descriptors, supervisor)
+            connection.send(msgspec.msgpack.encode(Forked(os.getpid())))
+            connection.close()
+            return request.service
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if between < 0 or os.waitpid(between, 0)[1] != 0:
+            connection.send(msgspec.msgpack.encode(Forked()))
+
+
+def _fork() -> int:
+    """Fork twice: return 0 in the last process, and the pid of the one between in the first.
+
+    Return -1 if the first fork failed; the process between exits with 1 if the second one did.
+    """
+    try:
+        between = os.fork()
+        if between:
+            return between
+    except OSError:
+        return -1
+    try:
+        if os.fork():
+            os._exit(0)
+    except OSError:
+        os._exit(1)
+    return 0
+
+
+def _become(request: ForkRequest, descriptors: list[int], supervisor: int) -> None:
+    """Be a process as `ChildProcess` starts it."""
+    parent = os.getppid()
+    if parent != supervisor:  # the process between: its exit makes us the supervisor's child
+        with contextlib.suppress(ProcessLookupError):
+            between = ProcessExit(parent)
+            between.wait()
+            between.close()
+    output, *others = descriptors
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.environ.update(request.environment)
+    for variable, descriptor in zip(request.inherited, others, strict=True):
+        os.environ[variable] = str(descriptor)
+    os.setsid()  # last: a process that dies before is collected as an orphan
