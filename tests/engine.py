@@ -14,9 +14,9 @@ from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.worker import GrammarCompiled, WorkerAssignment
 from penstock.protocol.tokenizer_file import read_eos_token_ids
-from penstock.services.scheduler.factory import make_block_manager
-from penstock.services.scheduler.planning.scheduler import Scheduler
-from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler.blocks.block_manager import BlockManager
+from penstock.services.scheduler.scheduler import Scheduler
+from penstock.services.scheduler.sequence import Sequence
 from penstock.services.worker.launched_step import LaunchedStep
 from penstock.services.worker.loading import load
 
@@ -30,7 +30,7 @@ class Engine:
         gc.collect()  # an earlier engine that is freed during a capture may invalidate it
         self.model = read_model_config(config.model_folder)
         self.runner = load(config, WorkerAssignment(1, "g", 0, 1, ""), lambda: None)
-        blocks = make_block_manager(config, self.runner.num_blocks, self.runner.block_size)
+        blocks = BlockManager.from_config(config, self.runner.num_blocks, self.runner.block_size)
         max_model_len = self.model.context(config.max_model_len)
         self.scheduler = Scheduler(config, max_model_len, blocks)
         self.eos_token_ids = frozenset(read_eos_token_ids(config.model_folder))

@@ -1,5 +1,8 @@
 """The scheduler's process: sockets around `Scheduler`, `WorkerGroup` and `Streams`."""
 
+import contextlib
+import math
+from collections.abc import Callable, Iterable
 from time import monotonic
 
 import zmq
@@ -19,10 +22,12 @@ from penstock.protocol.messages.pipeline import (
     ToScheduler,
     refusal,
 )
-from penstock.protocol.messages.plan import SampledTokens
+from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.messages.worker import (
+    CopyBlocks,
     FolderReport,
+    FolderRequest,
     FromWorker,
     GrammarCompiled,
     WorkerExit,
@@ -31,19 +36,18 @@ from penstock.protocol.messages.worker import (
 from penstock.protocol.poison import REFUSED
 from penstock.protocol.tokenizer_file import read_eos_token_ids, read_reasoning_tokens
 from penstock.protocol.tracing import Tracer
+from penstock.protocol.transport.channel import traffic
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import DeathReports, HeartbeatThread
-from penstock.protocol.transport.process import Process, first_number
-from penstock.services.scheduler import report
-from penstock.services.scheduler.factory import make_scheduler, use_host_tier
-from penstock.services.scheduler.peers import poison
-from penstock.services.scheduler.peers.detokenizer_recovery import RecoverableStreams
-from penstock.services.scheduler.peers.lease import Lease
-from penstock.services.scheduler.peers.worker_exits import WorkerExits
-from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
-from penstock.services.scheduler.peers.workers import NO_GROUP, WorkerGroup, WorkerMessage
-from penstock.services.scheduler.planning.in_flight_plan import PlanDepth
-from penstock.services.scheduler.sequences.sequence import CannotFitError, Sequence
+from penstock.protocol.transport.process import Process, ProcessExit, first_number
+from penstock.services.scheduler import poison
+from penstock.services.scheduler.blocks.block_manager import BlockManager
+from penstock.services.scheduler.blocks.block_records import BlockRecords
+from penstock.services.scheduler.in_flight_plan import PlanDepth
+from penstock.services.scheduler.scheduler import NO_GROUP, Scheduler
+from penstock.services.scheduler.sequence import CannotFitError, Sequence
+from penstock.services.scheduler.streams import Streams
+from penstock.services.scheduler.workers import WorkerGroup, WorkerMessage
 
 NOT_COMPILED = "structured_outputs: got one that the worker can't compile"
 
@@ -57,12 +61,12 @@ class SchedulerProcess:
         self.model = read_model_config(self.config.model_folder)
         self.eos_token_ids = frozenset(read_eos_token_ids(self.config.model_folder))
         self.reasoning_tokens = read_reasoning_tokens(self.config.model_folder)
-        self.scheduler: RecoverableScheduler | None = None
+        self.scheduler: Scheduler | None = None
         self.plan_depth = PlanDepth(self.config.num_plans_in_flight)
         self.replica = process.replica
         node, sizes = process.context.node_id, (self.config.tp, self.config.spare_workers)
         self.group = WorkerGroup(*sizes, self.replica, node, self.epoch + 1)
-        self.streams = RecoverableStreams(self.epoch)
+        self.streams = Streams(self.epoch)
         # requests that the gateway has not released; they are queued once there is a scheduler
         self.requests: dict[str, Sequence] = {}
         self.lease = Lease(self.config.lease_timeout)
@@ -77,33 +81,78 @@ class SchedulerProcess:
         self.loop = EventLoop(
             process.context,
             self.on_heartbeat,
-            HeartbeatThread(process, lambda: report.counters(self.scheduler, self.plan_bytes)),
+            HeartbeatThread(process, self.counters),
         )
         self.worker_exits = WorkerExits(self.loop, node, self.lose_worker)
         self.loop.add(self.workers, self.on_workers)
         self.loop.add(self.inbox, self.on_requests)
         self.loop.add(self.detokenizers, self.on_detokenizers)
 
-    def renew_epoch(self) -> None:
-        """Act as a restarted scheduler, so that the gateway resubmits what may be lost."""
-        self.epoch += 1
+    # ---- the turn: receive and process, schedule, forward --------------------------------------
 
     def on_requests(self) -> None:
         for _, message in self.inbox.receive():
-            match message:
-                case TokenizedRequest():
-                    if message.attempt >= self.lease.first_attempt:
-                        self.accept(message)
-                case StopFound(request_id, attempt):
-                    sequence = self.requests.get(request_id)
-                    if sequence and sequence.attempt == attempt and self.scheduler:
-                        self.scheduler.finish(sequence, "stop")
-                case ReleaseRequest(request_id, attempt):
-                    self.release(request_id, attempt)
-                case GatewayStarted(first_attempt):
-                    self.lease.begin(first_attempt, monotonic())
-                    self.send_status()
-        self.advance()
+            self.process_request(message)
+        self.schedule()
+
+    def on_workers(self) -> None:
+        for identity, message in self.workers.receive():
+            self.process_result(identity, message)
+        self.send_tokens()  # before the next plan: the workers usually have others meanwhile
+        self.schedule()
+
+    def on_detokenizers(self) -> None:
+        for identity, message in self.detokenizers.receive():
+            self.process_detokenizer(identity, message)
+        self.schedule()
+
+    def schedule(self) -> None:
+        """Send every plan that may be sent, and then what detokenizers have to know."""
+        if scheduler := self.scheduler:
+            scheduler.max_plans = self.plan_depth.num_plans
+        while scheduler and self.group.ready and scheduler.epoch == self.group.epoch:
+            if messages := scheduler.next_messages():
+                self.forward(messages)
+            # after the plan, for which all others may have been preempted before a suspect
+            elif grammars := scheduler.next_grammars():
+                self.send_to_workers([(self.group.members[0], grammars)])
+            else:
+                break
+        self.send_tokens()
+        if self.ready != self.reported_ready:
+            self.send_status()
+
+    def forward(self, messages: list[BatchPlan | CopyBlocks | FolderRequest]) -> None:
+        """Send a plan, and the messages around it, to each rank."""
+        frames = [self.workers.encode(message) for message in messages]
+        self.plan_bytes += sum(map(len, frames))
+        for member in self.group.members:
+            if not all(self.workers.send_bytes(frame, member) for frame in frames):
+                self.lose_worker(member)
+                break
+
+    def send_tokens(self) -> None:
+        """Send the tokens of the last results to detokenizers."""
+        for identity, message in self.streams.take_messages():
+            if not self.detokenizers.send(message, identity):
+                self.lose_detokenizer(identity)
+
+    # ---- requests ------------------------------------------------------------------------------
+
+    def process_request(self, message: ToScheduler) -> None:
+        match message:
+            case TokenizedRequest():
+                if message.attempt >= self.lease.first_attempt:
+                    self.accept(message)
+            case StopFound(request_id, attempt):
+                sequence = self.requests.get(request_id)
+                if sequence and sequence.attempt == attempt and self.scheduler:
+                    self.scheduler.finish(sequence, "stop")
+            case ReleaseRequest(request_id, attempt):
+                self.release(request_id, attempt)
+            case GatewayStarted(first_attempt):
+                self.lease.begin(first_attempt, monotonic())
+                self.send_status()
 
     def accept(self, request: TokenizedRequest) -> None:
         """Queue a request, in place of another one of that id.
@@ -129,7 +178,7 @@ class SchedulerProcess:
         if self.scheduler:
             self.queue(sequence, self.scheduler)
 
-    def queue(self, sequence: Sequence, scheduler: RecoverableScheduler) -> None:
+    def queue(self, sequence: Sequence, scheduler: Scheduler) -> None:
         """Pass a request on to the scheduler, unless it can't be served."""
         try:
             sequence.check(self.model.vocab_size)
@@ -152,25 +201,37 @@ class SchedulerProcess:
                 self.scheduler.finish(sequence, "abort")
             self.streams.close(sequence)
             if self.tracer.is_on:
-                report.write_spans(self.tracer, sequence)
+                write_spans(self.tracer, sequence)
             if self.has_deaths:
                 self.poison.remember(sequence)
 
-    def on_workers(self) -> None:
-        """Handle tokens of the oldest step, and heartbeats of workers."""
-        for identity, message in self.workers.receive():
-            if isinstance(message, WorkerState):
-                self.on_worker_state(identity, message)
-            elif isinstance(message, FolderReport):
-                if self.scheduler and self.scheduler.offload:
-                    self.scheduler.offload.on_report(message)
-            elif identity in self.group.members[:1]:  # rank 0
-                if isinstance(message, GrammarCompiled):
-                    self.on_grammar(message)
-                else:
-                    self.on_tokens(message)
-        self.send_step_tokens()  # before the next plan: the workers usually have others meanwhile
-        self.advance()
+    def give_up(self, sequence: Sequence, reason: str, is_poison: bool = False) -> None:
+        """Fail a request that can't continue, or is poison; the others continue."""
+        error = ErrorReply(code="failed", message=reason)
+        if reason.startswith("structured_outputs:"):
+            error = ErrorReply(code="invalid", message=reason, field="structured_outputs")
+        else:
+            name = sequence.request_id
+            self.log.error("%s: %s", name, reason, extra={"request_id": name})
+        self.fail(sequence, error, is_poison)
+        self.release(sequence.request_id, sequence.attempt)
+        if is_poison:
+            self.poison.report_found(sequence)
+
+    # ---- workers -------------------------------------------------------------------------------
+
+    def process_result(self, identity: bytes, message: FromWorker) -> None:
+        """Handle tokens of the oldest step, and what else a worker says."""
+        if isinstance(message, WorkerState):
+            self.on_worker_state(identity, message)
+        elif isinstance(message, FolderReport):
+            if self.scheduler:
+                self.scheduler.block_manager.on_report(message)
+        elif identity in self.group.members[:1]:  # rank 0
+            if isinstance(message, GrammarCompiled):
+                self.on_grammar(message)
+            else:
+                self.on_tokens(message)
 
     def on_grammar(self, message: GrammarCompiled) -> None:
         """Queue requests whose grammar is compiled; end those whose grammar can't be."""
@@ -200,7 +261,9 @@ class SchedulerProcess:
         if self.group.ready and not was_ready:
             self.start_group()
         if self.group.ready and self.scheduler and self.config.kv_offload_gib:
-            use_host_tier(self.scheduler, self.config, self.replica, self.group)
+            self.scheduler.block_manager.use_host_tier(
+                self.config, self.replica, self.group.epoch, *self.group.host_tier
+            )
 
     def send_to_workers(self, messages: list[WorkerMessage]) -> None:
         """Send messages to workers; a worker that can't be reached is lost."""
@@ -217,61 +280,44 @@ class SchedulerProcess:
         """Begin an epoch with a group of workers that is ready."""
         self.log.info("workers ready: %s", self.group)
         if self.scheduler is None:
-            self.scheduler = make_scheduler(self.config, self.model, self.replica, self.group)
+            self.scheduler = self.make_scheduler()
             for sequence in list(self.requests.values()):
                 self.queue(sequence, self.scheduler)
-        elif (number := self.group.num_blocks) < self.scheduler.block_manager.pool.num_blocks:
+        elif (number := self.group.num_blocks) < self.scheduler.block_manager.num_blocks:
             raise SystemExit(f"num_blocks: the restarted workers have {number}, fewer than before")
         else:
             self.end_group()
             self.scheduler.begin(self.group.epoch, self.group.has_memory, self.group.memory_id)
 
+    def make_scheduler(self) -> Scheduler:
+        """Return a scheduler for a group that is ready, with what its predecessor has recorded."""
+        size = self.group.num_blocks, self.group.block_size
+        records = BlockRecords.open(f"blocks.{self.replica}", *size, self.group.memory_id)
+        blocks = BlockManager.from_config(self.config, *size, records)
+        length = self.model.context(self.config.max_model_len)
+        return Scheduler(self.config, length, blocks, self.group.epoch)
+
     def end_group(self) -> None:
         """Forget the plans in flight if the workers died."""
         if self.scheduler and self.scheduler.epoch not in (NO_GROUP, self.group.epoch):
             self.has_deaths = True
-            dead = [(one.name, one.pid) for one in self.group.members_before]
+            dead = [(worker.name, worker.pid) for worker in self.group.members_before]
             self.poison.report_workers(dead, self.scheduler.at_risk)
             for sequence in self.scheduler.lose_plans():
                 self.give_up(sequence, poison.WORKERS_DIED, is_poison=True)
 
-    def give_up(self, sequence: Sequence, reason: str, is_poison: bool = False) -> None:
-        """Fail a request that can't continue, or is poison; the others continue."""
-        error = ErrorReply(code="failed", message=reason)
-        if reason.startswith("structured_outputs:"):
-            error = ErrorReply(code="invalid", message=reason, field="structured_outputs")
-        else:
-            name = sequence.request_id
-            self.log.error("%s: %s", name, reason, extra={"request_id": name})
-        self.fail(sequence, error, is_poison)
-        self.release(sequence.request_id, sequence.attempt)
-        if is_poison:
-            self.poison.report_found(sequence)
+    # ---- detokenizers --------------------------------------------------------------------------
 
-    def advance(self) -> None:
-        """Send every plan that may be sent, and then what detokenizers have to know."""
-        if scheduler := self.scheduler:
-            scheduler.max_plans = self.plan_depth.num_plans
-        while scheduler and self.group.ready and scheduler.epoch == self.group.epoch:
-            if frames := [self.workers.encode(one) for one in scheduler.next_messages()]:
-                self.plan_bytes += sum(map(len, frames))
-                for member in self.group.members:
-                    if not all(self.workers.send_bytes(frame, member) for frame in frames):
-                        self.lose_worker(member)
-                        break
-            # after the plan, for which all others may have been preempted before a suspect
-            elif grammars := scheduler.next_grammars():
-                self.send_to_workers([(self.group.members[0], grammars)])
-            else:
-                break
-        self.send_step_tokens()
-        if self.ready != self.reported_ready:
-            self.send_status()
-
-    def send_step_tokens(self) -> None:
-        for identity, message in self.streams.take_messages():
-            if not self.detokenizers.send(message, identity):
-                self.lose_detokenizer(identity)
+    def process_detokenizer(self, identity: bytes, message: FromDetokenizer) -> None:
+        if isinstance(message, Goodbye):
+            self.streams.lost(identity)
+        elif isinstance(message, Confirmed):
+            self.streams.confirmed(identity)
+        elif reason := refusal(message.name, message.version):
+            self.detokenizers.send(Refused(reason), identity)
+        elif self.streams.alive(identity, message.name):
+            for dead in self.streams.predecessors(identity):
+                self.lose_detokenizer(dead)
 
     def lose_detokenizer(self, identity: bytes) -> None:
         """Move its sequences to another detokenizer, now or when one registers."""
@@ -282,20 +328,13 @@ class SchedulerProcess:
         self.poison.report_detokenizer(identity, suspects)
         for sequence in given_up:
             self.give_up(sequence, poison.DETOKENIZERS_DIED, is_poison=True)
-        self.advance()
+        self.schedule()
 
-    def on_detokenizers(self) -> None:
-        for identity, message in self.detokenizers.receive():
-            if isinstance(message, Goodbye):
-                self.streams.lost(identity)
-            elif isinstance(message, Confirmed):
-                self.streams.confirmed(identity)
-            elif reason := refusal(message.name, message.version):
-                self.detokenizers.send(Refused(reason), identity)
-            elif self.streams.alive(identity, message.name):
-                for dead in self.streams.predecessors(identity):
-                    self.lose_detokenizer(dead)
-        self.advance()
+    # ---- heartbeats and status -----------------------------------------------------------------
+
+    def renew_epoch(self) -> None:
+        """Act as a restarted scheduler, so that the gateway resubmits what may be lost."""
+        self.epoch += 1
 
     def on_heartbeat(self) -> None:
         """Give up silent peers and unclaimed requests; report the status."""
@@ -304,7 +343,7 @@ class SchedulerProcess:
         self.send_to_workers(self.group.heartbeat())
         for expired in self.lease.take_expired(self.requests.values(), monotonic()):
             self.release(expired.request_id, expired.attempt)
-        self.advance()
+        self.schedule()
         self.send_status()
 
     @property
@@ -318,6 +357,117 @@ class SchedulerProcess:
         status = SchedulerStatus(epoch=self.epoch, ready=self.ready, replica=self.replica)
         status.first_attempt = self.lease.first_attempt
         unclaimed = self.lease.unclaimed(self.requests.values())
-        status.unclaimed = [one.request_id for one in unclaimed]
-        report.fill_status(status, self.scheduler, self.group, self.streams)
+        status.unclaimed = [sequence.request_id for sequence in unclaimed]
+        status.detokenizers = {peer.name: len(peer.work) for peer in self.streams.detokenizers}
+        status.workers = self.group.names
+        status.num_bad_frames = traffic.bad_frames
+        status.workers_ready, status.awaits_workers = self.group.ready, self.group.is_awaited
+        if self.scheduler:
+            self.add_load(status, self.scheduler)
         self.gateway.send(status)
+
+    def add_load(self, status: SchedulerStatus, scheduler: Scheduler) -> None:
+        """Add queues, blocks and steps to the status."""
+        blocks = scheduler.block_manager
+        status.gpu_idle_us = self.group.idle_us
+        if not self.group.ready:
+            open_ones = [*scheduler.waiting, *scheduler.grammars.waiting, *scheduler.running]
+            status.num_deaths = {
+                sequence.request_id: sequence.num_deaths
+                for sequence in open_ones
+                if sequence.num_deaths
+            }
+        status.num_waiting = scheduler.num_waiting
+        status.num_running = len(scheduler.running)
+        status.num_blocks = blocks.num_blocks
+        status.num_free_blocks = blocks.num_free_blocks
+        status.num_steps = scheduler.num_steps
+        status.num_preemptions = scheduler.num_preemptions
+        status.num_recomputed_tokens = scheduler.num_recomputed_tokens
+        if offload := blocks.offload:
+            status.num_offloaded_blocks = offload.num_blocks
+            status.num_offload_hits = offload.num_loaded * blocks.block_size
+        status.block_size = blocks.block_size
+        status.step_tokens = scheduler.step_tokens
+
+    def counters(self) -> dict[str, float]:
+        """Return metrics: the age of the queue's head is in seconds, 0 if nothing waits."""
+        head = next(iter(self.scheduler.waiting), None) if self.scheduler else None
+        age = monotonic() - head.arrived_at if head else 0.0
+        drafts = self.scheduler.draft_scheduler.counters() if self.scheduler else {}
+        return {"plan_bytes_total": self.plan_bytes, "queue_age_seconds": age, **drafts}
+
+
+def write_spans(tracer: Tracer, sequence: Sequence) -> None:
+    """Report the spans `queue`, `prefill` and `decode` of a sequence that is released.
+
+    A sequence that is preempted, or whose workers die, stays in the span it is in.
+    """
+    moments = {
+        "queue": sequence.arrived_at,
+        "prefill": sequence.scheduled_at,
+        "decode": sequence.first_token_at,
+    }
+    attributes = {"gen_ai.usage.output_tokens": len(sequence.output_token_ids)}
+    begun = [(name, begin) for name, begin in moments.items() if begin]
+    ends = [begin for _, begin in begun[1:]]
+    for (name, begin), end in zip(begun, [*ends, monotonic()], strict=True):
+        tracer.span(name, sequence.request_id, begin, attributes, end=end)
+
+
+class Lease:
+    """The lease of requests that an earlier gateway left running.
+
+    `now` is in seconds, of any monotonic clock.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.first_attempt = 0  # of the newest gateway: earlier attempts belong to its predecessors
+        self._timeout = timeout
+        self._end = math.inf
+
+    def begin(self, first_attempt: int, now: float) -> None:
+        """Begin the lease of a gateway's start, unless a newer gateway is known."""
+        if first_attempt > self.first_attempt:
+            self.first_attempt = first_attempt
+            self._end = now + self._timeout
+
+    def unclaimed(self, requests: Iterable[Sequence]) -> list[Sequence]:
+        """Return the requests that have a lease now."""
+        if self._end == math.inf:
+            return []
+        return [sequence for sequence in requests if sequence.attempt < self.first_attempt]
+
+    def take_expired(self, requests: Iterable[Sequence], now: float) -> list[Sequence]:
+        """Return, once, the requests that no client has claimed when the lease ends."""
+        if now < self._end:
+            return []
+        expired = self.unclaimed(requests)
+        self._end = math.inf
+        return expired
+
+
+class WorkerExits:
+    """Exits of the workers of this machine, noticed at once: their heartbeats would be later."""
+
+    def __init__(self, loop: EventLoop, node: str, on_exit: Callable[[bytes], None]) -> None:
+        """node: this machine, as `WorkerState.node`; on_exit: takes the identity of a worker."""
+        self._loop = loop
+        self._node = node
+        self._on_exit = on_exit
+        self._watched: set[bytes] = set()
+
+    def watch(self, identity: bytes, state: WorkerState) -> None:
+        """Watch a worker's process; without effect for one that is watched, or elsewhere."""
+        if identity in self._watched or state.node != self._node or state.pid <= 0:
+            return
+        with contextlib.suppress(OSError):  # it has exited, or no descriptor is left
+            process = ProcessExit(state.pid)
+            self._watched.add(identity)
+
+            def exited() -> None:
+                process.close()
+                self._watched.discard(identity)
+                self._on_exit(identity)
+
+            self._loop.add_file(process.fileno(), exited)

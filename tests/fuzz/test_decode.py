@@ -36,8 +36,8 @@ from penstock.services.gateway.entry import Entry, GapError
 from penstock.services.gateway.validation import RefusedError, Validation, decode_request
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
-from penstock.services.scheduler.planning.scheduler import Scheduler
-from penstock.services.scheduler.sequences.sequence import CannotFitError, Sequence
+from penstock.services.scheduler.scheduler import Scheduler
+from penstock.services.scheduler.sequence import CannotFitError, Sequence
 from penstock.services.tokenizer.errors import PromptError
 from penstock.services.tokenizer.prompts import Tokenizer
 from tests.fuzz.frames import INNER_ID, MESSAGES, UNIONS, encoded

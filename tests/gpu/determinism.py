@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.launch.pipeline.options import add_options, given_options
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler.sequence import Sequence
 from tests.engine import Engine
 
 NUM_OUT = 8

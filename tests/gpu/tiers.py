@@ -18,10 +18,8 @@ from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.worker import CopyBlocks, FolderRequest
-from penstock.services.scheduler.blocks.folder_index import FolderIndex
-from penstock.services.scheduler.blocks.offload_index import OffloadIndex
-from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
-from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler.blocks.offload_index import FolderIndex, OffloadIndex
+from penstock.services.scheduler.sequence import Sequence
 from tests.engine import Engine
 from tests.gpu.direct import offline_requests
 
@@ -29,12 +27,8 @@ from tests.gpu.direct import offline_requests
 class TierEngine(Engine):
     """An engine whose scheduler and worker have tiers."""
 
-    scheduler: RecoverableScheduler
-
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        blocks, length = self.scheduler.block_manager, self.model.context(config.max_model_len)
-        self.scheduler = RecoverableScheduler(config, length, blocks)
         self.news = threading.Event()
         self.config, self.num_files = config, 0
         if (offload := self.runner.offload) and offload.folder:
@@ -50,7 +44,7 @@ class TierEngine(Engine):
                 offload.pinning.join()
             per_step = max(1, self.config.max_num_batched_tokens // self.runner.block_size)
             index = OffloadIndex(offload.num_slots, per_step)
-            self.scheduler.use_offload(index)
+            self.scheduler.block_manager.use_offload(index)
             if offload.folder:
                 index.use_folder(FolderIndex(self.scheduler.epoch, 1))
 
@@ -59,8 +53,7 @@ class TierEngine(Engine):
         while folder and (report := folder.take_report()):
             report.epoch, report.rank = self.scheduler.epoch, 0
             self.num_files += len(report.added)
-            if self.scheduler.offload:
-                self.scheduler.offload.on_report(report)
+            self.scheduler.block_manager.on_report(report)
 
     def finish(self, sequences: list[Sequence]) -> None:
         """Step until all have ended."""
@@ -102,7 +95,7 @@ def measure_prefix(engine: TierEngine, num_tokens: int) -> None:
     texts: dict[str, list[int]] = {}
     for name, prompt in (("a", a), ("b", b), ("a", a), ("b", b), ("a", a)):
         seconds, [one] = engine.generate([(prompt, 4)])
-        index = engine.scheduler.offload
+        index = engine.scheduler.block_manager.offload
         row: dict[str, Any] = {"prompt": name, "cached": one.num_cached_tokens}
         row |= {"ms": round(seconds * 1000, 1), "loaded": index.num_loaded if index else 0}
         row["same tokens"] = texts.setdefault(name, one.output_token_ids) == one.output_token_ids
@@ -131,7 +124,7 @@ def measure_offline(engine: TierEngine, num_runs: int) -> None:
     for seed in range(num_runs):
         requests = offline_requests(seed)
         seconds, _ = engine.generate(requests)
-        index = engine.scheduler.offload
+        index = engine.scheduler.block_manager.offload
         row: dict[str, Any] = {
             "run": seed,
             "tokens/s": round(sum(n for _, n in requests) / seconds),

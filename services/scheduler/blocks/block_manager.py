@@ -1,9 +1,21 @@
-"""The block tables of sequences, over the pool of blocks."""
+"""The state of sequences in the workers' memory: keys and values, in blocks and their tiers.
 
+Planning and recovery know `BlockManager` alone: it allocates, publishes, rolls back, copies to the
+host and back, and says after which token a sequence continues when its workers have died.
+"""
+
+import logging
+from collections.abc import Iterable
+
+from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
 from penstock.services.scheduler.blocks.block_pool import BlockPool
-from penstock.services.scheduler.blocks.block_records import hash_root
-from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler.blocks.block_records import BlockRecords, hash_root
+from penstock.services.scheduler.blocks.offload_index import FolderIndex, OffloadIndex
+from penstock.services.scheduler.sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 
 class BlockManager:
@@ -20,6 +32,33 @@ class BlockManager:
         self.watermark = watermark
         self._caching = caching
         self.records = pool.records if caching else None
+        # index of the host tier; `pool.offload` is None while the workers have no host tier
+        self.offload: OffloadIndex | None = None
+
+    @classmethod
+    def from_config(
+        cls, config: Config, num_blocks: int, block_size: int, records: BlockRecords | None = None
+    ) -> "BlockManager":
+        """Return the manager of `num_blocks` blocks; records: as in `BlockPool`."""
+        pool = BlockPool(num_blocks, records=records)
+        watermark = int(num_blocks * config.watermark)
+        return cls(pool, block_size, watermark, config.enable_prefix_caching)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks without references; some may hold a cached prefix."""
+        return self.pool.num_free_blocks
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens for which a sequence alone has room."""
+        return self.pool.num_blocks * self.block_size
+
+    # ---- allocate ------------------------------------------------------------------------------
 
     def has_room(self, keep_watermark: bool) -> bool:
         """Return whether `allocate` may succeed: every sequence needs a block of its own."""
@@ -52,6 +91,7 @@ class BlockManager:
         for block in tail:
             self.pool.adopt(block)
         sequence.block_table = matched + tail + [self.pool.take() for _ in range(num_new)]
+        sequence.capacity = len(sequence.block_table) * self.block_size
         sequence.num_prefill_tokens = num_tokens
         num_found = len(matched) + len(loads)
         sequence.num_planned_tokens = num_found * self.block_size + num_kept
@@ -74,6 +114,27 @@ class BlockManager:
         tail, had_output = self.pool.hash_block(before, b""), sequence.num_lost_tokens > 0
         keys = [tail, before] if had_output else [tail]
         return recovered.find(self.pool.last_number(matched), keys, sequence.token_ids[begin:end])
+
+    def append(self, sequence: Sequence) -> int:
+        """Append a block to the table. Raises KeyError if none is free."""
+        block = self.pool.take()
+        sequence.block_table.append(block)
+        sequence.capacity += self.block_size
+        return block
+
+    def free(self, sequence: Sequence) -> None:
+        """Release all blocks.
+
+        Plans run in order on one stream, so the next plan may allocate them, whatever plans in
+        flight still write to them.
+        """
+        self.pool.release(sequence.block_table)
+        sequence.block_table, sequence.capacity = [], 0
+        if self.pool.offload and sequence.loads:
+            self.pool.offload.unpin(sequence.loads)
+        sequence.loads.clear()
+
+    # ---- publish -------------------------------------------------------------------------------
 
     def confirm(self, sequence: Sequence) -> None:
         """Publish or record the newest token that is computed: workers have sampled the next one.
@@ -109,36 +170,6 @@ class BlockManager:
         full_blocks = self._full_blocks(sequence, num_blocks)
         return full_blocks[-1][0] if full_blocks else hash_root(sequence.cache_salt)
 
-    def has_place(self, sequence: Sequence) -> bool:
-        """Return whether the table has room for every known token."""
-        return len(sequence.token_ids) <= len(sequence.block_table) * self.block_size
-
-    def append(self, sequence: Sequence) -> int:
-        """Append a block to the table. Raises KeyError if none is free."""
-        block = self.pool.take()
-        sequence.block_table.append(block)
-        return block
-
-    def free(self, sequence: Sequence) -> None:
-        """Release all blocks.
-
-        Plans run in order on one stream, so the next plan may allocate them, whatever plans in
-        flight still write to them.
-        """
-        self.pool.release(sequence.block_table)
-        sequence.block_table = []
-        if self.pool.offload and sequence.loads:
-            self.pool.offload.unpin(sequence.loads)
-        sequence.loads.clear()
-
-    def forget(self, memory_id: int) -> None:
-        """Empty the cache, because the KV memory was replaced. No sequence may have blocks."""
-        if self.pool.records:
-            self.pool.records.begin(memory_id)
-        old = self.pool
-        self.pool = BlockPool(old.num_blocks, old.hash_block, old.records)
-        self.pool.offload = old.offload
-
     def publish(self, sequence: Sequence, num_computed: int) -> list[tuple[int, int]]:
         """Publish every block whose tokens are known and computed by the plans so far.
 
@@ -158,13 +189,6 @@ class BlockManager:
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
         sequence.record_place = 0
         return published
-
-    def is_published(self, sequence: Sequence, num_computed: int) -> bool:
-        """Return whether the sequence's published blocks are computed, and known to others."""
-        number = sequence.num_published_blocks
-        if not 0 < number <= min(len(sequence.full_blocks), num_computed // self.block_size):
-            return False
-        return self.pool.holds(sequence.full_blocks[number - 1][0], sequence.published_content)
 
     def confirm_plan(self, published: list[tuple[int, int]], number: int) -> None:
         """Note that a plan has run: `published` is computed, and its copies are made."""
@@ -190,3 +214,105 @@ class BlockManager:
             parent = known[-1][0] if known else hash_root(sequence.cache_salt)
             sequence.full_blocks.append((self.pool.hash_block(parent, token_ids), token_ids))
         return known[:num_blocks]
+
+    # ---- roll back, and outlive a death of the workers -----------------------------------------
+
+    def roll_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """Plan again from a position: what was written after it is overwritten in place."""
+        sequence.num_planned_tokens = num_tokens
+
+    @staticmethod
+    def num_confirmed_tokens(sequence: Sequence) -> int:
+        """Return positions whose KV no plan in flight writes; 0 while its first plan is in flight.
+
+        A sequence continues after them when its workers die and their memory remains.
+        """
+        if sequence.num_computed_tokens < sequence.num_prefill_tokens:
+            return sequence.num_computed_tokens
+        return len(sequence.token_ids) - 1
+
+    def restore(self, sequence: Sequence) -> None:
+        """Continue after the confirmed positions; the table stays, and all else is prefilled."""
+        confirmed = self.num_confirmed_tokens(sequence)
+        self.roll_back(sequence, confirmed)
+        sequence.num_computed_tokens = confirmed
+        sequence.num_prefill_tokens = len(sequence.token_ids)
+        if not self.is_published(sequence, confirmed):  # blocks of plans in flight are hidden
+            sequence.num_published_blocks = sequence.published_content = 0
+            self.pool.confirm(self.publish(sequence, confirmed))
+
+    def is_published(self, sequence: Sequence, num_computed: int) -> bool:
+        """Return whether the sequence's published blocks are computed, and known to others."""
+        number = sequence.num_published_blocks
+        if not 0 < number <= min(len(sequence.full_blocks), num_computed // self.block_size):
+            return False
+        return self.pool.holds(sequence.full_blocks[number - 1][0], sequence.published_content)
+
+    def hide(self, published: Iterable[tuple[int, int]]) -> None:
+        """Hide what plans in flight have published: the workers died, and it is uncertain."""
+        self.pool.hide(block for block, _ in published)
+
+    def lose_copies(self) -> None:
+        """Forget the copies of plans in flight, once no sequence awaits one."""
+        if self.pool.offload:
+            self.pool.offload.lose()
+
+    def forget(self, memory_id: int) -> None:
+        """Empty the cache, because the KV memory was replaced. No sequence may have blocks."""
+        if self.pool.records:
+            self.pool.records.begin(memory_id)
+        old = self.pool
+        self.pool = BlockPool(old.num_blocks, old.hash_block, old.records)
+        self.pool.offload = old.offload
+
+    # ---- the host tier -------------------------------------------------------------------------
+
+    def use_host_tier(
+        self, config: Config, replica: int, epoch: int, num_slots: int, memory_id: int
+    ) -> None:
+        """Use the host tier of the workers of an epoch, if all of them have one by now."""
+        if not num_slots or not self._caching:
+            self.use_offload(None)
+        elif self.offload is None or self.offload.memory_id != memory_id:
+            if self.offload and self.offload.num_blocks:
+                number = self.offload.num_blocks
+                log.warning("host tier: its %d blocks ended with the workers", number)
+            records = BlockRecords.open(f"slots.{replica}", num_slots, 0, memory_id)
+            per_step = max(1, config.max_num_batched_tokens // self.block_size)
+            index = OffloadIndex(num_slots, per_step, memory_id, records)
+            self.use_offload(index)
+            log.info("host tier: %d blocks, %d of them in use", num_slots, index.num_blocks)
+        elif self.pool.offload is None:
+            self.use_offload(self.offload)
+        offload = self.pool.offload
+        is_listed = offload and offload.folder and offload.folder.epoch == epoch
+        if config.kv_offload_folder and offload and not is_listed:
+            offload.use_folder(FolderIndex(epoch, config.tp))
+
+    def use_offload(self, offload: OffloadIndex | None) -> None:
+        """Use an index, or none while the workers have no host tier."""
+        self.offload = offload or self.offload
+        self.pool.offload = offload
+
+    def load(self, sequence: Sequence, overlapped: bool) -> None:
+        """Plan copies of KV from the host, beside a step or before it."""
+        if self.pool.offload:
+            self.pool.offload.load_blocks(sequence, self.block_size, overlapped)
+
+    def take_copies(self, epoch: int, number: int) -> CopyBlocks | None:
+        """Return the copies that workers must get before a plan, if there are any."""
+        offload = self.pool.offload
+        if not offload:
+            return None
+        if offload.has_blocking_stores:
+            self.pool.store_ahead(offload)
+        return offload.flush(epoch, number)
+
+    def take_folder_request(self, epoch: int) -> FolderRequest | None:
+        """Return what workers must get after a plan, if anything."""
+        return self.pool.offload.take_request(epoch) if self.pool.offload else None
+
+    def on_report(self, report: FolderReport) -> None:
+        """Note files that workers have read or failed to read."""
+        if self.offload:
+            self.offload.on_report(report)

@@ -4,9 +4,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from penstock.services.scheduler.blocks.block_records import ROOT, BlockRecords, Content, hash_block
+from penstock.services.scheduler.blocks.block_records import (
+    ROOT,
+    BlockRecords,
+    Content,
+    RecoveredBlocks,
+    hash_block,
+    recover,
+)
 from penstock.services.scheduler.blocks.offload_index import OffloadIndex
-from penstock.services.scheduler.blocks.recovered_blocks import RecoveredBlocks, recover
 
 
 class BlockPool:

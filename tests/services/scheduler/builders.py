@@ -8,7 +8,7 @@ from penstock.protocol.messages.pipeline import TokenizedRequest
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.structured import Reasoning
 from penstock.protocol.tokenizer_file import ReasoningTokens
-from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler.sequence import Sequence
 from tests.services.scheduler.reference import EOS, TAGS, expected_output
 
 _numbers = count()

@@ -16,8 +16,8 @@ from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.context import Context, Endpoints
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
-from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
 from penstock.services.scheduler.process import SchedulerProcess
+from penstock.services.scheduler.scheduler import Scheduler
 from tests.search import scaled
 from tests.services.scheduler.processes import INCARNATION, NUM_BLOCKS, Gateway
 
@@ -76,7 +76,5 @@ def process(fresh: SchedulerProcess) -> SchedulerProcess:
     return fresh
 
 
-def make_scheduler(process: SchedulerProcess) -> RecoverableScheduler:
-    return RecoverableScheduler(
-        process.config, 100, BlockManager(BlockPool(NUM_BLOCKS), 4, 0, True)
-    )
+def make_scheduler(process: SchedulerProcess) -> Scheduler:
+    return Scheduler(process.config, 100, BlockManager(BlockPool(NUM_BLOCKS), 4, 0, True))

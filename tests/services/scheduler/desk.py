@@ -2,9 +2,9 @@
 
 from penstock.protocol.messages.packed import PackedLogprobs, pack, unpack
 from penstock.protocol.messages.pipeline import StepTokens, StreamOpened
-from penstock.services.scheduler.peers.detokenizer_recovery import RecoverableStreams
-from penstock.services.scheduler.planning.in_flight_plan import PlanOutput
-from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler.in_flight_plan import PlanOutput
+from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.streams import Streams
 from tests.services.scheduler.builders import make_sequence
 
 
@@ -47,7 +47,7 @@ class Desk:
     """`Streams` and its readers; messages arrive when `deliver` is called."""
 
     def __init__(self, *readers: str) -> None:
-        self.streams = RecoverableStreams(epoch=7)
+        self.streams = Streams(epoch=7)
         self.readers: dict[bytes, Reader] = {}
         for name in readers:
             self.come(name)

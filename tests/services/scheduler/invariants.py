@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from penstock.protocol.config import Config
 from penstock.services.scheduler.blocks.block_pool import BlockPool
-from penstock.services.scheduler.planning.scheduler import Scheduler
-from penstock.services.scheduler.sequences.sequence import Sequence, Status
+from penstock.services.scheduler.scheduler import Scheduler
+from penstock.services.scheduler.sequence import Sequence, Status
 from tests.services.scheduler.reference import DEAD_END, expected_output, logprobs_at, pooled_of
 
 if TYPE_CHECKING:

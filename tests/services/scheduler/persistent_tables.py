@@ -6,9 +6,8 @@ from penstock.protocol.config import Config
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import BlockRecords
 from penstock.services.scheduler.blocks.block_records import hash_block as own_hash
-from penstock.services.scheduler.blocks.folder_index import FolderIndex
-from penstock.services.scheduler.blocks.offload_index import OffloadIndex
-from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
+from penstock.services.scheduler.blocks.offload_index import FolderIndex, OffloadIndex
+from penstock.services.scheduler.scheduler import Scheduler
 from tests.services.scheduler.mortal_records import Life, MortalRecords
 
 Hash = Callable[[bytes, bytes], bytes]
@@ -32,16 +31,16 @@ class PersistentTables:
         records.begin(kv)
         return BlockPool(self._of_blocks[0], self.hash_block, records)
 
-    def use_host(self, scheduler: RecoverableScheduler, kv: int, life: Life) -> None:
+    def use_host(self, scheduler: Scheduler, kv: int, life: Life) -> None:
         """Let a scheduler use the host tier of its workers, which is as old as their blocks."""
         if not self._num_slots or not self._config.enable_prefix_caching:
             return
-        offload = scheduler.offload
+        offload = scheduler.block_manager.offload
         if offload is None or offload.memory_id != kv:
             records = MortalRecords(self._slots, *self._of_slots, life=life)
             records.begin(kv)
             per_step = max(1, self._config.max_num_batched_tokens // self._config.block_size)
             offload = OffloadIndex(self._num_slots, per_step, kv, records)
-        scheduler.use_offload(offload)
+        scheduler.block_manager.use_offload(offload)
         if self._config.kv_offload_folder:
             offload.use_folder(FolderIndex(scheduler.epoch, 1))

@@ -4,7 +4,7 @@ from collections import deque
 
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
-from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
+from penstock.services.scheduler.scheduler import Scheduler
 from tests.services.scheduler.packed_plans import pairs
 
 Cells = list[int | None]
@@ -78,13 +78,12 @@ class ReferenceHost:
             self.files[hash_] = self.slots[slot]
             self._added.append(hash_)
 
-    def take_request(self, scheduler: RecoverableScheduler) -> None:
+    def take_request(self, scheduler: Scheduler) -> None:
         """Take what the scheduler sends after a plan, or without one."""
-        offload = scheduler.block_manager.pool.offload
-        if offload and (request := offload.take_request(scheduler.epoch)):
+        if request := scheduler.block_manager.take_folder_request(scheduler.epoch):
             self.requests.append(request)
 
-    def answer(self, scheduler: RecoverableScheduler, fails: bool) -> bool:
+    def answer(self, scheduler: Scheduler, fails: bool) -> bool:
         """Do what the oldest request says, if any; fails: every other file is damaged."""
         if not self.requests and not self._added:
             return False
@@ -104,8 +103,7 @@ class ReferenceHost:
                 self.files.pop(hash_, None)
                 self.slots[slot] = self._garbage
                 report.failed.append(hash_)
-        if scheduler.offload:
-            scheduler.offload.on_report(report)
+        scheduler.block_manager.on_report(report)
         return True
 
     @property

@@ -14,9 +14,9 @@ from penstock.protocol.messages.worker import GrammarCompiled
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import hash_block
-from penstock.services.scheduler.peers.worker_recovery import RecoverableScheduler
-from penstock.services.scheduler.planning.in_flight_plan import PlanOutput
-from penstock.services.scheduler.sequences.sequence import Sequence, Status
+from penstock.services.scheduler.in_flight_plan import PlanOutput
+from penstock.services.scheduler.scheduler import Scheduler
+from penstock.services.scheduler.sequence import Sequence, Status
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.invariants import (
     check_blocks,
@@ -34,7 +34,7 @@ from tests.services.scheduler.reference import (
 
 
 class Simulation:
-    """RecoverableScheduler and worker without sockets. Each move checks the invariants after it.
+    """Scheduler and worker without sockets. Each move checks the invariants after it.
 
     The tokens of a step come only when `num_ahead` later plans are there: a worker launches one
     more before it waits.
@@ -98,12 +98,12 @@ class Simulation:
         worker.host.slots *= self.num_host_slots
         return worker
 
-    def _new_scheduler(self, epoch: int) -> RecoverableScheduler:
+    def _new_scheduler(self, epoch: int) -> Scheduler:
         self.life = Life()
         block_size, caching = self.config.block_size, self.config.enable_prefix_caching
         pool = self.kept.pool(self.kv, self.life)
         blocks = BlockManager(pool, block_size, self.num_watermark_blocks, caching)
-        scheduler = RecoverableScheduler(self.config, self.limit, blocks, epoch)
+        scheduler = Scheduler(self.config, self.limit, blocks, epoch)
         self.kept.use_host(scheduler, self.kv, self.life)
         return scheduler
 

@@ -20,9 +20,9 @@ from hypothesis.stateful import (
 from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.services.scheduler import ngram_lookup
 from penstock.services.scheduler.blocks.block_records import HASH_BYTES, hash_block
-from penstock.services.scheduler.sequences import ngram_lookup
-from penstock.services.scheduler.sequences.sequence import CannotFitError, Sequence
+from penstock.services.scheduler.sequence import CannotFitError, Sequence
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.reference import POISON, expected_output
 from tests.services.scheduler.simulation import Simulation

@@ -9,10 +9,10 @@ from penstock.protocol.messages.plan import SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.worker import WorkerState
 from penstock.protocol.transport.process import first_number
-from penstock.services.scheduler.peers.poison import SequencePoison
+from penstock.services.scheduler import sequence as sequence_module
+from penstock.services.scheduler.poison import SequencePoison
 from penstock.services.scheduler.process import SchedulerProcess
-from penstock.services.scheduler.sequences import sequence as sequence_module
-from penstock.services.scheduler.sequences.sequence import Status
+from penstock.services.scheduler.sequence import Status
 from tests.services.scheduler.processes import (
     INCARNATION,
     NUM_BLOCKS,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import ROOT
-from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler.sequence import Sequence
 from tests.services.scheduler.builders import make_sequence
 
 X, Y, Z = b"xxxx", b"yyyy", b"zzzz"

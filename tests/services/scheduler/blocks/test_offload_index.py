@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from penstock.protocol.messages.worker import CopyBlocks, FolderReport
 from penstock.services.scheduler.blocks.block_records import HASH_BYTES, BlockRecords
-from penstock.services.scheduler.blocks.folder_index import FolderIndex
-from penstock.services.scheduler.blocks.offload_index import OffloadIndex
+from penstock.services.scheduler.blocks.offload_index import FolderIndex, OffloadIndex
 from tests.services.scheduler.packed_plans import pairs
 
 A, B, C = (bytes([n]) * HASH_BYTES for n in range(3))

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol.messages.packed import pack
-from penstock.services.scheduler.blocks.block_records import Tail
-from penstock.services.scheduler.blocks.recovered_blocks import RecoveredBlocks, num_equal
+from penstock.services.scheduler.blocks.block_records import RecoveredBlocks, Tail, num_equal
 
 parents, keys = st.integers(0, 1), st.sampled_from([b"a", b"b"])
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)

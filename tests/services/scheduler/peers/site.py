@@ -5,7 +5,7 @@ from itertools import count
 from msgspec.structs import replace
 
 from penstock.protocol.messages.worker import WorkerAssignment, WorkerExit, WorkerState
-from penstock.services.scheduler.peers.workers import WorkerGroup, WorkerMessage
+from penstock.services.scheduler.workers import WorkerGroup, WorkerMessage
 
 
 class Site:

@@ -1,6 +1,6 @@
 """Workers that outlive their scheduler, and the next one, which adopts their group or ends it."""
 
-from penstock.services.scheduler.peers.workers import LISTENING, MAX_UNHEARD
+from penstock.services.scheduler.workers import LISTENING, MAX_UNHEARD
 from tests.services.scheduler.peers.site import Site
 
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.services.scheduler.peers.lease import Lease
+from penstock.services.scheduler.process import Lease
 
 REQUESTS: list[Any] = [SimpleNamespace(attempt=n) for n in (5, 6, 7, 8)]
 

@@ -6,9 +6,8 @@ from penstock.protocol.messages.pipeline import GatewayStarted, ReleaseRequest
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.worker import WorkerState
 from penstock.protocol.transport.channel import Channel
-from penstock.services.scheduler.peers.lease import Lease
-from penstock.services.scheduler.process import SchedulerProcess
-from penstock.services.scheduler.sequences.sequence import Status
+from penstock.services.scheduler.process import Lease, SchedulerProcess
+from penstock.services.scheduler.sequence import Status
 from tests.services.scheduler.processes import NUM_BLOCKS, Gateway, opened, request, say, step
 
 

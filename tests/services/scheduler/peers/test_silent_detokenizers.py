@@ -7,9 +7,9 @@ import pytest
 from penstock.protocol.messages.pipeline import Heartbeat
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.process import Identity
-from penstock.services.scheduler.peers.detokenizer_recovery import MAX_SILENT
-from penstock.services.scheduler.peers.poison import MAX_DETOKENIZER_DEATHS, SequencePoison
+from penstock.services.scheduler.poison import MAX_DETOKENIZER_DEATHS, SequencePoison
 from penstock.services.scheduler.process import SchedulerProcess
+from penstock.services.scheduler.streams import MAX_SILENT
 from tests.services.scheduler.desk import Reader
 from tests.services.scheduler.peers.test_trials import Hall, started
 from tests.services.scheduler.processes import Gateway, Reports, opened, request, step
@@ -30,9 +30,9 @@ def test_a_stopped_detokenizer_costs_no_request(
         assert not len(process.streams.detokenizers)
         detokenizer.send(Heartbeat("detokenizer.1"))
         assert process.detokenizers.socket.poll(60_000)
-        process.advance = lambda: None  # type: ignore[method-assign]
+        process.schedule = lambda: None  # type: ignore[method-assign]
         process.on_detokenizers()
-        del process.advance
+        del process.schedule
         assert [one.request_id for one in opened(process)] == ["r"]
         process.streams.confirmed(b"d")
     assert gateway.failures(process) == []

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.protocol.messages.worker import WorkerState
-from penstock.services.scheduler.peers.workers import LISTENING
+from penstock.services.scheduler.workers import LISTENING
 from tests.services.scheduler.peers.site import Site
 
 

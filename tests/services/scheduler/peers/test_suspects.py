@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.services.scheduler.sequences.sequence import Sequence, Status
+from penstock.services.scheduler.sequence import Sequence, Status
 from tests.services.scheduler.builders import long_prompt
 from tests.services.scheduler.reference import LATE_POISON, POISON
 from tests.services.scheduler.simulation import Simulation

@@ -5,8 +5,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.services.scheduler.peers.poison import MAX_DETOKENIZER_DEATHS, TRIAL_BATCH
-from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler.poison import MAX_DETOKENIZER_DEATHS, TRIAL_BATCH
+from penstock.services.scheduler.sequence import Sequence
 from tests.services.scheduler.desk import Desk, Reader
 
 

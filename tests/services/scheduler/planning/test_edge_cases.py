@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.protocol.messages.packed import unpack
-from penstock.services.scheduler.sequences.sequence import CannotFitError, Sequence, Status
+from penstock.services.scheduler.sequence import CannotFitError, Sequence, Status
 from tests.services.scheduler.builders import long_prompt, seed_for_eos_after
 from tests.services.scheduler.packed_plans import blocks, pairs
 from tests.services.scheduler.simulation import Simulation

@@ -9,9 +9,9 @@ from penstock.protocol.messages.pipeline import TokenizedRequest
 from penstock.protocol.messages.plan import RowExtras, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.scheduler.peers.streams import _opened
-from penstock.services.scheduler.planning.in_flight_plan import row_of
-from penstock.services.scheduler.sequences.sequence import CannotFitError, Sequence
+from penstock.services.scheduler.in_flight_plan import row_of
+from penstock.services.scheduler.sequence import CannotFitError, Sequence
+from penstock.services.scheduler.streams import _opened
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.reference import EOS, logprobs_at
 from tests.services.scheduler.simulation import Simulation

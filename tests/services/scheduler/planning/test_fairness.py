@@ -1,6 +1,6 @@
 """Turns of clients, priorities, and long prompts that wait for blocks, in the whole scheduler."""
 
-from penstock.services.scheduler.sequences.sequence import MAX_PREEMPTIONS, Status
+from penstock.services.scheduler.sequence import MAX_PREEMPTIONS, Status
 from tests.services.scheduler.builders import long_prompt
 from tests.services.scheduler.simulation import Simulation
 

@@ -8,8 +8,8 @@ from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.structured import GRAMMAR_FAILED, StructuredOutputs
 from penstock.protocol.messages.worker import CompileGrammars, GrammarCompiled
-from penstock.services.scheduler.planning import grammar_index
-from penstock.services.scheduler.sequences.sequence import Sequence, Status
+from penstock.services.scheduler import grammar_index
+from penstock.services.scheduler.sequence import Sequence, Status
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.reference import LOOP
 from tests.services.scheduler.simulation import Simulation

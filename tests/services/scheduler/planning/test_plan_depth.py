@@ -4,7 +4,7 @@ import pytest
 
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import SampledTokens
-from penstock.services.scheduler.planning.in_flight_plan import PlanDepth
+from penstock.services.scheduler.in_flight_plan import PlanDepth
 from penstock.services.scheduler.process import SchedulerProcess
 from tests.services.scheduler.processes import request
 
@@ -53,7 +53,7 @@ def test_tokens_leave_before_the_next_plan(
     sampled = SampledTokens(process.scheduler.epoch, 0, pack([5]))
     process.group.members, process.group.epoch = [b"worker"], sampled.epoch
     sent: list[str] = []
-    monkeypatch.setattr(process, "advance", lambda: sent.append("plan"))
+    monkeypatch.setattr(process, "schedule", lambda: sent.append("plan"))
     monkeypatch.setattr(process.detokenizers, "send", lambda *_: sent.append("tokens") or True)
     monkeypatch.setattr(process.workers, "receive", lambda: iter([(b"worker", sampled)]))
     process.on_workers()

@@ -4,8 +4,8 @@ import pytest
 
 from penstock.protocol.messages.plan import RowExtras
 from penstock.protocol.messages.sampling import Pooling
-from penstock.services.scheduler.planning.in_flight_plan import row_of
-from penstock.services.scheduler.sequences.sequence import CannotFitError
+from penstock.services.scheduler.in_flight_plan import row_of
+from penstock.services.scheduler.sequence import CannotFitError
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.desk import Desk
 from tests.services.scheduler.reference import pooled_of

@@ -10,9 +10,9 @@ from penstock.protocol.messages.packed import pack, unpack
 from penstock.protocol.messages.plan import SampledTokens
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
-from penstock.services.scheduler.planning.in_flight_plan import row_of
-from penstock.services.scheduler.planning.scheduler import Scheduler
-from penstock.services.scheduler.sequences.sequence import Sequence, Status
+from penstock.services.scheduler.in_flight_plan import row_of
+from penstock.services.scheduler.scheduler import Scheduler
+from penstock.services.scheduler.sequence import Sequence, Status
 from tests.services.scheduler.builders import long_prompt, make_sequence, seed_for_eos_after
 from tests.services.scheduler.packed_plans import blocks, pairs
 from tests.services.scheduler.simulation import Simulation

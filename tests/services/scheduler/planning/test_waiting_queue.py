@@ -5,8 +5,8 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.services.scheduler.planning.waiting_queue import WaitingQueue
-from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.waiting_queue import WaitingQueue
 from tests.services.scheduler.builders import make_sequence
 
 CAPACITY = 40

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.scheduler.sequences.ngram_lookup import (
+from penstock.services.scheduler.ngram_lookup import (
     KNOWN,
     LONG,
     MAX_REQUIRED,

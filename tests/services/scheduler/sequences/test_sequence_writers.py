@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from penstock.services.scheduler.sequences import sequence as sequence_module
-from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler import sequence as sequence_module
+from penstock.services.scheduler.sequence import Sequence
 from tests.services.field_writers import found_writers, stated_writers
 
-FOLDER = Path(str(sequence_module.__file__)).parents[1]
+FOLDER = Path(str(sequence_module.__file__)).parent
 OTHERS = "self|status|outbox|extras"
 """names of other objects, which have fields of the same names"""
 

@@ -13,7 +13,7 @@ import msgspec
 from penstock.protocol.fair_queue import FairQueue
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.worker import CompileGrammars, GrammarCompiled
-from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler.sequence import Sequence
 
 # grammars that the worker was sent and has not reported: its thread always has a next one
 MAX_COMPILING = 4

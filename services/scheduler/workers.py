@@ -15,7 +15,6 @@ from penstock.protocol.transport.peers import Peers
 # identity of the worker, and the message
 WorkerMessage = tuple[bytes, WorkerAssignment | WorkerExit | CompileGrammars]
 
-NO_GROUP = -1  # an epoch that no group has
 LISTENING = 2  # heartbeats for which a restarted scheduler waits for workers of its predecessor
 # heartbeats for which it waits for the other ranks of a worker: they may wait for that worker in a
 # collective, for a plan that only some ranks have got

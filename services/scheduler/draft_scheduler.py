@@ -6,9 +6,9 @@ A step verifies guesses while it decodes: each is a row of its own, which sample
 from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import RowAdded
 from penstock.services.scheduler.blocks.block_manager import BlockManager
-from penstock.services.scheduler.planning.in_flight_plan import PlanBuilder
-from penstock.services.scheduler.sequences.ngram_lookup import KNOWN, NgramLookup
-from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler.in_flight_plan import PlanBuilder
+from penstock.services.scheduler.ngram_lookup import KNOWN, NgramLookup
+from penstock.services.scheduler.sequence import Sequence
 
 
 class DraftScheduler:
@@ -37,7 +37,7 @@ class DraftScheduler:
         if is_right:
             self.num_accepted_tokens += 1
         elif is_right is False:
-            sequence.num_planned_tokens = len(sequence.token_ids) - 1
+            self._blocks.roll_back(sequence, len(sequence.token_ids) - 1)
 
     def add_drafts(self, running: list[Sequence], builder: PlanBuilder, num_left: int) -> None:
         """Add drafts of decoding sequences; num_left: rows that the step may still get."""
@@ -74,8 +74,7 @@ class DraftScheduler:
 
     def _make_room(self, sequence: Sequence, builder: PlanBuilder, num_tokens: int) -> int:
         """Take free blocks, if any, for more tokens. Return the number of tokens that fit."""
-        blocks, size, table = self._blocks, self._blocks.block_size, sequence.block_table
         end = sequence.num_planned_tokens + num_tokens
-        while end > len(table) * size and blocks.pool.num_free_blocks:
-            builder.append_block(sequence.slot, blocks.append(sequence))
-        return num_tokens - max(0, end - len(table) * size)
+        while end > sequence.capacity and self._blocks.num_free_blocks:
+            builder.append_block(sequence.slot, self._blocks.append(sequence))
+        return num_tokens - max(0, end - sequence.capacity)

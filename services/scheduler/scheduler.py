@@ -4,14 +4,19 @@
 plan. A plan is made without the tokens of earlier plans in flight: only their number, or guesses,
 are known. A sequence grows only in `update`. Blocks of generated tokens are published there, too;
 blocks of the prefill as soon as a plan computes them.
+
+When the workers die, `lose_plans` forgets the plans in flight. Sequences continue after the
+positions that are confirmed, as soon as `begin` is called for the next workers.
 """
 
 from bisect import insort
+from collections import deque
 from functools import partial
-from heapq import heappop
+from heapq import heappop, heappush
 from operator import attrgetter
 
 from penstock.protocol.config import Config
+from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.status import ITERATION_TOKENS, Histogram
@@ -23,36 +28,53 @@ from penstock.protocol.messages.worker import (
     GrammarCompiled,
 )
 from penstock.services.scheduler.blocks.block_manager import BlockManager
-from penstock.services.scheduler.blocks.offload_index import OffloadIndex
-from penstock.services.scheduler.planning.draft_scheduler import DraftScheduler
-from penstock.services.scheduler.planning.in_flight_plan import PlanBuilder, PlanOutput, row_of
-from penstock.services.scheduler.planning.scheduler_base import SchedulerBase
-from penstock.services.scheduler.sequences.sequence import Sequence, Status
+from penstock.services.scheduler.draft_scheduler import DraftScheduler
+from penstock.services.scheduler.grammar_index import GrammarIndex
+from penstock.services.scheduler.in_flight_plan import (
+    InFlightPlan,
+    PlanBuilder,
+    PlanOutput,
+    row_of,
+)
+from penstock.services.scheduler.sequence import Sequence, Status, count_death
+from penstock.services.scheduler.waiting_queue import WaitingQueue
+
+NO_GROUP = -1  # an epoch that no group of workers has
 
 
-class Scheduler(SchedulerBase):
+class Scheduler:
     """Continuous batching over a pool of KV blocks: decode first, then chunks of prefill."""
 
     def __init__(
         self, config: Config, max_model_len: int, block_manager: BlockManager, epoch: int = 0
     ) -> None:
-        super().__init__(config, block_manager, epoch)
+        self.epoch = epoch  # epoch of the plans; each group of workers has its own
+        self.block_manager = block_manager
+        self.waiting = WaitingQueue()
+        self.grammars = GrammarIndex(config.max_num_seqs)
+        self.draft_scheduler = DraftScheduler(config, block_manager)
+        # running sequences by `Sequence.rank`: the last one is the first to be preempted
+        self.running: list[Sequence] = []
+        self.in_flight: deque[InFlightPlan] = deque()
         # limit of plans in flight; may change at any time
         self.max_plans = config.num_plans_in_flight
+        self.num_steps = self.num_preemptions = 0
         # tokens that were computed again after preemptions and deaths
         self.num_recomputed_tokens = 0
         self.step_tokens = Histogram.of(ITERATION_TOKENS)
         # copies for the newest plan, which workers must receive before the plan
         self.copies: CopyBlocks | None = None
-        # index of the host tier, which the current workers may not have yet
-        self.offload: OffloadIndex | None = None
-        self._block_size = block_manager.block_size
+        self._max_length = min(max_model_len, block_manager.max_tokens)
         self._max_tokens_per_step = config.max_num_batched_tokens
-        self._max_length = min(max_model_len, block_manager.pool.num_blocks * self._block_size)
-        self.draft_scheduler = DraftScheduler(config, block_manager)
+        self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._free_slots = list(range(self._max_rows))
+        self._removed: list[int] = []  # slots that leave the persistent batch with the next plan
+        # running sequences that the workers do not have, since the death of earlier ones
+        self._returning: set[Sequence] = set()
+        self._suspect: Sequence | None = None  # the suspect that was admitted last, if any
         self._speculates = config.speculative_method == "ngram"
 
-    # ---- requests come and go ----------------------------------------------------------------
+    # ---- requests come and go ------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. Raises CannotFitError.
@@ -65,17 +87,48 @@ class Scheduler(SchedulerBase):
         if len(sequence.token_ids) > sequence.num_prompt_tokens:
             self._end_if_due(sequence)
 
-    def use_offload(self, offload: OffloadIndex | None) -> None:
-        """Use an index, or none while the workers have no host tier."""
-        self.offload = offload or self.offload
-        self.block_manager.pool.offload = offload
-        self.copies = None
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence in any state. Its tokens in flight are discarded."""
+        if sequence.status is Status.FINISHED:
+            return
+        awaits_grammar = self.grammars.release(sequence)
+        if sequence.status is Status.WAITING and not awaits_grammar:
+            self.waiting.remove(sequence)
+        elif sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+            self._leave_slot(sequence)
+        self.block_manager.free(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
 
     @property
     def num_waiting(self) -> int:
         return len(self.waiting) + sum(1 for _ in self.grammars.waiting)
 
-    # ---- grammars ----------------------------------------------------------------------------
+    # ---- suspects and grammars -----------------------------------------------------------------
+
+    @property
+    def _is_trial(self) -> bool:
+        """True while a suspect runs that has not got a token yet: it runs alone."""
+        suspect, statuses = self._suspect, (Status.RUNNING, Status.DRAINING)
+        return suspect is not None and suspect.is_suspect and suspect.status in statuses
+
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """Return whether a sequence is still in flight, or waits for a trial, perhaps its own."""
+        if self.in_flight and sequence.last_step >= self.in_flight[0].number:
+            return True
+        if sequence.is_suspect and not self._is_trial:
+            is_alone = self.grammars.compiling <= {sequence} and not self.running
+            return not is_alone or any(plan.computes for plan in self.in_flight)
+        return self._is_trial
+
+    def _has_grammar(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may be queued; otherwise it waits for its grammar first.
+
+        A suspect is queued: its grammar is compiled when nothing else runs.
+        """
+        waits = not sequence.is_suspect
+        return self.grammars.request(sequence, waits=waits) or not waits
 
     def next_grammars(self) -> CompileGrammars | None:
         """Return what rank 0 must compile. While a suspect is tried, only its grammar is."""
@@ -91,15 +144,14 @@ class Scheduler(SchedulerBase):
             self.waiting.add(sequence)
         return failed
 
-    # ---- the next step -----------------------------------------------------------------------
+    # ---- the next step -------------------------------------------------------------------------
 
     def next_messages(self) -> list[BatchPlan | CopyBlocks | FolderRequest]:
         """Return the next plan with the messages around it, or what else workers must get."""
         plan = self.schedule()
-        if not (offload := self.block_manager.pool.offload):
-            return [plan] if plan else []
-        around = self.copies if plan else None, plan, offload.take_request(self.epoch)
-        return [one for one in around if one]
+        request = self.block_manager.take_folder_request(self.epoch)
+        messages = self.copies if plan else None, plan, request
+        return [message for message in messages if message]
 
     def schedule(self) -> BatchPlan | None:
         """Return the next plan; None if `max_plans` are in flight or there is nothing to run.
@@ -137,9 +189,13 @@ class Scheduler(SchedulerBase):
 
         Those whose grammar is not compiled again yet come later.
         """
-        returning = [one for one in self.running if one in self._returning and one.may_run]
+        returning = [
+            sequence
+            for sequence in self.running
+            if sequence in self._returning and sequence.may_run
+        ]
         for sequence in returning:
-            while sequence.status is Status.RUNNING and not self.block_manager.has_place(sequence):
+            while sequence.status is Status.RUNNING and not sequence.has_place:
                 self._take_block(sequence)
         for sequence in returning:
             if sequence.status is Status.RUNNING:
@@ -155,7 +211,7 @@ class Scheduler(SchedulerBase):
         """Plan a token for every row whose prefill is computed. Return the other rows."""
         prefilling: list[Sequence] = []
         running, sampled = self.running, builder.plan.sampled
-        number, block_size = builder.plan.number, self._block_size
+        number = builder.plan.number
         for sequence in running:  # a preemption takes the last one, which then does not come
             position = sequence.num_planned_tokens
             if position < sequence.num_prefill_tokens:
@@ -164,9 +220,7 @@ class Scheduler(SchedulerBase):
                 sequence.ngram_lookup and sequence.is_paused and position >= len(sequence.token_ids)
             ):
                 pass  # the next token can only be guessed
-            elif position < len(sequence.block_table) * block_size or self._append_block(
-                sequence, builder
-            ):
+            elif position < sequence.capacity or self._append_block(sequence, builder):
                 sequence.num_planned_tokens = position + 1
                 sequence.last_step = number
                 sampled.append(sequence)
@@ -209,9 +263,8 @@ class Scheduler(SchedulerBase):
         Copies overlap the step of other sequences. Where there are none, they precede it.
         """
         if sequence.loads:
-            offload, overlapped = self.block_manager.pool.offload, builder.plan.computes
-            if offload:
-                offload.load_blocks(sequence, self._block_size, overlapped)
+            overlapped = builder.plan.computes
+            self.block_manager.load(sequence, overlapped)
             return not overlapped
         return True
 
@@ -249,15 +302,12 @@ class Scheduler(SchedulerBase):
         for sequence in builder.plan.sampled:
             if sequence.status is Status.DRAINING:
                 self._leave_slot(sequence)
-        if offload := self.block_manager.pool.offload:
-            if offload.has_blocking_stores:
-                self.block_manager.pool.store_ahead(offload)
-            self.copies = offload.flush(self.epoch, self.num_steps)
+        self.copies = self.block_manager.take_copies(self.epoch, self.num_steps)
         self.in_flight.append(builder.plan)
         self.num_steps += 1
         return message
 
-    # ---- its result --------------------------------------------------------------------------
+    # ---- its result ----------------------------------------------------------------------------
 
     def update(self, tokens: SampledTokens) -> PlanOutput:
         """Add the tokens of the oldest plan in flight to its sequences, one for each sampled row.
@@ -325,3 +375,117 @@ class Scheduler(SchedulerBase):
             self.finish(sequence, "stop")
         elif len(sequence.token_ids) >= sequence.max_length:
             self.finish(sequence, "length")
+
+    # ---- slots and blocks ----------------------------------------------------------------------
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take slot and blocks from a running sequence; the KV of its tokens is recomputed."""
+        self.running.remove(sequence)
+        self._leave_slot(sequence)
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self._note_lost(sequence)
+        self.block_manager.free(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        if self._has_grammar(sequence):
+            self.waiting.put_back(sequence)
+
+    def _note_lost(self, sequence: Sequence) -> None:
+        num_planned = min(sequence.num_planned_tokens, len(sequence.token_ids))
+        sequence.num_lost_tokens = max(sequence.num_lost_tokens, num_planned)
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        if sequence in self._returning:
+            self._returning.remove(sequence)
+        else:
+            self._removed.append(sequence.slot)
+        heappush(self._free_slots, sequence.slot)
+        sequence.slot = -1
+
+    def _take_block(self, sequence: Sequence) -> int | None:
+        """Append a block to a table, preempting newer sequences; None if it was the newest."""
+        while not self.block_manager.num_free_blocks:
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is sequence:
+                return None
+        return self.block_manager.append(sequence)
+
+    # ---- the workers die -----------------------------------------------------------------------
+
+    @property
+    def at_risk(self) -> set[Sequence]:
+        """Sequences of which the workers may die: in flight, or their grammar is compiled."""
+        in_flight = {sequence for plan in self.in_flight for sequence in plan.sequences}
+        return in_flight | self.grammars.compiling
+
+    def lose_plans(self) -> list[Sequence]:
+        """Forget the plans in flight: the workers died, and other ones may have their memory.
+
+        Only what these plans wrote is uncertain. A sequence with confirmed positions keeps its
+        blocks and continues there; others wait. Return the sequences that are given up, and ended,
+        as poison requests.
+        """
+        plans = list(self.in_flight)
+        in_flight = self.at_risk
+        given_up = count_death(in_flight)
+        self.in_flight.clear()
+        self.grammars.lose()
+        self.block_manager.hide(block for plan in plans for block in plan.published)
+        draining = [sequence for sequence in in_flight if sequence.status is Status.DRAINING]
+        self._returning.update(self.running)  # the next workers have no rows
+        for sequence in reversed(list(self.running)):
+            if not self._can_continue(sequence):
+                self.preempt(sequence)
+        for sequence in sorted(draining, key=attrgetter("last_step"), reverse=True):
+            if self._can_continue(sequence):
+                sequence.status, sequence.slot = Status.RUNNING, heappop(self._free_slots)
+                insort(self.running, sequence, key=attrgetter("rank"))
+                self._returning.add(sequence)
+            else:
+                self._requeue(sequence)
+        for sequence in self.running:
+            self._note_lost(sequence)
+            self.block_manager.restore(sequence)
+            sequence.last_step = -1
+        self._queue_again()
+        self.block_manager.lose_copies()
+        self._removed.clear()
+        self.num_steps = 0
+        self.epoch = NO_GROUP
+        for sequence in given_up:
+            self.finish(sequence, "abort")
+        return given_up
+
+    def _queue_again(self) -> None:
+        """Move what has become a suspect to the suspects, and what has lost its grammar to wait."""
+        no_grammar = list(self.grammars.waiting)
+        for sequence in list(self.waiting):
+            sequence.last_step = -1
+            if sequence.is_suspect or not sequence.may_run:
+                self.waiting.remove(sequence)
+                if self._has_grammar(sequence):
+                    self.waiting.add(sequence)
+        for sequence in no_grammar:
+            sequence.last_step = -1
+            if sequence.is_suspect and self._has_grammar(sequence):
+                self.waiting.add(sequence)
+
+    def _can_continue(self, sequence: Sequence) -> bool:
+        """Return whether a sequence keeps its blocks; a suspect must wait to be alone."""
+        needs_all = sequence.is_suspect or sequence.needs_prompt_logprobs
+        return not needs_all and self.block_manager.num_confirmed_tokens(sequence) > 0
+
+    def begin(self, epoch: int, has_memory: bool, memory_id: int = 0) -> None:
+        """Make plans for new workers, after `lose_plans`; all wait if the KV memory is lost.
+
+        memory_id: `WorkerGroup.memory_id`.
+        """
+        self.epoch = epoch
+        if not has_memory:
+            for sequence in reversed(self.running):
+                self.preempt(sequence)
+            self.block_manager.forget(memory_id)

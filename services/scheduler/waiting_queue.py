@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import count, islice
 
 from penstock.protocol.fair_queue import FairQueue
-from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler.sequence import Sequence
 
 MAX_RETRIED = 4  # held sequences that are tried again in one step, the oldest first
 # new sequences that may fail to get blocks in one step; the others wait for the next one

@@ -1,6 +1,7 @@
 """A request in the scheduler: a growing list of tokens."""
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from time import monotonic
@@ -13,7 +14,7 @@ from penstock.protocol.messages.pipeline import TokenizedRequest
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.structured import Reasoning
 from penstock.protocol.tokenizer_file import NO_TAGS, ReasoningTokens, ReasoningTracker
-from penstock.services.scheduler.sequences.ngram_lookup import NgramLookup
+from penstock.services.scheduler.ngram_lookup import NgramLookup
 
 # deaths of workers in a row, without a token in between, after which a request is given up
 MAX_WORKER_DEATHS = 3
@@ -50,22 +51,18 @@ class Sequence:
 
     In addition to its own methods, these write its fields (compared by test_sequence_writers.py):
 
-    - `SchedulerBase`: status, finish_reason, slot, num_lost_tokens, num_preemptions
-    - `RecoverableScheduler`: status, slot, last_step, num_prefill_tokens, num_planned_tokens,
-      num_computed_tokens, num_published_blocks, published_content
-    - `Scheduler`: status, token_ids, last_step, num_deaths, num_planned_tokens,
-      num_computed_tokens
-    - `BlockManager`: block_table, num_prefill_tokens, num_planned_tokens, num_computed_tokens,
+    - `Scheduler`: status, finish_reason, slot, token_ids, last_step, num_deaths, num_lost_tokens,
+      num_preemptions, num_planned_tokens, num_computed_tokens
+    - `BlockManager`: block_table, capacity, num_prefill_tokens, num_planned_tokens, num_computed_tokens,
       num_published_blocks, published_content, record_place, loads, has_fetched, full_blocks
     - `OffloadIndex`: has_fetched, loads
     - `DraftScheduler`: ngram_lookup, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `GrammarIndex`: grammar
     - `Streams`: detokenizer, stream_id
-    - `RecoverableStreams`: detokenizer
     - `SchedulerProcess`: attempt
     - `SequencePoison`: num_deaths
-    - `poison.count_death`: num_deaths
+    - `sequence.count_death`: num_deaths
     """
 
     request: InitVar[TokenizedRequest]
@@ -124,6 +121,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)
+    capacity: int = 0  # positions for which its blocks have room
     # hashes of its last planned blocks, whose copies from the host are still to be planned
     loads: deque[bytes] = field(default_factory=deque)
     has_fetched: bool = False  # its files have been requested
@@ -210,6 +208,11 @@ class Sequence:
     def may_run(self) -> bool:
         """True unless the workers do not have its grammar yet."""
         return self.grammar > 0 or self.sampling.structured_outputs is None
+
+    @property
+    def has_place(self) -> bool:
+        """True if its blocks have room for every known token."""
+        return len(self.token_ids) <= self.capacity
 
     @property
     def is_paused(self) -> bool:
@@ -308,3 +311,15 @@ class Sequence:
             and [*prompt, *output] == self.token_ids[: len(prompt) + len(output)]
             and None not in (self.logprobs or [])[len(output) :]  # else nobody has these logprobs
         )
+
+
+def count_death(in_flight: Collection[Sequence]) -> list[Sequence]:
+    """Count a death of the workers. Return the sequence that is given up, if any.
+
+    It is a suspect that was alone in flight, even if it was aborted meanwhile.
+    """
+    guilty = [sequence for sequence in in_flight if sequence.is_suspect and len(in_flight) == 1]
+    for sequence in in_flight:
+        limit = MAX_WORKER_DEATHS if sequence in guilty else MAX_WORKER_DEATHS - 1
+        sequence.num_deaths = min(sequence.num_deaths + 1, limit)
+    return [sequence for sequence in guilty if sequence.finish_reason in (None, "abort")]

@@ -14,7 +14,7 @@ from penstock.protocol.messages.plan import (
     RowExtras,
     SampledTokens,
 )
-from penstock.services.scheduler.sequences.sequence import Sequence
+from penstock.services.scheduler.sequence import Sequence
 
 MIN_PLANS = 2  # minimum in flight; with fewer, the GPU waits for the host
 # seconds from a step's end until a plan that follows from its tokens is launched, at the worst: 1.1

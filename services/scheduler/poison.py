@@ -10,14 +10,14 @@ sent to a detokenizer in batches, and nothing else until it has confirmed them. 
 failed batch are tried one by one; a stream at whose trial detokenizers die is given up.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
 from penstock.protocol.poison import PoisonList, digest_of
 from penstock.protocol.transport.heartbeat import DeathReports
 from penstock.protocol.transport.process import Identity
-from penstock.services.scheduler.sequences.sequence import MAX_WORKER_DEATHS, TOKEN_BYTES, Sequence
+from penstock.services.scheduler.sequence import MAX_WORKER_DEATHS, TOKEN_BYTES, Sequence
 
 # message to its client
 WORKERS_DIED = (
@@ -30,18 +30,6 @@ DETOKENIZERS_DIED = (
     "not tried again"
 )
 TRIAL_BATCH = 64  # streams of one trial
-
-
-def count_death(in_flight: Collection[Sequence]) -> list[Sequence]:
-    """Count a death of the workers. Return the sequence that is given up, if any.
-
-    It is a suspect that was alone in flight, even if it was aborted meanwhile.
-    """
-    guilty = [one for one in in_flight if one.is_suspect and len(in_flight) == 1]
-    for sequence in in_flight:
-        limit = MAX_WORKER_DEATHS if sequence in guilty else MAX_WORKER_DEATHS - 1
-        sequence.num_deaths = min(sequence.num_deaths + 1, limit)
-    return [one for one in guilty if one.finish_reason in (None, "abort")]
 
 
 class DetokenizerTrials:

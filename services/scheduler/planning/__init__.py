@@ -1,1 +1,0 @@
-"""The policy: the sequences of each step, and the plans in flight."""
