@@ -53,8 +53,9 @@ class Sequence:
 
     - `Scheduler`: status, finish_reason, slot, token_ids, last_step, num_deaths, num_lost_tokens,
       num_preemptions, num_planned_tokens, num_computed_tokens
-    - `BlockManager`: block_table, capacity, num_prefill_tokens, num_planned_tokens, num_computed_tokens,
-      num_published_blocks, published_content, record_place, loads, has_fetched, full_blocks
+    - `BlockManager`: block_table, capacity, num_prefill_tokens, num_planned_tokens,
+      num_computed_tokens, num_published_blocks, published_content, record_place, loads,
+      has_fetched, full_blocks
     - `OffloadIndex`: has_fetched, loads
     - `DraftScheduler`: ngram_lookup, num_planned_tokens, last_step
     - `WaitingQueue`: admission
