@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import mimetypes
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
@@ -19,15 +20,61 @@ from penstock.protocol.client.session import RequestError
 from penstock.protocol.config import DISTRIBUTION
 from penstock.protocol.messages.chat import MessageError
 from penstock.services.http.generation.schema import ApiRequest
-from penstock.services.http.openapi import describe
-from penstock.services.http.routes import OPERATIONS, Operation
 from penstock.services.http.shared.access import Gate, caller, check_key
-from penstock.services.http.shared.app_state import Models
+from penstock.services.http.shared.app_state import Models, Operation
 from penstock.services.http.shared.body import decode_body, read_body
 from penstock.services.http.shared.connections import WEIGH
-from penstock.services.http.shared.errors import ApiError, answer_error
+from penstock.services.http.shared.errors import ApiError, ErrorBody, answer_error
 from penstock.services.http.shared.event_stream import while_connected
 from penstock.services.http.shared.places import decoded_bytes
+
+
+def describe(operations: Sequence[Operation], version: str) -> bytes:
+    """Return the document, as OpenAPI 3.1."""
+    types = [ErrorBody, *(kind for one in operations for kind in (one.body, one.reply) if kind)]
+    schemas, components = msgspec.json.schema_components(
+        types, ref_template="#/components/schemas/{name}"
+    )
+    for schema in components.values():
+        if schema.get("additionalProperties") is False:  # HTTP ignores unknown fields of Structs
+            del schema["additionalProperties"]
+    contents = {
+        str(kind): {"application/json": {"schema": schema}}
+        for kind, schema in zip(types, schemas, strict=True)
+    }
+    paths: dict[str, dict[str, Any]] = {}
+    for one in operations:
+        paths.setdefault(one.path, {})[one.method.lower()] = _operation(one, contents)
+    document = {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock", "version": version},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+    return msgspec.json.encode(document)
+
+
+def _operation(one: Operation, contents: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Describe a route. contents: by the name of the type."""
+    content = contents[str(one.reply)] if one.reply else {}
+    if one.media_type:
+        content = content | {one.media_type: {"schema": {"type": "string"}}}
+    described: dict[str, Any] = {
+        "summary": (one.run.__doc__ or "").partition("\n")[0],
+        "responses": {
+            "200": {"description": "Success.", "content": content},
+            "default": {"description": "An error.", "content": contents[str(ErrorBody)]},
+        },
+    }
+    if one.body:
+        described["requestBody"] = {"required": True, "content": contents[str(one.body)]}
+    if not one.is_open:
+        described["security"] = [{"key": []}, {}]
+    return described
+
 
 _log = logging.getLogger("http")
 LARGE_BODY_BYTES = 1 << 16  # a larger one may take tens of milliseconds to decode
@@ -45,16 +92,16 @@ _PAGE_HEADERS = {
 }
 
 
-def make_app(models: Models) -> ASGIApp:
-    """Return the ASGI application."""
-    openapi = describe(OPERATIONS, version(DISTRIBUTION))
+def make_app(models: Models, operations: Sequence[Operation]) -> ASGIApp:
+    """Return the ASGI application of all operations."""
+    openapi = describe(operations, version(DISTRIBUTION))
     page = _page_endpoint()
 
     async def answer_openapi(_: Request) -> Response:
         return Response(openapi, media_type="application/json")
 
     decoding = asyncio.Lock()
-    routes: list[BaseRoute] = [_route(operation, models, decoding) for operation in OPERATIONS]
+    routes: list[BaseRoute] = [_route(operation, models, decoding) for operation in operations]
     routes += [
         Route("/openapi.json", answer_openapi),
         Route("/", page),

@@ -18,8 +18,8 @@ from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.context import attend, host_and_port
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process, tune_collector
+from penstock.services.http.apis import OPERATIONS
 from penstock.services.http.app import make_app
-from penstock.services.http.routes import OPERATIONS
 from penstock.services.http.shared.app_state import Models
 from penstock.services.http.shared.connections import Limits, limited_protocol, limits_for
 
@@ -34,7 +34,7 @@ KEEP_ALIVE = 75  # seconds that a connection may be idle: longer than clients ke
 _NO_ERRORS = ("Cancel %s running task", "Invalid UTF-8 sequence")
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn's server without signal handlers: uvicorn's would end the process by the signal."""
 
     def __init__(self, config: uvicorn.Config, client: AsyncClient) -> None:
@@ -104,7 +104,7 @@ async def serve(process: Process) -> None:
     where, most = process.endpoints.inner_clients, config.max_unread_bytes
     async with AsyncClient(where, context=process.context, max_unread_bytes=most) as client:
         models = Models(config, client)
-        server = Server(uvicorn_config(config, models), client)
+        server = HttpServer(uvicorn_config(config, models), client)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
         listener.listen(BACKLOG)
@@ -115,7 +115,7 @@ async def serve(process: Process) -> None:
     heartbeats.stop()
 
 
-async def run(server: Server, models: Models, listener: socket.socket) -> None:
+async def run(server: HttpServer, models: Models, listener: socket.socket) -> None:
     """Serve until the server stops."""
     start = asyncio.create_task(models.start())
     tune_collector()
@@ -124,7 +124,7 @@ async def run(server: Server, models: Models, listener: socket.socket) -> None:
 
 
 def uvicorn_config(config: Config, models: Models, limits: Limits | None = None) -> uvicorn.Config:
-    """Return the configuration of a `Server`."""
+    """Return the configuration of a `HttpServer`."""
     logging.getLogger("uvicorn.error").addFilter(_is_error)
     limits = limits or limits_for(
         models.max_batch_bytes,
@@ -133,7 +133,7 @@ def uvicorn_config(config: Config, models: Models, limits: Limits | None = None)
         open_paths=frozenset(one.path.encode() for one in OPERATIONS if one.is_open),
     )
     return uvicorn.Config(
-        make_app(models),
+        make_app(models, OPERATIONS),
         http=limited_protocol(limits),
         ws="none",
         lifespan="off",
@@ -147,7 +147,7 @@ def uvicorn_config(config: Config, models: Models, limits: Limits | None = None)
 
 
 def _is_error(record: logging.LogRecord) -> bool:
-    """Return False for messages about clients, and tasks that `Server.shutdown` cancels."""
+    """Return False for messages about clients, and tasks that `HttpServer.shutdown` cancels."""
     return not str(record.msg).startswith(_NO_ERRORS)
 
 

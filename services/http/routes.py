@@ -1,111 +1,36 @@
-"""Table of all routes, for starlette and for `/openapi.json`."""
+"""The served models, and their tokens."""
 
-from collections.abc import Awaitable, Callable
-from importlib.metadata import version
+from datetime import UTC, datetime
 from typing import Any
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET
 from starlette.responses import Response
 
-from penstock.protocol.config import DISTRIBUTION
 from penstock.protocol.messages.chat import chat_messages
 from penstock.protocol.messages.client import PromptFields
-from penstock.protocol.messages.status import StatusReply
-from penstock.services.http.generation.chat import chat
-from penstock.services.http.generation.completions import complete
-from penstock.services.http.generation.replies import (
-    ChatReply,
-    CompletionReply,
+from penstock.services.http.generation.schema import (
+    DetokenizeBody,
     Model,
     ModelList,
+    TokenizeBody,
     TokenizeResult,
 )
-from penstock.services.http.generation.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeBody,
-    TokenizeBody,
-)
 from penstock.services.http.generation.to_generate_request import template_tools
-from penstock.services.http.messages.routes import (
-    answer_messages,
-    count_tokens,
-    model_info,
-    model_page,
-)
-from penstock.services.http.messages.schema import (
-    CountTokensRequest,
-    MessageReply,
-    MessagesRequest,
-    TokenCount,
-)
-from penstock.services.http.metrics import render
-from penstock.services.http.pooling.routes import embed, rerank, score
-from penstock.services.http.pooling.schema import (
-    EmbeddingReply,
-    EmbeddingRequest,
-    RerankReply,
-    RerankRequest,
-    ScoreReply,
-    ScoreRequest,
-)
-from penstock.services.http.responses.replies import (
-    DeletedResponse,
-    InputItems,
-    InputTokens,
-    ResponseReply,
-)
-from penstock.services.http.responses.routes import (
-    count_input_tokens,
-    delete,
-    list_input_items,
-    respond,
-    retrieve,
-)
-from penstock.services.http.responses.schema import (
-    InputTokensRequest,
-    ResponsesRequest,
-)
 from penstock.services.http.shared.access import caller
-from penstock.services.http.shared.app_state import AppState, Models
-from penstock.services.http.shared.errors import fields_as_sent
-from penstock.services.http.shared.health import status_of
-from penstock.services.http.shared.json_response import json_response
-
-Texts = dict[str, str]
-RERANK = "/v1/rerank", "/v2/rerank", "/rerank"
-SCORE = "/v1/score", "/score"
-_STREAM = "text/event-stream"
-
-
-class Operation(Struct, frozen=True):
-    """One route.
-
-    `run` gets the state of the model that its body names, and the body; without a body it gets all
-    models, and the parameters of path and query. It may raise ApiError, MessageError and
-    RequestError. The first line of its docstring is the summary of the route.
-    """
-
-    method: str
-    path: str
-    run: Callable[[Any, Any], Awaitable[Response]]
-    reply: Any  # type of the reply in JSON; None without one
-    body: type[Struct] | None = None
-    media_type: str = ""  # in addition to JSON
-    is_open: bool = False  # needs no key
-    is_batch: bool = False  # its body has several inputs, each of which is a request to the gateway
+from penstock.services.http.shared.app_state import AppState, Models, Operation, Texts
+from penstock.services.http.shared.errors import fields_as_sent, json_response
 
 
 async def list_models(models: Models, _: Texts) -> Response:
     """List the served models."""
     listed = ModelList(data=[_model(state, name) for name, state in models.by_name.items()])
-    return json_response(model_page(listed) if caller.get().is_for_anthropic else listed)
+    return json_response(_page(listed) if caller.get().is_for_anthropic else listed)
 
 
 async def describe_model(models: Models, path: Texts) -> Response:
     """Describe a model."""
     model = _model(models.named(path["model"]), path["model"])
-    return json_response(model_info(model) if caller.get().is_for_anthropic else model)
+    return json_response(_for_anthropic(model) if caller.get().is_for_anthropic else model)
 
 
 async def tokenize(state: AppState, body: TokenizeBody) -> Response:
@@ -133,34 +58,6 @@ async def detokenize(state: AppState, body: DetokenizeBody) -> Response:
     return json_response({"prompt": text})
 
 
-async def status(models: Models, _: Texts) -> Response:
-    """Describe the pipeline and its processes."""
-    return json_response(await status_of(models.client, metrics=True))
-
-
-async def metrics(models: Models, _: Texts) -> Response:
-    """Return metrics for Prometheus."""
-    status = await status_of(models.client, metrics=True)
-    return Response(render(status, models.config), media_type="text/plain; version=0.0.4")
-
-
-async def health(models: Models, _: Texts) -> Response:
-    """Return 200 if the pipeline works."""
-    await models.health.check()
-    return json_response({"status": "ok"})
-
-
-async def ready(models: Models, _: Texts) -> Response:
-    """Return 200 if every stage is there."""
-    await models.health.check_ready()
-    return json_response({"status": "ok"})
-
-
-async def show_version(_: Models, __: Texts) -> Response:
-    """Return Penstock's version."""
-    return json_response({"version": version(DISTRIBUTION)})
-
-
 def _model(state: AppState, name: str) -> Model:
     return Model(
         id=name,
@@ -170,33 +67,29 @@ def _model(state: AppState, name: str) -> Model:
     )
 
 
-_RESPONSES = "/v1/responses"
-_RESPONSE = f"{_RESPONSES}/{{response_id}}"
+def _for_anthropic(model: Model) -> dict[str, Any]:
+    """Return a model as Anthropic describes it."""
+    return {
+        "type": "model",
+        "id": model.id,
+        "display_name": model.id,
+        "created_at": datetime.fromtimestamp(model.created, UTC),
+        "lifecycle": "active",
+        "max_input_tokens": model.max_model_len,
+        "max_tokens": model.max_model_len,
+    }
+
+
+def _page(models: ModelList) -> dict[str, Any]:
+    """Return all models as one page."""
+    ids = [model.id for model in models.data]
+    data = [_for_anthropic(model) for model in models.data]
+    return {"data": data, "first_id": ids[0], "last_id": ids[-1], "has_more": False}
+
+
 OPERATIONS = [
-    Operation("POST", "/v1/chat/completions", chat, ChatReply, ChatRequest, _STREAM),
-    Operation("POST", "/v1/completions", complete, CompletionReply, CompletionRequest, _STREAM),
-    Operation("POST", "/v1/messages", answer_messages, MessageReply, MessagesRequest, _STREAM),
-    Operation("POST", "/v1/messages/count_tokens", count_tokens, TokenCount, CountTokensRequest),
-    Operation("POST", _RESPONSES, respond, ResponseReply, ResponsesRequest, _STREAM),
-    Operation("GET", _RESPONSE, retrieve, ResponseReply),
-    Operation("GET", f"{_RESPONSE}/input_items", list_input_items, InputItems),
-    Operation(
-        *("POST", f"{_RESPONSES}/input_tokens", count_input_tokens),
-        *(InputTokens, InputTokensRequest),
-    ),
-    Operation("DELETE", _RESPONSE, delete, DeletedResponse),
-    Operation("POST", "/v1/embeddings", embed, EmbeddingReply, EmbeddingRequest, is_batch=True),
-    *(Operation("POST", one, rerank, RerankReply, RerankRequest, is_batch=True) for one in RERANK),
-    *(Operation("POST", one, score, ScoreReply, ScoreRequest, is_batch=True) for one in SCORE),
     Operation("GET", "/v1/models", list_models, ModelList),
     Operation("GET", "/v1/models/{model}", describe_model, Model),
     Operation("POST", "/tokenize", tokenize, TokenizeResult, TokenizeBody),
     Operation("POST", "/detokenize", detokenize, Texts, DetokenizeBody),
-    Operation("GET", "/status", status, StatusReply),
-    Operation("GET", "/metrics", metrics, None, media_type="text/plain"),
-    Operation("GET", "/health", health, Texts, is_open=True),
-    Operation("GET", "/ping", health, Texts, is_open=True),
-    Operation("POST", "/ping", health, Texts, is_open=True),
-    Operation("GET", "/ready", ready, Texts, is_open=True),
-    Operation("GET", "/version", show_version, Texts, is_open=True),
 ]

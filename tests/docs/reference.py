@@ -21,8 +21,8 @@ from penstock.protocol.messages.status import (
     SchedulerStatus,
     StatusReply,
 )
-from penstock.services.http.metrics import render
 from penstock.services.http.shared.errors import ApiError, as_api_error
+from penstock.services.http.status import render
 from tests.docs.command_reference import commands
 from tests.docs.markdown import page, table
 from tests.docs.model_pages import memory, models

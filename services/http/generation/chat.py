@@ -1,38 +1,142 @@
-"""`/v1/chat/completions`."""
+"""Chats: `/v1/chat/completions`, and the events of other APIs that build upon chats."""
 
+from abc import abstractmethod
 from collections.abc import Iterator
+from typing import Any, Literal
 
 from msgspec import UNSET
 from starlette.responses import Response
 
 from penstock.protocol.messages.client import GenerateReply, TextDelta
-from penstock.services.http.generation.generation import Generation
-from penstock.services.http.generation.logprobs import chat_logprobs, prompt_logprobs
-from penstock.services.http.generation.reasoning_splitter import (
-    ReasoningCalls,
-    ReasoningSplitter,
-)
-from penstock.services.http.generation.replies import (
+from penstock.protocol.tokenizer_file import END_THINK
+from penstock.services.http.generation.generation import Generation, chat_logprobs, prompt_logprobs
+from penstock.services.http.generation.schema import (
     CalledTool,
     ChatChoiceReply,
     ChatChunk,
     ChatReply,
+    ChatRequest,
     Delta,
     ReplyMessage,
 )
-from penstock.services.http.generation.schema import ChatRequest
 from penstock.services.http.generation.to_generate_request import (
     chat_fields,
     prompt_fields,
     truncated,
 )
-from penstock.services.http.generation.tool_call_parser import Piece, make_parser
+from penstock.services.http.generation.tool_calls import Piece, ToolCallParser, make_parser
 from penstock.services.http.generation.tool_grammar import is_forced
 from penstock.services.http.shared.access import caller
-from penstock.services.http.shared.app_state import AppState
-from penstock.services.http.shared.errors import FieldAsSent, fields_as_sent
-from penstock.services.http.shared.json_response import json_response
-from penstock.services.http.shared.tool_format import HERMES, ToolFormat
+from penstock.services.http.shared.app_state import (
+    EVENT_STREAM,
+    HERMES,
+    AppState,
+    Operation,
+    ToolFormat,
+)
+from penstock.services.http.shared.errors import FieldAsSent, fields_as_sent, json_response
+from penstock.services.http.shared.event_stream import EventForm
+
+Event = dict[str, Any]
+PartKind = Literal["reasoning", "text", "call"]
+
+
+class ReasoningSplitter:
+    """Splits one answer of Qwen3: `<think>\\n…\\n</think>\\n\\nanswer`.
+
+    The detokenizer has found the tokens of the tags. Newlines next to the tags belong to
+    neither part. Newlines at the end of reasoning are held back, and white space before all text.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._position = 0  # of the held text in the request's text
+        self._end: int | None = None
+        self._is_reasoning = self._skips_newlines = False
+        self.is_answer = False  # True if all further text is the answer's
+
+    def feed(self, text: str, begin: int | None, end: int | None) -> tuple[str, str]:
+        """Return the reasoning and the answer that `text` adds; each may be empty.
+
+        begin, end: `reasoning_begin` and `reasoning_end` of the message with the text.
+        """
+        self._held += text
+        self._end = end
+        if not (self._is_reasoning or self.is_answer):
+            self._start(begin)
+        if self._is_reasoning:
+            return self._split(is_last=False)
+        return "", self._take(len(self._held)) if self.is_answer else ""
+
+    def finish(self) -> tuple[str, str]:
+        """Return what was held back, without newlines at the end of reasoning."""
+        if self._is_reasoning:
+            return self._split(is_last=True)
+        self.is_answer = True
+        return "", self._take(len(self._held))
+
+    def _start(self, begin: int | None) -> None:
+        if begin is None:
+            self.is_answer = bool(self._held.strip())
+        elif begin <= len(self._held):
+            self._take(begin)
+            self._is_reasoning = self._skips_newlines = True
+
+    def _split(self, is_last: bool) -> tuple[str, str]:
+        length = len(self._held) if self._end is None else self._end - self._position
+        inside, after = self._held[:length], self._held[length:]
+        has_ended = self._end is not None and length <= len(self._held)
+        reasoning = self._take(len(inside.rstrip("\n")))
+        if not has_ended or (not is_last and after != END_THINK and END_THINK.startswith(after)):
+            return reasoning, ""
+        self._held, self._skips_newlines = after.removeprefix(END_THINK), True
+        self._is_reasoning, self.is_answer = False, True
+        return reasoning, self._take(len(self._held))
+
+    def _take(self, length: int) -> str:
+        taken, self._held = self._held[:length], self._held[length:]
+        self._position += length
+        if self._skips_newlines:
+            taken = taken.lstrip("\n")
+            self._skips_newlines = not taken
+        return taken
+
+
+class ReasoningCalls:
+    """Holder of tool calls before `</think>`: only what follows shows what they are.
+
+    Calls before a later `</think>` are part of the reasoning. Where none follows, the first call
+    has ended the reasoning: it and others are calls, and the text after it is the answer.
+    """
+
+    def __init__(self, parser: ToolCallParser) -> None:
+        self._parser = parser
+        self._held = ""
+        self._pieces: list[Piece] = []  # of the held text, from its first call on
+
+    def feed(self, reasoning: str) -> str:
+        """Return new and held reasoning up to what may be a call."""
+        self._held += reasoning
+        return self._release(self._parser.feed(reasoning))
+
+    def give_back(self) -> str:
+        """Return what was held back, before `</think>`."""
+        return self._held
+
+    def finish(self, is_cut: bool) -> tuple[str, list[Piece]]:
+        """Return the end of the reasoning, and what comes after it; is_cut: as in the parser."""
+        return self._release(self._parser.finish(is_cut)), self._pieces
+
+    def _release(self, pieces: list[Piece]) -> str:
+        """Keep the pieces from the first call on. Return the text before it."""
+        text = ""
+        for piece in pieces:
+            if isinstance(piece, str) and not self._pieces:
+                text += piece
+            else:
+                self._pieces.append(piece)
+        self._held = self._held[len(text) :]
+        return text
 
 
 async def chat(state: AppState, request: ChatRequest) -> Response:
@@ -196,6 +300,99 @@ class ChatChoice:
         return "tool_calls" if is_call else reply.finish_reason
 
 
+class ChatEvents(EventForm):
+    """Converter of a chat's only answer to the events of another API, which fill its reply.
+
+    The answer is a list of parts: reasoning, texts and calls. A whole answer takes the same way.
+    """
+
+    def __init__(self, choice: ChatChoice, reply: Any, parts: list[Any]) -> None:
+        """parts: the list of the reply to which parts are added."""
+        self._choice = choice
+        self.reply = reply
+        self._parts = parts
+        self._is_started = False
+        self._kind: PartKind | None = None  # of the last part, while it is open
+        self._texts: list[str] = []  # of the open part
+
+    async def response(self, generation: Generation, is_stream: bool) -> Response:
+        """Return a stream of the events, or the reply that they fill."""
+        if is_stream:
+            return generation.stream_events(self, self.events)
+        (answer,) = await generation.replies()
+        return json_response(self.whole(answer))
+
+    def events(
+        self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
+    ) -> Iterator[Event]:
+        """Yield the events of new tokens, and, with the reply, the last ones.
+
+        A whole answer is `new` and `reply` at once.
+        """
+        if not self._is_started:
+            self._is_started = True
+            yield from self._start(new or reply)
+        for delta in self._choice.deltas(new, reply):
+            if delta.reasoning:
+                yield from self._piece("reasoning", delta.reasoning)
+            elif delta.content:
+                yield from self._piece("text", delta.content)
+            for call in delta.tool_calls or ():
+                yield from self._piece("call", call.function.arguments, call)
+        if reply:
+            yield from self._end(reply)
+
+    def whole(self, answer: GenerateReply) -> Any:
+        """Return the reply that the events of a whole answer fill."""
+        for _ in self.events(answer, answer):
+            pass
+        return self.reply
+
+    def _piece(self, kind: PartKind, text: str, call: CalledTool | None = None) -> Iterator[Event]:
+        """Yield the events of one piece, which may end a part and begin another one."""
+        if kind != self._kind or (call and call.id):
+            yield from self._begin(kind, call)
+        if text:
+            self._texts.append(text)
+            yield self._added(kind, text)
+
+    def _begin(self, kind: PartKind, call: CalledTool | None = None) -> Iterator[Event]:
+        yield from self._close()
+        self._kind, self._texts = kind, []
+        self._parts.append(self._new_part(kind, call))
+        yield from self._begun(self._parts[-1])
+
+    def _close(self, is_whole: bool = True) -> Iterator[Event]:
+        """End the open part. is_whole: the answer was not cut off in the part."""
+        if self._kind:
+            self._kind = None
+            yield from self._closed(self._parts[-1], "".join(self._texts), is_whole)
+
+    @abstractmethod
+    def _start(self, first: TextDelta | GenerateReply | None) -> Iterator[Event]:
+        """Yield the events before all parts. first: what has the counts of the prompt."""
+
+    @abstractmethod
+    def _new_part(self, kind: PartKind, call: CalledTool | None) -> Any:
+        """Return an empty part."""
+
+    @abstractmethod
+    def _begun(self, part: Any) -> Iterator[Event]:
+        """Yield the events of a new part."""
+
+    @abstractmethod
+    def _added(self, kind: PartKind, text: str) -> Event:
+        """Return the event of more text in the open part."""
+
+    @abstractmethod
+    def _closed(self, part: Any, text: str, is_whole: bool) -> Iterator[Event]:
+        """Put the text into a part, and yield the events of its end."""
+
+    @abstractmethod
+    def _end(self, reply: GenerateReply) -> Iterator[Event]:
+        """Complete the reply, and yield the last events."""
+
+
 def _join_calls(pieces: list[CalledTool]) -> list[CalledTool]:
     """Return the calls that a stream's pieces add up to."""
     calls: list[CalledTool] = []
@@ -206,3 +403,8 @@ def _join_calls(pieces: list[CalledTool]) -> list[CalledTool]:
         else:
             calls[-1].function.arguments += piece.function.arguments
     return calls
+
+
+OPERATIONS = [
+    Operation("POST", "/v1/chat/completions", chat, ChatReply, ChatRequest, EVENT_STREAM),
+]

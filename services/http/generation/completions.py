@@ -8,27 +8,28 @@ from starlette.responses import Response
 
 from penstock.protocol.client.session import gather
 from penstock.protocol.messages.client import GenerateReply, TextDelta, TokenLogprobs
-from penstock.services.http.generation.generation import Generation, check_number
-from penstock.services.http.generation.logprobs import (
+from penstock.services.http.generation.generation import (
+    Generation,
+    check_number,
     completion_logprobs,
     echoed_logprobs,
     prompt_logprobs,
 )
-from penstock.services.http.generation.replies import (
+from penstock.services.http.generation.schema import (
     CompletionChoiceReply,
     CompletionChunk,
     CompletionLogprobs,
     CompletionReply,
+    CompletionRequest,
 )
-from penstock.services.http.generation.schema import CompletionRequest
 from penstock.services.http.generation.to_generate_request import (
     completion_fields,
     prompts_of,
     truncated,
 )
 from penstock.services.http.shared.access import caller
-from penstock.services.http.shared.app_state import AppState
-from penstock.services.http.shared.json_response import json_response
+from penstock.services.http.shared.app_state import EVENT_STREAM, AppState, Operation
+from penstock.services.http.shared.errors import json_response
 
 
 async def complete(state: AppState, request: CompletionRequest) -> Response:
@@ -130,3 +131,10 @@ class CompletionChoice:
             for name in CompletionLogprobs.__struct_fields__:
                 getattr(logprobs, name).extend(getattr(piece.logprobs, name))
             piece.logprobs = logprobs
+
+
+OPERATIONS = [
+    Operation(
+        "POST", "/v1/completions", complete, CompletionReply, CompletionRequest, EVENT_STREAM
+    ),
+]

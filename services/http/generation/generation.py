@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from abc import abstractmethod
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,10 +13,27 @@ from msgspec import UNSET
 
 from penstock.protocol.client.async_client import AsyncStream
 from penstock.protocol.client.session import RequestError, gather
-from penstock.protocol.messages.client import AbortRequest, GenerateReply, TextDelta, TokenLogprobs
-from penstock.services.http.generation.logprobs import prompt_logprobs
-from penstock.services.http.generation.replies import ChatChunk, StreamChunk, Usage
-from penstock.services.http.generation.schema import ApiRequest, ChatRequest, StreamOptions
+from penstock.protocol.messages.client import (
+    AbortRequest,
+    GenerateReply,
+    Logprob,
+    TextDelta,
+    TokenLogprobs,
+)
+from penstock.services.http.generation.schema import (
+    ApiRequest,
+    ChatChunk,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatRequest,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    StreamChunk,
+    StreamOptions,
+    TopLogprob,
+    Usage,
+)
 from penstock.services.http.generation.to_generate_request import name_as_sent, prompt_fields
 from penstock.services.http.shared.access import caller
 from penstock.services.http.shared.app_state import AppState
@@ -27,6 +44,110 @@ from penstock.services.http.shared.event_stream import (
     EventForm,
     EventStream,
 )
+
+# of consecutive tokens; None for a token whose logprob was lost with a scheduler
+Logprobs = list[TokenLogprobs | None] | None
+_UNKNOWN = ChatLogprob(token="", logprob=-9999.0, bytes=None, top_logprobs=[])
+
+
+def chat_logprobs(tokens: Logprobs, names_ids: bool = False) -> ChatLogprobs | None:
+    """Return the logprobs of a chat's answer. names_ids: as in `_name`."""
+    if tokens is None:
+        return None
+    content = [
+        ChatLogprob(
+            token=_name(one, names_ids),
+            logprob=one.logprob,
+            bytes=one.bytes,
+            top_logprobs=[
+                TopLogprob(token=_name(top, names_ids), logprob=top.logprob, bytes=top.bytes)
+                for top in one.top
+            ],
+        )
+        if one
+        else _UNKNOWN
+        for one in tokens
+    ]
+    return ChatLogprobs(content=content)
+
+
+def completion_logprobs(
+    tokens: Logprobs, num_echoed: int = 0, names_ids: bool = False
+) -> CompletionLogprobs | None:
+    """Return the logprobs of a completion's output.
+
+    num_echoed: characters of the prompt before it. names_ids: as in `_name`.
+    """
+    if tokens is None:
+        return None
+    logprobs = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    text_offset = num_echoed
+    for one in tokens:
+        if one and one.text_offset is not None:
+            text_offset = num_echoed + one.text_offset
+        _append(logprobs, text_offset, one, names_ids)
+    return logprobs
+
+
+def echoed_logprobs(
+    prompt: str, tokens: list[TokenLogprobs | None], names_ids: bool = False
+) -> CompletionLogprobs:
+    """Return the logprobs of an echoed prompt. Its first token has none.
+
+    The text of the first token is what the other tokens leave of the prompt.
+    """
+    data, decoder = prompt.encode(), getincrementaldecoder("utf-8")("replace")
+    first = data[: len(data) - sum(len(one.bytes) for one in tokens if one)]
+    name, text_offset = first.decode(errors="replace"), len(decoder.decode(first))
+    logprobs = CompletionLogprobs(
+        text_offset=[0], token_logprobs=[None], tokens=[name], top_logprobs=[None]
+    )
+    for one in tokens[1:]:
+        _append(logprobs, text_offset, one, names_ids)
+        text_offset += len(decoder.decode(bytes(one.bytes))) if one else 0
+    return logprobs
+
+
+def prompt_logprobs(tokens: list[TokenLogprobs | None]) -> PromptLogprobs:
+    """Return logprobs in vLLM's shape, by token id."""
+    return [_by_id(one) if one else None for one in tokens]
+
+
+def _by_id(one: TokenLogprobs) -> dict[str, PromptLogprob]:
+    return {
+        str(other.token_id): PromptLogprob(
+            logprob=other.logprob, rank=other.rank, decoded_token=other.token
+        )
+        for other in (one, *one.top)
+    }
+
+
+def _append(
+    logprobs: CompletionLogprobs, text_offset: int, one: TokenLogprobs | None, names_ids: bool
+) -> None:
+    both = [one, *reversed(one.top)] if one else []  # of two equal names the likelier one wins
+    top = {_unique_name(other, names_ids): other.logprob for other in both}
+    logprobs.text_offset.append(text_offset)
+    logprobs.tokens.append(_unique_name(one, names_ids) if one else "")
+    logprobs.token_logprobs.append(one.logprob if one else None)
+    logprobs.top_logprobs.append(top or None)
+
+
+def _name(one: Logprob, names_ids: bool) -> str:
+    """Return a token's text, or, with names_ids, `token_id:N`, which is unique."""
+    return f"token_id:{one.token_id}" if names_ids else one.token
+
+
+def _unique_name(one: Logprob, names_ids: bool) -> str:
+    """Return a token's text; as OpenAI does, `bytes:\\xe2\\x82` for a part of a character."""
+    if names_ids or "\ufffd" not in one.token:
+        return _name(one, names_ids)
+    data = bytes(one.bytes)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
 
 # converter of new tokens, and with the reply the last ones, to bodies of events
 Convert = Callable[[TextDelta | None, GenerateReply | None], Iterable[Body]]
@@ -40,19 +161,6 @@ class Choice(Protocol):
 
     def chunks(self, delta: TextDelta | None, reply: GenerateReply | None) -> Iterable[Body]:
         """Return the chunks of new tokens, if any, and, with the reply, the last ones."""
-
-
-class Events(EventForm):
-    """Converter of the only answer's stream to the events of an API other than OpenAI's chunks."""
-
-    @abstractmethod
-    def events(
-        self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
-    ) -> Iterable[Body]:
-        """Return the events of new tokens, and, with the reply, the last ones.
-
-        A whole answer is `new` and `reply` at once.
-        """
 
 
 def check_number(state: AppState, num_prompts: int, n: int) -> None:
@@ -145,15 +253,15 @@ class Generation:
         """Return the answers as they arrive, in chunks whose `object` is `kind`."""
         return EventStream(_CHUNKS, lambda events: self._send_all(events, kind, choices))
 
-    def stream_events(self, source: Events) -> EventStream:
+    def stream_events(self, form: EventForm, convert: Convert) -> EventStream:
         """Return the only answer as it arrives, in the events of another API."""
-        return EventStream(source, partial(self._send_events, source))
 
-    async def _send_events(self, source: Events, events: EventStream) -> None:
-        """Send the only answer as it arrives. Raises RequestError, ApiError."""
-        with fields_as_sent(self._field_as_sent):
-            await self._send_one(events, self._streams[0], source.events)
-        await events.send([], is_last=True)
+        async def send_events(events: EventStream) -> None:
+            with fields_as_sent(self._field_as_sent):
+                await self._send_one(events, self._streams[0], convert)
+            await events.send([], is_last=True)
+
+        return EventStream(form, send_events)
 
     async def _send_all(self, events: EventStream, kind: str, choices: Sequence[Choice]) -> None:
         with fields_as_sent(self._field_as_sent):
@@ -166,16 +274,16 @@ class Generation:
         last = StreamChunk(object=kind, **self.head, usage=self.usage(replies))
         await events.send([last] if self._options.include_usage else [], is_last=True)
 
-    def _shared(self) -> Iterator[tuple["PromptLogprobs", asyncio.Event | None]]:
+    def _shared(self) -> Iterator[tuple["SharedLogprobs", asyncio.Event | None]]:
         """Yield for each answer what it shares with the prompt's others, and what it waits for."""
         for prompt in self._prompts:
-            shared = PromptLogprobs()
+            shared = SharedLogprobs()
             yield shared, None
             turn = None if prompt["prompt_logprobs"] is None else shared.are_known
             yield from [(shared, turn)] * (self._request.n - 1)
 
     def _converter(
-        self, kind: str, choice: Choice, prompt: list[int] | None, shared: "PromptLogprobs"
+        self, kind: str, choice: Choice, prompt: list[int] | None, shared: "SharedLogprobs"
     ) -> Convert:
         chunk = StreamChunk(object=kind, **self.head)
         if prompt is not None and self._request.return_token_ids:
@@ -232,7 +340,7 @@ class Generation:
         return reply
 
 
-class PromptLogprobs:
+class SharedLogprobs:
     """Logprobs of a prompt, which come with the first one of its answers, for all of them."""
 
     def __init__(self) -> None:
@@ -250,7 +358,7 @@ class PromptLogprobs:
 def _chunks(
     chunk: StreamChunk,
     choice: Choice,
-    shared: PromptLogprobs,
+    shared: SharedLogprobs,
     delta: TextDelta | None,
     reply: GenerateReply | None,
 ) -> Iterator[StreamChunk]:

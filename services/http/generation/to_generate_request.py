@@ -19,8 +19,8 @@ from penstock.services.http.generation.tool_grammar import (
     is_forced,
     offered_tools,
 )
+from penstock.services.http.shared.app_state import HERMES, ToolFormat
 from penstock.services.http.shared.errors import invalid
-from penstock.services.http.shared.tool_format import HERMES, ToolFormat
 
 # field → the same field of `StructuredOutputs`
 _KINDS = {

@@ -17,9 +17,9 @@ from penstock.services.http.generation.schema import (
     NamedTool,
     Tool,
 )
-from penstock.services.http.generation.xml_tool_call import VALUE_ENDS
+from penstock.services.http.generation.tool_call_readers import VALUE_ENDS
+from penstock.services.http.shared.app_state import ToolFormat
 from penstock.services.http.shared.errors import invalid
-from penstock.services.http.shared.tool_format import ToolFormat
 
 # as Qwen3 was trained to write: with free white space, models write a lot of it
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

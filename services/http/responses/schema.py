@@ -1,15 +1,12 @@
-"""Requests of `/v1/responses`: OpenAI's, with the sampling parameters of all APIs.
-
-As in chats, a field that is null counts as missing, and `neutral_fields.json` applies.
-"""
+"""Responses and their items: OpenAI's."""
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from penstock.protocol.messages.client import CacheSalt, Priority, RequestId
 from penstock.protocol.messages.sampling import NumLogprobs, Positive, SamplingParams
-from penstock.services.http.generation.schema import FunctionName, ToolName
+from penstock.services.http.generation.schema import ToolName
 
 MAX_ITEMS = 10_000
 MAX_TOOLS = 128
@@ -82,9 +79,10 @@ class ResponseTool(Struct, kw_only=True):
     tools: Functions = field(default_factory=list)  # of a namespace
 
 
-class NamedFunction(FunctionName, kw_only=True, tag_field="type", tag="function"):
+class NamedFunction(Struct, kw_only=True, tag_field="type", tag="function"):
     """The function that must be called."""
 
+    name: str
     namespace: str | None = None
 
 
@@ -127,7 +125,7 @@ class Reasoning(Struct, kw_only=True):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponseStreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponseStreamOptions(Struct, kw_only=True):
     """Options of a stream."""
 
     include_obfuscation: bool | None = None
@@ -150,10 +148,9 @@ class InputItemsQuery(Struct, kw_only=True):
     after: str | None = None  # id of the item before the first one
 
 
-class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True):
-    """`POST /v1/responses`."""
+class ResponseFields(SamplingParams, kw_only=True):
+    """Fields of a response, and of the count of its input's tokens."""
 
-    input: str | Annotated[list[Item], Meta(min_length=1, max_length=MAX_ITEMS)]
     n: Annotated[int, Meta(ge=1, le=1, description="number of answers")] = 1
     model: str | None = None
     instructions: str | None = None  # a system message before the input
@@ -183,7 +180,150 @@ class ResponsesRequest(SamplingParams, kw_only=True, forbid_unknown_fields=True)
     prompt_cache_key: str | None = None
 
 
-class InputTokensRequest(ResponsesRequest, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(ResponseFields, kw_only=True):
+    """`POST /v1/responses`."""
+
+    input: str | Annotated[list[Item], Meta(min_length=1, max_length=MAX_ITEMS)]
+
+
+class InputTokensRequest(ResponseFields, kw_only=True):
     """`POST /v1/responses/input_tokens`: the fields that make a prompt count."""
 
     input: str | Annotated[list[Item], Meta(max_length=MAX_ITEMS)] = field(default_factory=list)
+
+
+AnyRequest = ResponsesRequest | InputTokensRequest
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputText(Struct, kw_only=True, tag_field="type", tag="output_text"):
+    """The text of a message."""
+
+    text: str = ""
+    annotations: list[Any] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+
+
+class ReasoningText(Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """The text of reasoning."""
+
+    text: str = ""
+
+
+class OutputMessage(Struct, kw_only=True, tag_field="type", tag="message"):
+    """A message of the assistant, with one part."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText] = field(default_factory=list)
+
+
+class ReasoningItem(Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """The model's reasoning, in one part and without summaries."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    summary: list[Any] = field(default_factory=list)
+    content: list[ReasoningText] = field(default_factory=list)
+
+
+class FunctionCallItem(Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A call of a function; `arguments`: JSON text."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+
+
+class ResponseUsage(Struct, kw_only=True):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: dict[Literal["cached_tokens", "cache_write_tokens"], int]
+    output_tokens: int
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
+    total_tokens: int
+
+
+class ResponseError(Struct, kw_only=True):
+    """The reason of a failed response."""
+
+    code: str
+    message: str
+
+
+class TextUsed(Struct, kw_only=True):
+    """The options of the text that a request had."""
+
+    format: TextFormat = field(default_factory=lambda: TextFormat(type="text"))
+    verbosity: Literal["low", "medium", "high"] = "medium"
+
+
+class ResponseReply(Struct, kw_only=True):
+    """Reply to ResponsesRequest: the answer, and the request's parameters."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Status = "in_progress"
+    background: bool = False
+    error: ResponseError | None = None
+    incomplete_details: dict[Literal["reason"], str] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[OutputItem] = field(default_factory=list)
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: Reasoning
+    store: bool
+    temperature: float
+    text: TextUsed
+    tool_choice: str | NamedFunction | AllowedFunctions
+    tools: list[FunctionTool | NamespaceTool]
+    top_logprobs: int
+    top_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None = None
+    user: str | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    service_tier: str = "default"
+    metadata: dict[str, str]
+
+
+class InputItems(Struct, kw_only=True):
+    """A part of a response's input."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(Struct, kw_only=True):
+    """The length of a prompt."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class DeletedResponse(Struct, kw_only=True):
+    """Reply to the deletion of a response."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True

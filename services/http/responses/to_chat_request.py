@@ -1,9 +1,10 @@
 """Requests of `/v1/responses` as chats."""
 
 import re
-from collections.abc import Sequence
-from typing import Literal, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, NoReturn
 
+from msgspec import convert
 from msgspec.structs import fields as struct_fields
 
 from penstock.protocol.messages.chat import FunctionCall, Message, ToolCall
@@ -12,21 +13,87 @@ from penstock.services.http.generation.schema import (
     AllowedTools,
     AllowedToolSet,
     ChatRequest,
+    Function,
     FunctionName,
     JsonSchema,
     NamedTool,
     ResponseFormat,
+    Tool,
 )
 from penstock.services.http.responses.schema import (
     AllowedFunctions,
+    AnyRequest,
+    FunctionTool,
     Item,
     NamedFunction,
+    NamespaceTool,
     Parts,
-    ResponsesRequest,
+    ResponseTool,
 )
-from penstock.services.http.responses.tools import OfferedTools, model_name
-from penstock.services.http.shared.declined_tools import is_declined, refuse_forced
+from penstock.services.http.shared.body import is_declined, refuse_forced, report_declined
 from penstock.services.http.shared.errors import invalid
+
+MAX_FUNCTIONS = 1024  # of all namespaces
+_TYPES = "'function' or 'namespace', or a tool that may be left out, such as 'web_search'"
+
+
+class OfferedTools(NamedTuple):
+    """Functions that the model sees, and what they are for the client."""
+
+    # as in the request, without those that are left out
+    kept: list[FunctionTool | NamespaceTool]
+    functions: list[Tool]
+    # path of each function in the request
+    paths: list[str]
+    # name that the model sees → namespace and name
+    names: dict[str, tuple[str | None, str]]
+    # types of the tools that are left out
+    declined: list[str]
+
+
+def model_name(namespace: str | None, name: str) -> str:
+    """Return the name that the model sees."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def offer(tools: Iterable[ResponseTool]) -> OfferedTools:
+    """Flatten namespaces, and leave out tools that this server does not run. Raises ApiError."""
+    offered = OfferedTools([], [], [], {}, [])
+    for number, tool in enumerate(tools):
+        path = f"tools[{number}]"
+        if is_declined(tool.type):
+            offered.declined.append(tool.type)
+        elif tool.type not in ("function", "namespace"):
+            problem = f"got {tool.type!r:.60}, expected {_TYPES}; leave other tools out"
+            raise invalid(f"{path}.type", problem)
+        elif tool.name is None:
+            raise invalid(f"{path}.name", "got nothing, expected a value; the field is required")
+        elif tool.type == "function":
+            function = convert(tool, FunctionTool, from_attributes=True)
+            offered.kept.append(function)
+            _add(offered, None, function, path)
+        else:
+            namespace = convert(tool, NamespaceTool, from_attributes=True)
+            offered.kept.append(namespace)
+            for place, function in enumerate(tool.tools):
+                _add(offered, tool.name, function, f"{path}.tools[{place}]")
+    report_declined(offered.declined)
+    return offered
+
+
+def _add(offered: OfferedTools, namespace: str | None, tool: FunctionTool, path: str) -> None:
+    name = model_name(namespace, tool.name)
+    if offered.names.setdefault(name, (namespace, tool.name)) != (namespace, tool.name):
+        problem = f"got {tool.name!r}, expected another name: the model would see {name!r} twice"
+        raise invalid(f"{path}.name", problem)
+    if len(offered.functions) == MAX_FUNCTIONS:
+        raise invalid("tools", f"got more than {MAX_FUNCTIONS} functions, which is the limit")
+    function = Function(
+        name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    offered.functions.append(Tool(type="function", function=function))
+    offered.paths.append(path)
+
 
 # sampling parameter that a response has no place for → what to do
 _UNSERVED = {
@@ -47,9 +114,7 @@ _RENAMED = {
 _ITEM_TYPES = "'message', 'function_call', 'function_call_output' or 'reasoning'"
 
 
-def chat_request(
-    request: ResponsesRequest, items: Sequence[Item], tools: OfferedTools
-) -> ChatRequest:
+def chat_request(request: AnyRequest, items: Sequence[Item], tools: OfferedTools) -> ChatRequest:
     """Return the chat. items: those of the previous response, then the input. Raises ApiError."""
     for name, advice in _UNSERVED.items():
         if (value := getattr(request, name)) is not None:
@@ -77,7 +142,7 @@ def chat_request(
     )
 
 
-def input_items(request: ResponsesRequest) -> list[Item]:
+def input_items(request: AnyRequest) -> list[Item]:
     """Return the input as items."""
     if isinstance(request.input, str):
         return [Item(role="user", content=request.input)]
@@ -219,7 +284,7 @@ def _allowed(choice: AllowedFunctions, tools: OfferedTools) -> AllowedTools | Li
     return "none"
 
 
-def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
+def _response_format(request: AnyRequest) -> ResponseFormat | None:
     form = request.text.format
     if form is None:
         return None

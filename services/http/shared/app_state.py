@@ -1,9 +1,13 @@
-"""State that all routes share, for each model."""
+"""What a route is, and the state that all routes share, for each model."""
 
 import asyncio
 import math
 import time
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from msgspec import Struct
+from starlette.responses import Response
 
 from penstock.protocol.checkpoint import max_request_bytes, read_model_config
 from penstock.protocol.client.async_client import AsyncClient
@@ -14,13 +18,59 @@ from penstock.protocol.tokenizer_file import (
     read_generation_config,
 )
 from penstock.services.http.shared.errors import ApiError
-from penstock.services.http.shared.health import HealthCheck
-from penstock.services.http.shared.tool_format import ToolFormat, format_of
 
 T = TypeVar("T")
 MAX_BATCH = 8  # requests of the greatest length that one body with several inputs may have
 START_TIMEOUT = 5.0  # seconds that a request waits for a pipeline that is starting
 MAX_RETRY_AFTER = 60  # seconds
+EVENT_STREAM = "text/event-stream"  # a media type
+Texts = dict[str, str]
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+FUNCTION = "<function="  # the beginning of a call in Qwen3-Coder's format
+FormatName = Literal["hermes", "qwen3_coder", "json"]
+
+
+class Operation(Struct, frozen=True):
+    """One route. Each API has a list of them, and `apis.py` lists the APIs.
+
+    `run` gets the state of the model that its body names, and the body; without a body it gets all
+    models, and the parameters of path and query. It may raise ApiError, MessageError and
+    RequestError. The first line of its docstring is the summary of the route.
+    """
+
+    method: str
+    path: str
+    run: Callable[[Any, Any], Awaitable[Response]]
+    reply: Any  # type of the reply in JSON; None without one
+    body: type[Struct] | None = None
+    media_type: str = ""  # in addition to JSON
+    is_open: bool = False  # needs no key
+    is_batch: bool = False  # its body has several inputs, each of which is a request to the gateway
+
+
+class ToolFormat(NamedTuple):
+    """Form in which the model writes calls."""
+
+    name: FormatName = "hermes"
+    # the vocabulary has `<tool_call>`, which llguidance does not treat as text
+    tags_are_tokens: bool = False
+
+
+HERMES = ToolFormat()
+
+
+class TagIds(NamedTuple):
+    """Token ids of tags in the model's answers."""
+
+    end_of_thought: list[int]  # `</think>`
+    tool_call: list[int]  # `<tool_call>`
+
+
+def format_of(chat_template: str) -> FormatName:
+    """Return the format that a chat template shows to the model."""
+    if FUNCTION in chat_template:
+        return "qwen3_coder"
+    return "json" if "tools" in chat_template and OPENING not in chat_template else "hermes"
 
 
 class Singletons:
@@ -29,10 +79,10 @@ class Singletons:
     def __init__(self) -> None:
         self._objects: dict[type, Any] = {}
 
-    def get(self, kind: type[T]) -> T:
-        """Return the object of a class; the first call makes it."""
+    def get(self, kind: type[T], *given: Any) -> T:
+        """Return the object of a class; the first call makes it of what is given."""
         if kind not in self._objects:
-            self._objects[kind] = kind()
+            self._objects[kind] = kind(*given)
         found: T = self._objects[kind]
         return found
 
@@ -56,7 +106,7 @@ class AppState:
         template = choose_template(read_chat_templates(folder), has_tools=True) or ""
         self.tool_format = ToolFormat(format_of(template) if given == "auto" else given)
         self.generation_config = read_generation_config(folder)
-        self.end_of_thought: list[int] = []  # token ids of `</think>`
+        self.tags = TagIds([], [])  # once the model was ready
         self.label_ids: list[int] | None = None  # of a reranker, once they are known
         self.cached_block = 0  # tokens of a block of the prefix cache; 0 without one
         self.singletons = singletons
@@ -69,9 +119,9 @@ class AppState:
         model = next((one for one in status.by_model if one.name == self.model), status)
         if model.scheduler and self.config.enable_prefix_caching:
             self.cached_block = model.scheduler.block_size
-        tag = await self.client.tokenize("<tool_call>")
-        self.tool_format = self.tool_format._replace(tags_are_tokens=len(tag.token_ids) == 1)
-        self.end_of_thought = (await self.client.tokenize("</think>")).token_ids
+        tool_call = (await self.client.tokenize(OPENING)).token_ids
+        self.tool_format = self.tool_format._replace(tags_are_tokens=len(tool_call) == 1)
+        self.tags = TagIds((await self.client.tokenize("</think>")).token_ids, tool_call)
         self._was_ready.set()
 
     async def check_start(self) -> None:
@@ -96,7 +146,6 @@ class Models:
     def __init__(self, config: Config, client: AsyncClient) -> None:
         self.config, self.client = config, client
         self.singletons = Singletons()
-        self.health = HealthCheck(client, config.step_timeout)
         self.states = [AppState(one, client, self.singletons) for one in config.by_model()]
         self.by_name = {name: one for one in self.states for name in one.config.model_names}
         self.default = self.states[0]

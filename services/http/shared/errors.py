@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection
@@ -13,7 +14,14 @@ from starlette.types import Scope
 
 from penstock.protocol.client.session import RequestError
 from penstock.protocol.messages.chat import MessageError
-from penstock.services.http.shared.json_response import json_response
+
+ENCODER = msgspec.json.Encoder()
+
+
+def json_response(body: object, status: int = 200) -> Response:
+    """Return a response with a body in JSON."""
+    return Response(ENCODER.encode(body), status, media_type="application/json")
+
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {

@@ -11,9 +11,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.protocol.client.session import RequestError, gather
-from penstock.services.http.shared.chunk_writer import WRITER, ChunkWriter
-from penstock.services.http.shared.errors import ApiError, as_api_error, note_failure
-from penstock.services.http.shared.json_response import ENCODER
+from penstock.services.http.shared.connections import WRITER, ChunkWriter
+from penstock.services.http.shared.errors import ENCODER, ApiError, as_api_error, note_failure
 
 _log = logging.getLogger("http")
 S = TypeVar("S")

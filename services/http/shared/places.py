@@ -41,7 +41,7 @@ class Occupant(Protocol):
         """Refuse the request that is arriving, and close the connection."""
 
 
-class Share:
+class Occupancy:
     """Requests and connections of one address, or requests of all."""
 
     def __init__(self) -> None:
@@ -67,8 +67,8 @@ class Places:
         self._max_bytes = max_bytes
         self._open: dict[Occupant, int] = {}  # connections with a request → its bytes
         self._num_idle = 0
-        self._total = Share()
-        self._shares: dict[str, Share] = {}  # of addresses
+        self._total = Occupancy()
+        self._shares: dict[str, Occupancy] = {}  # of addresses
 
     def connect(self, new: Occupant) -> Occupant | None:
         """Add a connection. Return an idle one that is to be closed in its place."""
@@ -137,17 +137,17 @@ class Places:
         if share.is_empty:
             del self._shares[occupant.host]
 
-    def _share(self, occupant: Occupant) -> Share:
-        return self._shares.setdefault(occupant.host, Share())
+    def _share(self, occupant: Occupant) -> Occupancy:
+        return self._shares.setdefault(occupant.host, Occupancy())
 
-    def _count(self, share: Share, num_open: int, num_bytes: int) -> None:
+    def _count(self, share: Occupancy, num_open: int, num_bytes: int) -> None:
         for counted in (share, self._total):
             counted.num_open += num_open
             counted.num_bytes += num_bytes
 
     def _take_place(
         self,
-        size: Callable[[Share], int],
+        size: Callable[[Occupancy], int],
         key: Callable[[Occupant], float],
         taker: Occupant | None = None,
     ) -> bool:
@@ -166,5 +166,5 @@ class Places:
         return True
 
 
-def _others(share: Share, taker: Occupant | None) -> bool:
+def _others(share: Occupancy, taker: Occupant | None) -> bool:
     return len(share.arriving) > (taker in share.arriving)

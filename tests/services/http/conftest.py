@@ -20,7 +20,7 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
     TokenizeReply,
 )
-from penstock.services.http.process import Server, listen, run, uvicorn_config
+from penstock.services.http.process import HttpServer, listen, run, uvicorn_config
 from penstock.services.http.shared.app_state import Models
 from penstock.services.http.shared.connections import Limits
 from tests.launch.fake_gateway import Behaviour, Gateway, echo, gateway
@@ -65,7 +65,7 @@ class Served:
         most = self._config.max_unread_bytes
         async with AsyncClient(self._endpoint, max_unread_bytes=most) as client:
             state = Models(self._config, client)
-            self.server = Server(uvicorn_config(self._config, state, self._limits), client)
+            self.server = HttpServer(uvicorn_config(self._config, state, self._limits), client)
             self._began.set()
             await run(self.server, state, self.listener)
 

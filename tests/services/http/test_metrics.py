@@ -20,7 +20,7 @@ from penstock.protocol.messages.status import (
     SchedulerStatus,
     StatusReply,
 )
-from penstock.services.http.metrics import StatusCollector, render
+from penstock.services.http.status import StatusCollector, render
 
 HISTOGRAMS = [name for name, kind in get_type_hints(Metrics).items() if kind is Histogram]
 HISTOGRAM = Histogram(bounds=[0.1, 1.0], counts=[2, 1, 1], sum=3.5)

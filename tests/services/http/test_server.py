@@ -244,6 +244,17 @@ def test_the_page_about_security_names_the_paths_without_a_key(serve: Serve) -> 
     assert set(re.findall(r"`(/[^`]*)`", sentence)) == is_open
 
 
+def test_openapi_refuses_no_unknown_field(serve: Serve) -> None:
+    """Bodies may have unknown fields, which are ignored and named."""
+    with serve().client() as client:
+        schemas = client.get("/openapi.json").json()["components"]["schemas"]
+        body = {"input": "hi", "colour": "red"}
+        counted = client.post("/v1/responses/input_tokens", json=body)
+    assert (counted.status_code, counted.headers["x-ignored-fields"]) == (200, "colour")
+    closed = [name for name, one in schemas.items() if one.get("additionalProperties") is False]
+    assert not closed
+
+
 def test_a_connection_outlives_an_unexpected_exception(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,13 +11,12 @@ from penstock.protocol.messages.chat import Message
 from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
 from penstock.services.http.generation.chat import ChatChoice
 from penstock.services.http.generation.schema import ChatRequest, Function, Tool
-from penstock.services.http.messages.events import MessageEvents
-from penstock.services.http.responses.events import ResponseEvents
-from penstock.services.http.responses.routes import begun
+from penstock.services.http.messages import MessageEvents
+from penstock.services.http.responses.routes import ResponseEvents, begun
 from penstock.services.http.responses.schema import ResponsesRequest
-from penstock.services.http.responses.tools import offer
-from penstock.services.http.shared.json_response import ENCODER
-from penstock.services.http.shared.tool_format import ToolFormat
+from penstock.services.http.responses.to_chat_request import offer
+from penstock.services.http.shared.app_state import TagIds, ToolFormat
+from penstock.services.http.shared.errors import ENCODER
 from tests.search import scaled
 from tests.services.http.generation.reasoning_spans import END_THINK, deltas, tagged
 from tests.services.http.generation.tool_call_texts import SCHEMA, Texts
@@ -83,7 +82,7 @@ def message_parts(
         for new in pieces:
             list(events.events(new, None))
         list(events.events(None, end))
-        message = msgspec.to_builtins(events._message)
+        message = msgspec.to_builtins(events.reply)
     else:
         message = msgspec.to_builtins(events.whole(end))
     parts = {"thinking": "", "text": ""}
@@ -102,7 +101,7 @@ def response_parts(
     choice = ChatChoice(0, asked, ToolFormat(form))
     tools = offer([])
     response = begun(ResponsesRequest(input="hi", temperature=0.5, top_p=1.0), tools, "m")
-    events = ResponseEvents(response, choice, tools.names, [END_THINK], lambda _: None)
+    events = ResponseEvents(response, choice, tools.names, TagIds([END_THINK], []), lambda _: None)
     for new in pieces or [end]:
         list(events.events(new, None))
     list(events.events(None, end))

@@ -17,16 +17,16 @@ from penstock.protocol.messages.client import (
 )
 from penstock.services.http.generation.chat import ChatChoice
 from penstock.services.http.generation.completions import CompletionChoice
-from penstock.services.http.generation.logprobs import prompt_logprobs
-from penstock.services.http.generation.replies import ChatChoiceReply
+from penstock.services.http.generation.generation import prompt_logprobs
 from penstock.services.http.generation.schema import (
+    ChatChoiceReply,
     ChatRequest,
     CompletionRequest,
     Function,
     StreamOptions,
     Tool,
 )
-from penstock.services.http.shared.json_response import ENCODER
+from penstock.services.http.shared.errors import ENCODER
 from tests.services.http.generation.reasoning_spans import span
 
 COMPLETION = CompletionRequest(prompt="a")

@@ -5,13 +5,13 @@ import msgspec
 from penstock.protocol.messages.client import Logprob
 from penstock.services.http.generation.chat import ChatChoice
 from penstock.services.http.generation.completions import CompletionChoice
-from penstock.services.http.generation.logprobs import (
+from penstock.services.http.generation.generation import (
     chat_logprobs,
     completion_logprobs,
     echoed_logprobs,
     prompt_logprobs,
 )
-from penstock.services.http.shared.json_response import ENCODER
+from penstock.services.http.shared.errors import ENCODER
 from tests.services.http.generation.test_choices import COMPLETION, delta, logprob, reply, request
 
 

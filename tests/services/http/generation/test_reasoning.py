@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol.messages.client import TextDelta
-from penstock.services.http.generation.reasoning_splitter import ReasoningSplitter
+from penstock.services.http.generation.chat import ReasoningSplitter
 from tests.services.http.generation.reasoning_spans import (
     END_THINK,
     THINK,

@@ -13,8 +13,8 @@ from penstock.services.http.generation.to_generate_request import (
     completion_fields,
     name_as_sent,
 )
+from penstock.services.http.shared.app_state import ToolFormat
 from penstock.services.http.shared.errors import ApiError, as_api_error, fields_as_sent
-from penstock.services.http.shared.tool_format import ToolFormat
 from tests.services.http.generation.test_to_generate_request import chat, completion, refusal
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

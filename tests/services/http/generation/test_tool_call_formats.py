@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.services.http.generation.tool_call_parser import BareCallParser, make_parser
-from penstock.services.http.shared.tool_format import format_of
+from penstock.services.http.generation.tool_calls import make_parser
+from penstock.services.http.shared.app_state import format_of
 from tests.search import scaled
 from tests.services.http.generation.test_tool_calls import Answer
 from tests.services.http.generation.tool_call_texts import FORMATS, SCHEMA, Texts
@@ -164,5 +164,5 @@ def test_calls_without_tags(answer: str, names: list[str], text: str) -> None:
 
 
 def test_json_that_is_no_call_is_not_held() -> None:
-    parser = BareCallParser()
+    parser = make_parser("json", {})
     assert parser.feed(' {"an') == [' {"an']

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.services.http.generation.tool_call_parser import Piece, ToolCallParser
+from penstock.services.http.generation.tool_calls import Piece, make_parser
 
 WEATHER = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1,  2]}}\n</tool_call>'
@@ -44,7 +44,7 @@ class Answer:
 
 
 def parse(*pieces: str) -> Answer:
-    parser = ToolCallParser()
+    parser = make_parser("hermes", {})
     return Answer([p for text in pieces for p in parser.feed(text)] + parser.finish())
 
 
@@ -160,7 +160,7 @@ def test_calls_as_models_write_them(body: str, calls: list[Any], text: str) -> N
 
 
 def test_arguments_are_sent_as_they_come() -> None:
-    parser = ToolCallParser()
+    parser = make_parser("hermes", {})
     sent = [[p for p in parser.feed(one) if not isinstance(p, str)] for one in WEATHER]
     begin, end = WEATHER.index("{", 20), WEATHER.rindex("}}") + 1
     assert [bool(pieces) for pieces in sent] == [
@@ -178,7 +178,7 @@ def test_call_without_arguments() -> None:
 
 
 def test_each_call_has_its_id() -> None:
-    pieces = ToolCallParser().feed(WEATHER + TIME)
+    pieces = make_parser("hermes", {}).feed(WEATHER + TIME)
     ids = [piece.id for piece in pieces if not isinstance(piece, str) and piece.id]
     assert len(set(ids)) == len(ids) == 2
 
@@ -210,7 +210,7 @@ def test_any_arguments_come_through(
 def test_a_call_that_is_cut_off_is_a_call(length: int, is_forced: bool) -> None:
     """As soon as its name is there; before that it is text, or, in a forced call, nothing."""
     written = WEATHER[:length]
-    parser = ToolCallParser(is_forced=is_forced)
+    parser = make_parser("hermes", {}, is_forced)
     answer = Answer(parser.feed(written) + parser.finish(is_cut=True))
     if 'weather"' not in written:
         assert not answer.calls
@@ -223,7 +223,7 @@ def test_a_call_that_is_cut_off_is_a_call(length: int, is_forced: bool) -> None:
 
 
 def test_text_before_a_call_that_is_cut_off_stays() -> None:
-    parser = ToolCallParser()
+    parser = make_parser("hermes", {})
     answer = Answer([*parser.feed(f"so\n{WEATHER}\n{WEATHER[:60]}"), *parser.finish(is_cut=True)])
     assert answer.text == "so"
     assert answer.calls[1] == ("weather", '{"city": "Köln"')
@@ -240,7 +240,7 @@ def test_a_call_that_the_model_did_not_end() -> None:
 
 @given(answer=st.lists(st.sampled_from(["<", "<tool", "_call", "\n", "a", " "])).map("".join))
 def test_holds_back_only_newlines_and_half_a_tag(answer: str) -> None:
-    parser = ToolCallParser()
+    parser = make_parser("hermes", {})
     for character in answer:
         parser.feed(character)
     assert "<tool_call>".startswith(Answer(parser.finish()).text.strip("\n"))

@@ -9,9 +9,9 @@ import pytest
 from penstock.protocol.messages.chat import Message
 from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
 from penstock.services.http.generation.schema import ChatRequest, Function, Tool
-from penstock.services.http.messages.events import MessageEvents
+from penstock.services.http.messages import MessageEvents
+from penstock.services.http.shared.app_state import HERMES, ToolFormat
 from penstock.services.http.shared.errors import ApiError
-from penstock.services.http.shared.tool_format import HERMES, ToolFormat
 from tests.search import scaled
 from tests.services.http.generation.reasoning_spans import span
 from tests.services.http.generation.tool_call_texts import FORMATS, SCHEMA, Texts
@@ -102,6 +102,8 @@ def _input(text: str) -> Any:
         decoded = msgspec.json.decode(text)
     except msgspec.DecodeError:
         decoded = None
+    if not text:
+        return {}
     return decoded if isinstance(decoded, dict) else {"INVALID_JSON": text}
 
 
@@ -150,6 +152,17 @@ def test_blocks_of_all_kinds() -> None:
         "cache_read_input_tokens": 16,
         "output_tokens": 3,
     }
+
+
+@pytest.mark.parametrize(
+    ("end", "given"), [("", {}), (', "arguments": {"a"', {"INVALID_JSON": '{"a"'})]
+)
+def test_input_of_a_call_that_is_cut_off(end: str, given: dict[str, str]) -> None:
+    """Without arguments it is empty, as it is where Anthropic's client adds events up."""
+    cut = f'<tool_call>\n{{"name": "f"{end}'
+    message = whole(converter(), reply(cut, "length"))
+    assert without_ids(message)["content"] == [{"type": "tool_use", "name": "f", "input": given}]
+    assert without_ids(added_up(streamed(converter(), [cut], reply(cut, "length")))) == message
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 from penstock.protocol.messages.chat import chat_messages
 from penstock.services.http.generation.schema import ChatRequest, NamedTool
 from penstock.services.http.generation.to_generate_request import chat_fields
-from penstock.services.http.messages.schema import CountTokensRequest, MessagesRequest, MessagesTool
-from penstock.services.http.messages.to_chat_request import chat_request, name_in_messages
+from penstock.services.http.messages import (
+    CountTokensRequest,
+    MessagesRequest,
+    MessagesTool,
+    chat_request,
+    name_in_messages,
+)
 from penstock.services.http.shared.body import decode_body
 from penstock.services.http.shared.errors import ApiError, fields_as_sent
 from tests.search import scaled

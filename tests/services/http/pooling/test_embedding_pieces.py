@@ -9,8 +9,12 @@ import msgspec
 import pytest
 
 from penstock.protocol.messages.client import GenerateReply, Usage
-from penstock.services.http.pooling.routes import embedding_pieces
-from penstock.services.http.pooling.schema import EmbeddingData, EmbeddingReply, PromptUsage
+from penstock.services.http.pooling import (
+    EmbeddingData,
+    EmbeddingReply,
+    PromptUsage,
+    embedding_pieces,
+)
 
 
 def reply(numbers: list[float]) -> GenerateReply:

@@ -10,15 +10,16 @@ from pydantic import TypeAdapter
 
 from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
 from penstock.services.http.generation.chat import ChatChoice
-from penstock.services.http.responses.events import ResponseEvents
-from penstock.services.http.responses.replies import ResponseReply
-from penstock.services.http.responses.routes import begun
-from penstock.services.http.responses.schema import Reasoning, ResponsesRequest, ResponseTool
-from penstock.services.http.responses.to_chat_request import chat_request, input_items
-from penstock.services.http.responses.tools import offer
-from penstock.services.http.shared.errors import ApiError
-from penstock.services.http.shared.json_response import ENCODER
-from penstock.services.http.shared.tool_format import ToolFormat
+from penstock.services.http.responses.routes import ResponseEvents, begun
+from penstock.services.http.responses.schema import (
+    Reasoning,
+    ResponseReply,
+    ResponsesRequest,
+    ResponseTool,
+)
+from penstock.services.http.responses.to_chat_request import chat_request, input_items, offer
+from penstock.services.http.shared.app_state import TagIds, ToolFormat
+from penstock.services.http.shared.errors import ENCODER, ApiError
 from tests.search import scaled
 from tests.services.http.generation.reasoning_spans import span
 from tests.services.http.generation.tool_call_texts import FORMATS, SCHEMA, Texts
@@ -28,7 +29,7 @@ EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 TOOL = ResponseTool(type="function", name="f", parameters=SCHEMA)
 THOUGHT = "<think>\nhm\n</think>\n\n"
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-END_OF_THOUGHT = [ord(one) for one in "</think>"]
+TAGS = TagIds(*([ord(letter) for letter in tag] for tag in ("</think>", "<tool_call>")))
 
 
 def request(**fields: Any) -> ResponsesRequest:
@@ -40,7 +41,7 @@ def events_of(asked: ResponsesRequest, form: Any = "hermes") -> ResponseEvents:
     chat = chat_request(asked, input_items(asked), tools)
     choice = ChatChoice(0, chat, ToolFormat(form))
     response = begun(asked, tools, "m")
-    return ResponseEvents(response, choice, tools.names, END_OF_THOUGHT, lambda _: None)
+    return ResponseEvents(response, choice, tools.names, TAGS, lambda _: None)
 
 
 def reply_of(text: str, finish_reason: FinishReason = "stop") -> GenerateReply:
@@ -128,6 +129,17 @@ def test_usage() -> None:
     assert whole("so")["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
 
 
+@pytest.mark.parametrize("mention", ["", "<tool_call> begins a call\n"])
+@pytest.mark.parametrize("end", ["", "\nso"])
+def test_a_call_in_reasoning_that_does_not_end_is_not_reasoning(mention: str, end: str) -> None:
+    thought = f"<think>\nhm\n{mention}"
+    response = whole(f"{thought}{CALL}{end}", tools=[TOOL])
+    kinds = ["reasoning", "function_call", "message"]
+    assert [item["type"] for item in response["output"]] == kinds[: 3 if end else 2]
+    details = response["usage"]["output_tokens_details"]
+    assert details == {"reasoning_tokens": len(thought)}
+
+
 @pytest.mark.parametrize(
     ("text", "kinds"), [("so", ["message"]), (CALL[:-15], ["function_call"]), ("", ["message"])]
 )
@@ -169,8 +181,8 @@ def test_a_failure_ends_the_open_item() -> None:
 def test_a_refusal_is_no_error_of_the_server(error: ApiError, code: str) -> None:
     events = events_of(request())
     assert list(events.failed(error))
-    assert events.response.error
-    assert events.response.error.code == code
+    assert events.reply.error
+    assert events.reply.error.code == code
 
 
 def test_the_request_is_repeated() -> None:

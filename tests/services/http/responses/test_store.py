@@ -4,11 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.services.http.responses.replies import OutputMessage, OutputText, ResponseReply
-from penstock.services.http.responses.routes import begun
-from penstock.services.http.responses.schema import Item, ResponsesRequest
-from penstock.services.http.responses.store import _DECODER, ResponseStore
-from penstock.services.http.responses.tools import offer
+from penstock.services.http.responses.routes import _DECODER, ResponseStore, begun
+from penstock.services.http.responses.schema import (
+    Item,
+    OutputMessage,
+    OutputText,
+    ResponseReply,
+    ResponsesRequest,
+)
+from penstock.services.http.responses.to_chat_request import offer
 from penstock.services.http.shared.access import Caller, caller
 from penstock.services.http.shared.errors import ApiError
 
@@ -104,7 +108,7 @@ def test_references_decode_a_response_once(monkeypatch: pytest.MonkeyPatch) -> N
             decoded.append(data)
             return _DECODER.decode(data)
 
-    monkeypatch.setattr("penstock.services.http.responses.store._DECODER", Counting())
+    monkeypatch.setattr("penstock.services.http.responses.routes._DECODER", Counting())
     mixed = [*referenced(first), *referenced(second)][::-1]
     found = store.resolved(mixed)
     assert [item.id for item in found] == [item.id for item in mixed]

@@ -16,8 +16,8 @@ from penstock.services.http.responses.to_chat_request import (
     chat_request,
     input_items,
     name_in_responses,
+    offer,
 )
-from penstock.services.http.responses.tools import offer
 from penstock.services.http.shared.body import FIELDS, decode_body
 from penstock.services.http.shared.errors import ApiError, fields_as_sent
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.protocol.messages.client import GenerateRequest, Reply, Request
-from penstock.services.http.shared import declined_tools
+from penstock.services.http.shared import body
 from tests.launch.fake_gateway import reply
 from tests.services.http.conftest import Served, behave
 from tests.services.http.responses.assembled import assembled
@@ -95,7 +95,7 @@ def test_a_function_of_a_namespace_is_forced(serve: Serve, choice: dict[str, Any
 def test_tools_that_are_left_out_are_named(
     serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(declined_tools, "_logged", set())
+    monkeypatch.setattr(body, "_logged", set())
     tools = [SEARCH, {"type": "web_search_preview_2025_03_11"}, {"type": "local_shell"}]
     served = serve(answering)
     with served.client() as client, caplog.at_level(logging.WARNING, "http"):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from penstock.protocol.messages.client import GenerateRequest, Reply, Request, TextDelta
-from penstock.services.http.shared.chunk_writer import ChunkWriter
+from penstock.services.http.shared.connections import ChunkWriter
 from tests.launch.fake_gateway import reply
 from tests.services.http.conftest import Served, behave
 

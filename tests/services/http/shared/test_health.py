@@ -4,9 +4,9 @@ import pytest
 
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.messages.status import ModelStatus, SchedulerStatus, StatusReply
-from penstock.services.http.shared import health
+from penstock.services.http import status as health
 from penstock.services.http.shared.errors import ApiError
-from penstock.services.http.shared.health import HealthCheck, missing
+from penstock.services.http.status import HealthCheck, missing
 
 
 def status(tokenizers: dict[str, int], scheduler: SchedulerStatus | None) -> StatusReply:

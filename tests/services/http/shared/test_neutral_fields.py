@@ -9,11 +9,10 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 
 from penstock.services.http.generation.schema import ApiRequest, ChatRequest, CompletionRequest
 from penstock.services.http.generation.to_generate_request import chat_fields, completion_fields
-from penstock.services.http.messages.schema import MessagesRequest
+from penstock.services.http.messages import MessagesRequest
 from penstock.services.http.responses.schema import ResponsesRequest
-from penstock.services.http.shared.body import decode_body
+from penstock.services.http.shared.body import FIELDS, decode_body
 from penstock.services.http.shared.errors import ApiError
-from penstock.services.http.shared.unknown_fields import FIELDS
 
 REQUIRED = {"messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
 VLLM = """frequency_penalty logit_bias logprobs max_tokens n presence_penalty response_format seed

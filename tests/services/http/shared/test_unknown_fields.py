@@ -9,14 +9,13 @@ import msgspec
 import pytest
 
 from penstock.services.http.generation.schema import ChatRequest, CompletionRequest
-from penstock.services.http.messages.schema import MessagesRequest
-from penstock.services.http.pooling.schema import EmbeddingRequest, RerankRequest
+from penstock.services.http.messages import MessagesRequest
+from penstock.services.http.pooling import EmbeddingRequest, RerankRequest
 from penstock.services.http.responses.schema import ResponsesRequest
-from penstock.services.http.shared import unknown_fields
+from penstock.services.http.shared import body
 from penstock.services.http.shared.access import Caller, caller
-from penstock.services.http.shared.body import decode_body
+from penstock.services.http.shared.body import MAX_LOGGED, MAX_UNKNOWN, decode_body
 from penstock.services.http.shared.errors import ApiError
-from penstock.services.http.shared.unknown_fields import MAX_LOGGED, MAX_UNKNOWN
 from tests.services.http.conftest import Served
 
 USER = {"role": "user", "content": "hi"}
@@ -35,7 +34,7 @@ CONTENTS: dict[type, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def headers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[bytes, bytes]]:
     """Return the headers of the response; nothing was logged before."""
-    monkeypatch.setattr(unknown_fields, "_logged", set())
+    monkeypatch.setattr(body, "_logged", set())
     found: dict[bytes, bytes] = {}
     token = caller.set(Caller(None, "", "", headers=found))
     yield found
@@ -207,7 +206,7 @@ def test_a_flood_of_fields_is_refused() -> None:
 def test_the_log_has_an_end(caplog: pytest.LogCaptureFixture) -> None:
     for number in range(0, 3 * MAX_LOGGED, 50):
         decode(ChatRequest, **{f"f{name}": 1 for name in range(number, number + 50)})
-    assert len(caplog.records) == len(unknown_fields._logged) == MAX_LOGGED
+    assert len(caplog.records) == len(body._logged) == MAX_LOGGED
     decode(ChatRequest, **{"x" * 10**6: 1})
     assert all(len(one.getMessage()) < 200 for one in caplog.records)
 

@@ -8,22 +8,22 @@ cut.
 
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from penstock.services.http.generation.replies import CalledFunction, CalledTool
-from penstock.services.http.generation.tool_call_reader import (
+from penstock.services.http.generation.schema import CalledFunction, CalledTool
+from penstock.services.http.generation.tool_call_readers import (
     Arguments,
     CallReader,
     Event,
-    HermesReader,
     JsonReader,
     Name,
+    XmlReader,
     tag_start,
 )
-from penstock.services.http.generation.xml_tool_call import XmlReader
-from penstock.services.http.shared.tool_format import FUNCTION, OPENING, FormatName
+from penstock.services.http.shared.app_state import FUNCTION, OPENING, FormatName
 
 Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of arguments by function
 # what may come before the first call without tags, and between two of them
@@ -32,23 +32,12 @@ _BEFORE, _BETWEEN = re.compile(r"\s*(?:\[\s*)?"), re.compile(r"[\s,;]*")
 Piece = str | CalledTool  # text, or a piece of a call: its id and name first, then its arguments
 
 
-class ToolCallParser:
-    """Reads calls in tags. Newlines around a call are dropped; text within it comes after it.
+class ToolCallParser(ABC):
+    """Parser of an answer. Newlines around a call are dropped; text within it comes after it."""
 
-    What may be the beginning of a tag, or newlines before it, is held back.
-    """
-
-    def __init__(
-        self,
-        reader: Callable[[], CallReader] = HermesReader,
-        openings: tuple[str, ...] = (OPENING,),
-        is_forced: bool = False,
-    ) -> None:
-        """is_forced: the answer consists of calls only, so a call that is cut off is never text.
-
-        openings: tags before a call; the reader is fed all but `<tool_call>`.
-        """
-        self._new_reader, self._openings = reader, openings
+    def __init__(self, reader: Callable[[], CallReader], is_forced: bool) -> None:
+        """is_forced: the answer consists of calls only, so a call that is cut off is never text."""
+        self._new_reader = reader
         self._is_forced = is_forced
         self._reader: CallReader | None = None
         self._opening = ""  # of the call that is being read, with the newlines before it
@@ -85,19 +74,13 @@ class ToolCallParser:
             pieces += self._text(self._opening + rest)
         return pieces
 
+    @abstractmethod
     def _take_text(self) -> str:
-        """Return the text before the next opening, and begin to read the call after it."""
-        held = self._held
-        found = [(at, tag) for tag in self._openings if (at := held.find(tag)) >= 0]
-        if not found:
-            start = min(tag_start(held, tag) for tag in self._openings)
-            self._held = held[start:]
-            return held[:start]
-        at, tag = min(found)
-        text = held[:at].rstrip("\n")
-        end = at + len(tag) if tag == OPENING else at
-        self._begin_call(held[len(text) : end], held[end:])
-        return text
+        """Return the text before the next call, and begin to read the call."""
+
+    @abstractmethod
+    def _refused(self) -> list[Piece]:
+        """Return the text of what is not a call; what comes after it is examined again."""
 
     def _begin_call(self, opening: str, rest: str) -> None:
         self._reader = self._new_reader()
@@ -112,12 +95,6 @@ class ToolCallParser:
         pieces += self._text(self._within)
         self._reader, self._within = None, ""
         return True
-
-    def _refused(self) -> list[Piece]:
-        """Return the tag as text; what comes after it is examined again."""
-        length = 0 if self._opening.endswith(OPENING) else 1  # a tag that is held: its `<`
-        text, self._held = self._opening + self._held[:length], self._held[length:]
-        return self._text(text)
 
     def _pieces(self, events: list[Event]) -> list[Piece]:
         pieces: list[Piece] = []
@@ -148,11 +125,43 @@ class ToolCallParser:
         return [text] if text else []
 
 
-class BareCallParser(ToolCallParser):
-    """Reads an answer that is one call in JSON without tags, several of them, or an array."""
+class TaggedCallParser(ToolCallParser):
+    """Parser of calls in tags.
 
-    def __init__(self, is_forced: bool = False) -> None:
-        super().__init__(JsonReader, (), is_forced)
+    What may be the beginning of a tag, or newlines before it, is held back.
+    """
+
+    def __init__(
+        self, reader: Callable[[], CallReader], openings: tuple[str, ...], is_forced: bool
+    ) -> None:
+        """openings: tags before a call; the reader is fed all but `<tool_call>`."""
+        super().__init__(reader, is_forced)
+        self._openings = openings
+
+    def _take_text(self) -> str:
+        held = self._held
+        found = [(at, tag) for tag in self._openings if (at := held.find(tag)) >= 0]
+        if not found:
+            start = min(tag_start(held, tag) for tag in self._openings)
+            self._held = held[start:]
+            return held[:start]
+        at, tag = min(found)
+        text = held[:at].rstrip("\n")
+        end = at + len(tag) if tag == OPENING else at
+        self._begin_call(held[len(text) : end], held[end:])
+        return text
+
+    def _refused(self) -> list[Piece]:
+        length = 0 if self._opening.endswith(OPENING) else 1  # a tag that is held: its `<`
+        text, self._held = self._opening + self._held[:length], self._held[length:]
+        return self._text(text)
+
+
+class BareCallParser(ToolCallParser):
+    """Parser of an answer that is a call in JSON without tags, several of them, or an array."""
+
+    def __init__(self, is_forced: bool) -> None:
+        super().__init__(partial(JsonReader, in_tags=False), is_forced)
         self._may_be_call = True
         self._is_array = False
 
@@ -182,5 +191,5 @@ def make_parser(form: FormatName, schemas: Schemas, is_forced: bool = False) -> 
     if form == "json":
         return BareCallParser(is_forced)
     if form == "qwen3_coder":
-        return ToolCallParser(partial(XmlReader, schemas), (OPENING, FUNCTION), is_forced)
-    return ToolCallParser(HermesReader, is_forced=is_forced)
+        return TaggedCallParser(partial(XmlReader, schemas), (OPENING, FUNCTION), is_forced)
+    return TaggedCallParser(partial(JsonReader, in_tags=True), (OPENING,), is_forced)

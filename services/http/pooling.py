@@ -4,36 +4,185 @@ import asyncio
 import base64
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.responses import Response, StreamingResponse
 
+from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.scoring import LABELS, Scoring, label_id, result_of
-from penstock.protocol.messages.client import GenerateReply
-from penstock.protocol.messages.sampling import Pooling
+from penstock.protocol.messages.client import CacheSalt, GenerateReply, Priority, RequestId
+from penstock.protocol.messages.sampling import Pooling, Positive, TokenId
 from penstock.services.http.generation.to_generate_request import prompts_of
-from penstock.services.http.pooling.schema import (
-    MAX_INPUTS,
-    Document,
-    EmbeddingData,
-    EmbeddingReply,
-    EmbeddingRequest,
-    PoolingRequest,
-    PromptUsage,
-    RerankReply,
-    RerankRequest,
-    RerankResult,
-    ScoreData,
-    ScoreReply,
-    ScoreRequest,
-)
-from penstock.services.http.pooling.truncation import Pairs, cut, room_of
 from penstock.services.http.shared.access import caller
-from penstock.services.http.shared.app_state import AppState
-from penstock.services.http.shared.errors import fields_as_sent, invalid
+from penstock.services.http.shared.app_state import AppState, Operation
+from penstock.services.http.shared.errors import ENCODER, fields_as_sent, invalid, json_response
 from penstock.services.http.shared.event_stream import bounded
-from penstock.services.http.shared.json_response import ENCODER, json_response
+
+MAX_INPUTS = 2048  # of one request, as in OpenAI's API
+Texts = str | list[str]
+TruncateTo = Annotated[int, Meta(ge=-1, lt=2**31)]
+
+
+class PoolingRequest(Struct, kw_only=True):
+    """Fields of all three."""
+
+    model: str | None = None
+    priority: Priority = 0
+    cache_salt: CacheSalt | None = None
+    request_id: RequestId | None = None
+
+
+class EmbeddingRequest(PoolingRequest, kw_only=True):
+    """`POST /v1/embeddings`."""
+
+    input: str | list[str | TokenId | list[TokenId]]  # a text, token ids, or a list of either
+    dimensions: Positive | None = None
+    # base64: of float32 numbers, little-endian
+    encoding_format: Literal["float", "base64"] = "float"
+    add_special_tokens: bool | None = None
+    # keep N tokens of a longer text; -1: as many as the context has
+    truncate_prompt_tokens: TruncateTo | None = None
+    # where tokens are cut off; those that the tokenizer adds are kept
+    truncation_side: Literal["left", "right"] = "right"
+
+
+class Document(Struct, kw_only=True):
+    """A document as Cohere's and Jina's clients may send it; further fields are ignored."""
+
+    text: str
+
+
+class RerankRequest(PoolingRequest, kw_only=True):
+    """`POST /v1/rerank`."""
+
+    query: str
+    documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)]
+    top_n: Annotated[int, Meta(ge=0, lt=2**31)] = 0  # results to return, the best ones; 0: all
+    return_documents: bool = True
+    instruction: str | None = None  # the task, for the model's prompt
+    max_tokens_per_doc: Positive | None = None  # keep the first N tokens of a longer document
+    # cut documents so that a prompt has N tokens; -1: as many as the context has
+    truncate_prompt_tokens: TruncateTo | None = None
+
+
+class ScoreRequest(PoolingRequest, kw_only=True):
+    """`POST /v1/score`: pairs of texts; one first text may stand for all pairs."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None  # other names of `text_1` and `text_2`
+    documents: Texts | None = None
+    instruction: str | None = None
+    truncate_prompt_tokens: TruncateTo | None = None  # as in RerankRequest
+
+
+class PromptUsage(Struct, kw_only=True):
+    """Token counts of a request without output."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class PoolingReply(Struct, kw_only=True):
+    """Fields of all replies."""
+
+    id: str
+    model: str
+    usage: PromptUsage
+
+
+class EmbeddingData(Struct, kw_only=True):
+    """The embedding of one input."""
+
+    index: int
+    object: Literal["embedding"] = "embedding"
+    embedding: list[float] | str
+
+
+class EmbeddingReply(PoolingReply, kw_only=True):
+    """Reply to EmbeddingRequest."""
+
+    object: Literal["list"] = "list"
+    created: int
+    data: list[EmbeddingData]
+
+
+class RerankResult(Struct, kw_only=True):
+    """One document, by its index in the request."""
+
+    index: int
+    relevance_score: float
+    document: Document | UnsetType = UNSET
+
+
+class RerankReply(PoolingReply, kw_only=True):
+    """Reply to RerankRequest, the most relevant document first."""
+
+    results: list[RerankResult]
+
+
+class ScoreData(Struct, kw_only=True):
+    """The score of one pair."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreReply(PoolingReply, kw_only=True):
+    """Reply to ScoreRequest."""
+
+    object: Literal["list"] = "list"
+    created: int
+    data: list[ScoreData]
+
+
+Pairs = Sequence[tuple[str, str]]
+
+
+async def room_of(
+    client: AsyncClient,
+    pairs: Pairs,
+    most: int,
+    label_ids: Sequence[int],
+    instruction: str | None,
+) -> dict[str, int]:
+    """Return the tokens that each query leaves for a document in a prompt of `most` tokens.
+
+    Raises ApiError where a query leaves no room.
+    """
+    plain = {"add_special_tokens": False, "client": caller.get().client}
+    room = {}
+    for query in dict.fromkeys(query for query, _ in pairs):
+        prompt = Scoring([(query, "")], label_ids, instruction).request(0)["prompt"]
+        num_tokens = len((await client.tokenize(prompt, **plain)).token_ids)
+        room[query] = most - num_tokens
+        if room[query] < 1:
+            problem = f"got {most}, expected more than the {num_tokens} tokens of the prompt"
+            raise invalid("truncate_prompt_tokens", f"{problem} without a document")
+    return room
+
+
+async def cut(client: AsyncClient, pairs: Pairs, most: dict[str, int]) -> Pairs:
+    """Return the pairs; most: tokens of the documents of each query."""
+    sender = caller.get().client
+    plain = {"add_special_tokens": False, "truncation_side": "right", "client": sender}
+
+    async def cut_text(wanted: tuple[str, int]) -> str:
+        text, length = wanted
+        if len(text.encode()) <= length:  # a token has a byte or more
+            return text
+        reply = await client.tokenize(text, truncate_prompt_tokens=length + 1, **plain)
+        if len(reply.token_ids) <= length:
+            return text
+        first = await client.detokenize(reply.token_ids[:length], client=sender)
+        return first if text.startswith(first) else first.rstrip("\ufffd")  # a part of a character
+
+    wanted = dict.fromkeys((document, most[query]) for query, document in pairs)
+    texts = dict(zip(wanted, await bounded(cut_text, wanted), strict=True))
+    return [(query, texts[document, most[query]]) for query, document in pairs]
+
 
 FIELD_BYTES = 4096  # more than the other fields of a request to the gateway have
 TOKEN_BYTES = 5  # of a token id in a request to the gateway, at most
@@ -240,3 +389,16 @@ def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], tuple[str, str]]:
 def _check_number(name: str, number: int) -> None:
     if number > MAX_INPUTS:
         raise invalid(name, f"got {number} entries, expected up to {MAX_INPUTS}")
+
+
+OPERATIONS = [
+    Operation("POST", "/v1/embeddings", embed, EmbeddingReply, EmbeddingRequest, is_batch=True),
+    *(
+        Operation("POST", path, rerank, RerankReply, RerankRequest, is_batch=True)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+    *(
+        Operation("POST", path, score, ScoreReply, ScoreRequest, is_batch=True)
+        for path in ("/v1/score", "/score")
+    ),
+]
