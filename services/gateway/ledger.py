@@ -3,8 +3,7 @@
 from itertools import count
 
 from penstock.protocol.messages.client import ErrorReply, GenerateReply
-from penstock.services.gateway.client import Connection, Totals
-from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.request import Connection, Request, Share
 
 
 class Ledger:
@@ -16,97 +15,98 @@ class Ledger:
     def __init__(self, first_attempt: int = 0) -> None:
         self.first_attempt = first_attempt
         self._attempts = count(first_attempt)
-        self._entries: dict[str, Entry] = {}
-        self._lost: dict[Entry, Connection] = {}  # closed at the last heartbeat
+        self._requests: dict[str, Request] = {}
+        self._lost: dict[Request, Connection] = {}  # closed at the last heartbeat
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._requests)
 
     @property
     def num_open(self) -> int:
-        return sum(entry.is_open for entry in self._entries.values())
+        return sum(request.is_open for request in self._requests.values())
 
-    def num_of_model(self, totals: Totals) -> int:
+    def num_of_model(self, totals: Share) -> int:
         """Return the number of requests that `__len__` counts, of the model with these totals."""
-        return sum(entry.totals is totals for entry in self._entries.values())
+        return sum(request.totals is totals for request in self._requests.values())
 
-    def get(self, request_id: str) -> Entry | None:
-        """Return the entry of a request that is open."""
-        entry = self._entries.get(request_id)
-        return entry if entry and entry.is_open else None
+    def get(self, request_id: str) -> Request | None:
+        """Return a request that is open."""
+        request = self._requests.get(request_id)
+        return request if request and request.is_open else None
 
-    def find(self, request_id: str) -> Entry | None:
-        """Return the entry of a request that is open, or whose answer is not delivered yet."""
-        return self._entries.get(request_id)
+    def find(self, request_id: str) -> Request | None:
+        """Return a request that is open, or whose answer is not delivered yet."""
+        return self._requests.get(request_id)
 
-    def open(self, entry: Entry, totals: Totals) -> None:
-        entry.totals = totals
-        self.begin_attempt(entry)
-        self._entries[entry.request_id] = entry
-        entry.totals.num_waiting += 1
-        entry.totals.count(entry.share, 1, entry.num_waiting_tokens, entry.num_bytes)
+    def open(self, request: Request, totals: Share) -> None:
+        request.totals = totals
+        self.begin_attempt(request)
+        self._requests[request.request_id] = request
+        request.totals.num_waiting += 1
+        request.totals.count(request.share, 1, request.num_waiting_tokens, request.num_bytes)
 
-    def record_tokenized(self, entry: Entry, num_prompt_tokens: int, tokenizer: bytes) -> None:
+    def record_tokenized(self, request: Request, num_prompt_tokens: int, tokenizer: bytes) -> None:
         """Record that a tokenizer has passed a prompt on."""
-        entry.num_prompt_tokens, entry.tokenizer = num_prompt_tokens, tokenizer
-        if entry.num_waiting_tokens:
-            num_new = num_prompt_tokens - entry.num_waiting_tokens
-            entry.totals.count(entry.share, num_tokens=num_new)
-            entry.num_waiting_tokens = num_prompt_tokens
+        request.num_prompt_tokens, request.tokenizer = num_prompt_tokens, tokenizer
+        if request.num_waiting_tokens:
+            num_new = num_prompt_tokens - request.num_waiting_tokens
+            request.totals.count(request.share, num_tokens=num_new)
+            request.num_waiting_tokens = num_prompt_tokens
 
-    def record_growth(self, entry: Entry, num_bytes: int) -> None:
+    def record_growth(self, request: Request, num_bytes: int) -> None:
         """Count the output of a request that had `num_bytes` before."""
-        num_new = entry.num_bytes - num_bytes
-        entry.totals.num_bytes += num_new
-        entry.share.num_bytes += num_new
-        if entry.num_waiting_tokens and num_new:
-            self._stop_waiting(entry)
-            entry.totals.num_started += 1
+        num_new = request.num_bytes - num_bytes
+        request.totals.num_bytes += num_new
+        request.share.num_bytes += num_new
+        if request.num_waiting_tokens and num_new:
+            self._stop_waiting(request)
+            request.totals.num_started += 1
 
-    def answer(self, entry: Entry, reply: GenerateReply | ErrorReply) -> None:
+    def answer(self, request: Request, reply: GenerateReply | ErrorReply) -> None:
         """End a request, which stays until its client has the reply."""
-        entry.answer = reply
-        self._end(entry)
+        request.answer = reply
+        self._end(request)
 
-    def remove(self, entry: Entry) -> None:
-        self._end(entry)
-        if self._entries.pop(entry.request_id, None):
-            entry.totals.count(entry.share, num_bytes=-entry.num_bytes)
+    def remove(self, request: Request) -> None:
+        self._end(request)
+        if self._requests.pop(request.request_id, None):
+            request.totals.count(request.share, num_bytes=-request.num_bytes)
 
-    def begin_attempt(self, entry: Entry) -> None:
+    def begin_attempt(self, request: Request) -> None:
         """Begin a new attempt: output of earlier attempts is dropped."""
-        entry.attempt = next(self._attempts)
-        entry.num_attempts += 1
-        entry.tokenizer = b""
+        request.attempt = next(self._attempts)
+        request.num_attempts += 1
+        request.tokenizer = b""
 
     def new_first_attempt(self) -> int:
         """Return a number below all later attempts and above all earlier ones."""
         return next(self._attempts)
 
-    def passed_on_by(self, tokenizer: bytes) -> list[Entry]:
+    def passed_on_by(self, tokenizer: bytes) -> list[Request]:
         """Return open requests that a tokenizer has sent to a scheduler and that have no output."""
-        entries = self._entries.values()
-        return [one for one in entries if one.is_open and one.tokenizer == tokenizer]
+        requests = (request for request in self._requests.values() if request.is_open)
+        return [request for request in requests if request.tokenizer == tokenizer]
 
-    def of_connection(self, connection: Connection) -> list[Entry]:
+    def of_connection(self, connection: Connection) -> list[Request]:
         """Return requests that are answered on a connection."""
-        return [one for one in self._entries.values() if one.client.connection is connection]
+        requests = self._requests.values()
+        return [request for request in requests if request.client.connection is connection]
 
-    def take_lost(self) -> list[Entry]:
+    def take_lost(self) -> list[Request]:
         """Return requests without an open connection at the last call, and still without one."""
         before = self._lost
-        connections = ((entry, entry.client.connection) for entry in self._entries.values())
-        self._lost = {entry: one for entry, one in connections if one.is_closed}
-        return [one for one, connection in self._lost.items() if before.get(one) is connection]
+        connections = {request: request.client.connection for request in self._requests.values()}
+        self._lost = {request: each for request, each in connections.items() if each.is_closed}
+        return [request for request, each in self._lost.items() if before.get(request) is each]
 
-    def _end(self, entry: Entry) -> None:
-        self._stop_waiting(entry)
-        if entry.is_open:
-            entry.is_open = False
-            entry.totals.count(entry.share, num_open=-1)
+    def _end(self, request: Request) -> None:
+        self._stop_waiting(request)
+        if request.is_open:
+            request.is_open = False
+            request.totals.count(request.share, num_open=-1)
 
-    def _stop_waiting(self, entry: Entry) -> None:
-        if entry.num_waiting_tokens:
-            entry.totals.num_waiting -= 1
-            entry.totals.count(entry.share, num_tokens=-entry.num_waiting_tokens)
-            entry.num_waiting_tokens = 0
+    def _stop_waiting(self, request: Request) -> None:
+        if request.num_waiting_tokens:
+            request.totals.num_waiting -= 1
+            request.totals.count(request.share, num_tokens=-request.num_waiting_tokens)
+            request.num_waiting_tokens = 0

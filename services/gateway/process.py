@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import time
 from functools import partial
 
 from penstock.protocol.messages.client import (
@@ -9,28 +10,39 @@ from penstock.protocol.messages.client import (
     AbortRequest,
     DetokenizeRequest,
     GenerateRequest,
-    Request,
     StatusRequest,
     TokenizePromptRequest,
 )
+from penstock.protocol.messages.client import Request as ClientRequest
+from penstock.protocol.messages.pipeline import (
+    Goodbye,
+    Heartbeat,
+    Refused,
+    RequestFailed,
+    TextDeltas,
+    TokenizeDone,
+    TokenizerReply,
+)
+from penstock.protocol.messages.pipeline import refusal as refusal_of_version
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.transport.context import Handlers
 from penstock.protocol.transport.event_loop import CallLater
 from penstock.protocol.transport.process import Process, first_number
-from penstock.services.gateway.client import Client
-from penstock.services.gateway.clients.client_socket import ClientSocket
-from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.admission import RefusedError, refusal
+from penstock.services.gateway.clients import ClientSocket
 from penstock.services.gateway.ledger import Ledger
-from penstock.services.gateway.model_processes import ModelProcesses
+from penstock.services.gateway.request import Client, Request
+from penstock.services.gateway.requests import Requests
 from penstock.services.gateway.status import PipelineStatus
-from penstock.services.gateway.validation import RefusedError
 
 log = logging.getLogger("gateway")
 UNREAD = "it does not read its answers (--max-unread-bytes)"
 # seconds at the end of a drain: a client with ZMQ_IMMEDIATE, as ours, discards unread replies when
 # its connection is closed
 CLOSE_GRACE_SECONDS = 1.0
+# for which output that has arrived is collected before it is delivered, where more of it waits
+MAX_MERGE_SECONDS = 0.01
 
 
 class Gateway:
@@ -42,99 +54,134 @@ class Gateway:
         self.ledger = Ledger(first_number(process.incarnation))
         self.clients = ClientSocket(process, self.ledger, self.on_defect)
         self.connections = self.clients.connections
-        callbacks = call_later, self.on_report, self.on_status
         self.models = [
-            ModelProcesses(part, self.ledger, self.clients, *callbacks)
-            for part in process.by_model()
+            Requests(part, self.ledger, self.clients, call_later) for part in process.by_model()
         ]
         self.default = self.models[0]
-        self._by_name = {name: one for one in self.models for name in one.config.model_names}
-        longest = max(self.models, key=lambda model: model.requests.validation.max_model_len)
-        self._decode = longest.requests.validation.decode
+        self._by_name = {name: model for model in self.models for name in model.config.model_names}
+        longest = max(self.models, key=lambda model: model.validation.max_model_len)
+        self._decode = longest.validation.decode
         self.handlers: Handlers = [
-            *(handler for model in self.models for handler in model.handlers),
+            *((model.results, partial(self.on_results, model)) for model in self.models),
+            *((model.to_tokenizers, partial(self.on_tokenizers, model)) for model in self.models),
             (self.clients.channel, self.on_clients),
             (self.connections.monitor, self.connections.handle_events),
             *process.context.handlers,
         ]
         self.status = PipelineStatus(self.clients, self.models, self.handlers)
 
-    def after_turn(self) -> None:
-        """Send what is left to be sent. End the process when it has drained."""
-        self.clients.deliver_pending()
-        if self.status.for_ready:
-            self.status.answer_ready()
-        if not self.default.requests.is_draining:
-            return
-        is_idle = not (self.ledger or any(model.requests.queries for model in self.models))
-        must_wait = self.has_drained or any(model.router.awaits_claims for model in self.models)
-        if is_idle and not must_wait:
-            self.has_drained = True
-            end = partial(signal.raise_signal, signal.SIGTERM)
-            if len(self.connections):
-                self.call_later(CLOSE_GRACE_SECONDS, end)
-            else:
-                end()
+    # ---- a turn of the event loop: receive, decide, send ---------------------------------------
 
     def on_clients(self) -> None:
         """Handle requests; an error is reported to the sender alone."""
         for client, frame in self.clients.receive():
             model = self.default
             try:
-                request = self._decode(client.codec, frame)
-                if (name := getattr(request, "client", None)) is not None:
-                    client = self.connections.named_client(client, name)
-                model = self.model_of(request)
-                self.on_request(model, client, request, len(frame))
+                message = self._decode(client.codec, frame)
+                client = self._named_client(client, message)
+                model = self.model_of(message)
+                self.on_request(model, client, message, len(frame))
             except RefusedError as error:
-                model.metrics.count_failure(error.reply.code)
                 error.reply.request_id = client.codec.request_id(frame)
-                model.requests.failures.log_refusal(client, error.reply)
+                model.metrics.count_failure(error.reply.code)
+                model.failures.log_refusal(client, error.reply)
                 self.clients.reply(client, error.reply)
 
-    def model_of(self, request: Request) -> ModelProcesses:
+    def on_tokenizers(self, model: Requests) -> None:
+        for identity, message in model.to_tokenizers.receive():
+            match message:
+                case Heartbeat():
+                    if reason := refusal_of_version(message.name, message.version):
+                        model.to_tokenizers.send(Refused(reason), identity)
+                    else:
+                        model.tokenizers.alive(identity, message.name)
+                case Goodbye():
+                    model.tokenizers.lose(identity, has_died=False)
+                case TokenizeDone(request_id, attempt, num_tokens):
+                    model.tokenizers.done(identity, (request_id, attempt))
+                    model.on_tokenized(request_id, attempt, num_tokens, identity)
+                case RequestFailed():
+                    model.tokenizers.done(identity, (message.request_id, message.attempt))
+                    model.failures.on_failed(message)
+                case TokenizerReply():
+                    model.tokenizers.done(identity, message.number)
+                    model.on_query_reply(message)
+
+    def on_results(self, model: Requests) -> None:
+        for _, message in model.results.receive(MAX_MERGE_SECONDS):
+            match message:
+                case TextDeltas(deltas):
+                    model.on_deltas(deltas, time.monotonic())
+                case RequestFailed():
+                    model.failures.on_failed(message)
+                case SchedulerStatus():
+                    if model.on_scheduler(message):
+                        self.status.on_report(model, message.replica)
+                case SupervisorReport():
+                    self.on_report(message)
+        self.clients.deliver_pending()
+
+    def after_turn(self) -> None:
+        """Send what is left to be sent. End the process when it has drained."""
+        self.clients.deliver_pending()
+        if self.status.for_ready:
+            self.status.answer_ready()
+        if self.default.is_draining and not self.has_drained:
+            self._end_if_drained()
+
+    # ---- the clients' requests -----------------------------------------------------------------
+
+    def on_request(
+        self, model: Requests, client: Client, message: ClientRequest, num_bytes: int
+    ) -> None:
+        match message:
+            case GenerateRequest():
+                model.submit(client, message, num_bytes)
+            case TokenizePromptRequest() | DetokenizeRequest():
+                model.submit_query(client, message, num_bytes)
+            case AbortRequest():
+                found = model.abort(client, message.request_id)
+                self.clients.deliver_pending()  # first the answer to the request that is aborted
+                self.clients.reply(client, AbortReply(request_id=message.request_id, found=found))
+            case StatusRequest():
+                self.status.submit(client, message)
+
+    def model_of(self, message: ClientRequest) -> Requests:
         """Return the model that a request names, or whose request it aborts. Raises RefusedError.
 
         The name of the default is removed, another one becomes the model's first name.
         """
-        if isinstance(request, AbortRequest):
-            entry = self.ledger.get(request.request_id)
-            return self._by_name[entry.totals.name] if entry else self.default
-        model = self.default if request.model is None else self._by_name.get(request.model)
+        if isinstance(message, AbortRequest):
+            request = self.ledger.get(message.request_id)
+            return self._by_name[request.totals.name] if request else self.default
+        model = self.default if message.model is None else self._by_name.get(message.model)
         if model is None:
             names = ", ".join(map(repr, self._by_name))
-            raise RefusedError(f"model: got {request.model!r}, expected {names}", "model")
-        keeps_name = model is not self.default or isinstance(request, StatusRequest)
-        request.model = model.name if request.model and keeps_name else None  # so equals are equal
+            raise refusal("model", f"got {message.model!r}, expected {names}")
+        keeps_name = model is not self.default or isinstance(message, StatusRequest)
+        message.model = model.name if message.model and keeps_name else None  # so equals are equal
         return model
 
-    def on_request(
-        self, model: ModelProcesses, client: Client, request: Request, num_bytes: int
-    ) -> None:
-        match request:
-            case GenerateRequest():
-                model.requests.submit(client, request, num_bytes)
-            case TokenizePromptRequest() | DetokenizeRequest():
-                model.requests.submit_query(client, request, num_bytes)
-            case AbortRequest():
-                found = model.requests.abort(client, request.request_id)
-                self.clients.deliver_pending()  # first the answer to the request that is aborted
-                self.clients.reply(client, AbortReply(request_id=request.request_id, found=found))
-            case StatusRequest():
-                self.status.submit(client, request)
+    def _named_client(self, client: Client, message: ClientRequest) -> Client:
+        """Return the client that a request names. Raises RefusedError where it may name none."""
+        name = getattr(message, "client", None)
+        if name is None:
+            return client
+        if not client.connection.is_inner:
+            raise refusal("client", f"got {name!r}, expected none: only HTTP servers name clients")
+        return self.connections.named_client(client, name)
+
+    # ---- reports, heartbeats, the end ----------------------------------------------------------
 
     def on_report(self, report: SupervisorReport) -> None:
         """Record which processes run."""
         is_first = not self.status.processes  # this gateway may have restarted
         self.status.processes = report.processes
         for model in self.models:
-            model.requests.is_draining |= report.draining
+            model.is_draining |= report.draining
             if is_first:
-                model.requests.poison.learn(report.poison)
+                model.failures.poison.learn(report.poison)
             model.on_processes([process.name for process in report.processes])
-
-    def on_status(self, model: ModelProcesses, status: SchedulerStatus) -> None:
-        self.status.on_report(model, status.replica)
 
     def on_heartbeat(self) -> None:
         """Drop peers that are silent, and clients that have disconnected or do not read."""
@@ -143,20 +190,30 @@ class Gateway:
         self.connections.handle_events()
         self._drop(self.ledger.take_lost())
         for connection in self.clients.retry_full():
-            entries = self.ledger.of_connection(connection)
+            requests = self.ledger.of_connection(connection)
             log.warning(
                 "a client has left %d bytes of answers unread: its %d requests are aborted",
                 self.clients.num_unread_bytes(connection),
-                len(entries),
+                len(requests),
             )
-            self._drop(entries)
+            self._drop(requests)
             self.connections.cut_off(connection, UNREAD)
         self.clients.cut_off_bad_clients()
         self.status.drop_closed()
 
-    def on_defect(self, entry: Entry) -> None:
-        self._by_name[entry.totals.name].requests.failures.on_defect(entry)
+    def on_defect(self, request: Request) -> None:
+        self._by_name[request.totals.name].failures.on_defect(request)
 
-    def _drop(self, entries: list[Entry]) -> None:
+    def _drop(self, requests: list[Request]) -> None:
         for model in self.models:
-            model.requests.drop([entry for entry in entries if entry.totals is model.totals])
+            model.drop([request for request in requests if request.totals is model.totals])
+
+    def _end_if_drained(self) -> None:
+        if self.ledger or any(model.queries or model.router.awaits_claims for model in self.models):
+            return
+        self.has_drained = True
+        end = partial(signal.raise_signal, signal.SIGTERM)
+        if len(self.connections):
+            self.call_later(CLOSE_GRACE_SECONDS, end)
+        else:
+            end()

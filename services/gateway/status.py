@@ -6,10 +6,10 @@ from typing import NamedTuple
 from penstock.protocol.messages.client import Codec, StatusRequest
 from penstock.protocol.messages.status import ModelStatus, ProcessStatus, StatusReply
 from penstock.protocol.transport.context import Handlers
-from penstock.services.gateway.client import Client, Connection
-from penstock.services.gateway.clients.client_socket import ClientSocket
-from penstock.services.gateway.model_processes import ModelProcesses
-from penstock.services.gateway.validation import RefusedError
+from penstock.services.gateway.admission import RefusedError
+from penstock.services.gateway.clients import ClientSocket
+from penstock.services.gateway.request import Client, Connection
+from penstock.services.gateway.requests import Requests
 
 # status requests that are answered at once, when a report arrives: in a few milliseconds
 MAX_WAITING = 1024
@@ -17,21 +17,21 @@ MAX_WAITING_PER_CONNECTION = 64
 
 
 class StatusQuery(NamedTuple):
-    """One status request that waits, and the replicas, by model, that have reported since."""
+    """A status request that waits, and the replicas, by model, that have reported since."""
 
     client: Client
-    request: StatusRequest
-    reported: set[tuple[ModelProcesses, int]]
+    message: StatusRequest
+    reported: set[tuple[Requests, int]]
 
 
 class PipelineStatus:
     """The status of all models, and the requests that wait for readiness or for a fresh report.
 
-    Their number is limited, in all except for our HTTP servers, whose clients ask for `/health`.
+    Their number is limited, except for our HTTP servers, whose clients ask for `/health`.
     """
 
     def __init__(
-        self, clients: ClientSocket, models: Sequence[ModelProcesses], handlers: Handlers
+        self, clients: ClientSocket, models: Sequence[Requests], handlers: Handlers
     ) -> None:
         self.processes: list[ProcessStatus] = []  # of the supervisor's newest report
         # by the model that they wait for; None: all
@@ -40,18 +40,18 @@ class PipelineStatus:
         self._clients, self._ledger = clients, clients.ledger
         self._models, self._handlers = models, handlers
 
-    def submit(self, client: Client, request: StatusRequest) -> None:
+    def submit(self, client: Client, message: StatusRequest) -> None:
         """Answer a status request now, or later. Raises RefusedError where too many wait."""
-        query = StatusQuery(client, request, set())
-        must_wait = request.wait and not self.is_ready(request.model)
-        if not (must_wait or request.fresh):
+        query = StatusQuery(client, message, set())
+        must_wait = message.wait and not self.is_ready(message.model)
+        if not (must_wait or message.fresh):
             self._answer([query])
             return
         self._check_room(client.connection)
         client.connection.num_status_queries += 1
         waiting = self.for_report
         if must_wait:
-            waiting = self.for_ready.setdefault(request.model, [])
+            waiting = self.for_ready.setdefault(message.model, [])
         waiting.append(query)
 
     def answer_ready(self) -> None:
@@ -59,7 +59,7 @@ class PipelineStatus:
         for name in list(filter(self.is_ready, self.for_ready)):
             self._answer(self.for_ready.pop(name), waited=True)
 
-    def on_report(self, model: ModelProcesses, replica: int) -> None:
+    def on_report(self, model: Requests, replica: int) -> None:
         """Answer the requests for which every replica that is not silent has reported."""
         waiting, self.for_report = self.for_report, []
         complete: list[StatusQuery] = []
@@ -69,6 +69,7 @@ class PipelineStatus:
         self._answer(complete, waited=True)
 
     def drop_closed(self) -> None:
+        """Forget the requests of clients that have disconnected."""
         self.for_report = _open(self.for_report)
         waiting = {name: _open(queries) for name, queries in self.for_ready.items()}
         self.for_ready = {name: queries for name, queries in waiting.items() if queries}
@@ -88,7 +89,7 @@ class PipelineStatus:
             models=models if len(models) > 1 else [],
             num_requests=len(self._ledger),
             num_bad_frames=sum(channel.num_bad_frames for channel, _ in self._handlers),
-            draining=self._models[0].requests.is_draining,
+            draining=self._models[0].is_draining,
             processes=self.processes,
             metrics=None if models[1:] else models[0].metrics,
         )
@@ -97,12 +98,12 @@ class PipelineStatus:
         connections = self._clients.connections
         return {
             "open_requests": self._ledger.num_open,
-            "open_queries": sum(len(model.requests.queries) for model in self._models),
+            "open_queries": sum(len(model.queries) for model in self._models),
             "connections": len(connections),
             "disconnected_clients_total": connections.num_cut_off,
         }
 
-    def _model_status(self, model: ModelProcesses, metrics: bool) -> ModelStatus:
+    def _model_status(self, model: Requests, metrics: bool) -> ModelStatus:
         return ModelStatus(
             name=model.name,
             model=str(model.config.model_folder),
@@ -113,7 +114,7 @@ class PipelineStatus:
             metrics=model.metrics if metrics else None,
         )
 
-    def _covers_all(self, reported: set[tuple[ModelProcesses, int]]) -> bool:
+    def _covers_all(self, reported: set[tuple[Requests, int]]) -> bool:
         return all(
             model.router.covers_all({replica for other, replica in reported if other is model})
             for model in self._models
@@ -122,19 +123,22 @@ class PipelineStatus:
     def _check_room(self, connection: Connection) -> None:
         num_own = connection.num_status_queries
         number = len(self.for_report) + sum(map(len, self.for_ready.values()))
-        is_full = number >= MAX_WAITING and not connection.is_inner
-        if num_own >= MAX_WAITING_PER_CONNECTION or is_full:
-            where = " on this connection" * (num_own >= MAX_WAITING_PER_CONNECTION)
-            text = f"overloaded: {num_own if where else number} status requests wait{where}"
-            raise RefusedError(f"{text}, which is the limit", code="overloaded", retry_after=1.0)
+        if num_own >= MAX_WAITING_PER_CONNECTION:
+            waiting = f"{num_own} status requests wait on this connection"
+        elif number >= MAX_WAITING and not connection.is_inner:
+            waiting = f"{number} status requests wait"
+        else:
+            return
+        text = f"overloaded: {waiting}, which is the limit"
+        raise RefusedError(text, code="overloaded", retry_after=1.0)
 
     def _answer(self, queries: list[StatusQuery], waited: bool = False) -> None:
         frames: dict[tuple[Codec, bool], bytes] = {}
-        for client, request, _ in queries:
+        for client, message, _ in queries:
             client.connection.num_status_queries -= waited
-            kind = client.codec, request.metrics
+            kind = client.codec, message.metrics
             if kind not in frames:
-                frames[kind] = client.codec.encode(self.reply(request.metrics))
+                frames[kind] = client.codec.encode(self.reply(message.metrics))
             self._clients.send(client, frames[kind])
 
 

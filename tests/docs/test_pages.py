@@ -7,7 +7,7 @@ import pytest
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import codec_of
-from penstock.services.gateway.validation import RefusedError, decode_request
+from penstock.services.gateway.admission import RefusedError, decode_request
 from tests.docs.pages import PAGES as TEXTS
 from tests.docs.pages import ROOT, Block, blocks
 from tests.docs.reference import FOLDER, PAGES, STATUSES

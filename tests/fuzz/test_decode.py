@@ -31,9 +31,8 @@ from penstock.protocol.tokenizer_file import read_generation_config
 from penstock.protocol.transport.channel import DECODE_ERRORS, Channel
 from penstock.services.detokenizer.process import Detokenizer
 from penstock.services.detokenizer.token_bytes import token_bytes
-from penstock.services.gateway.client import Client, Connection, Share
-from penstock.services.gateway.entry import Entry, GapError
-from penstock.services.gateway.validation import RefusedError, Validation, decode_request
+from penstock.services.gateway.admission import RefusedError, Validation, decode_request
+from penstock.services.gateway.request import Client, Connection, GapError, Request, Share
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.scheduler import Scheduler
@@ -102,7 +101,7 @@ def use_request(message: TokenizedRequest) -> None:
     assert (plan is None) == (sequence.finish_reason is not None)
 
 
-def use_accepted(entry: Entry) -> None:
+def use_accepted(entry: Request) -> None:
     """As gateway and tokenizer do."""
     frame = msgspec.msgpack.encode(entry.submission())
     sent = TO_TOKENIZER.decode(frame)
@@ -113,7 +112,7 @@ def use_accepted(entry: Entry) -> None:
 def use_texts(message: TextDeltas) -> None:
     """As the gateway does; what it keeps, it can submit again."""
     client = Client((b"c",), codec_of(b"{"), Connection(), Share(""))
-    entry = Entry(GenerateRequest(prompt="a"), INNER_ID, client)
+    entry = Request(GenerateRequest(prompt="a"), INNER_ID, client)
     try:
         for delta in message.deltas:
             entry.append(delta)
@@ -175,7 +174,7 @@ def test_requests() -> None:
             if isinstance(request, GenerateRequest):
                 VALIDATION.check(request, is_req_socket=False)
                 client = Client((b"c",), codec, Connection(), Share(""))
-                use_accepted(Entry(request, "r", client, generation=GENERATION))
+                use_accepted(Request(request, "r", client, generation=GENERATION))
             num_accepted += 1
         except RefusedError as refused:
             reply = codec.decode_reply(codec.encode(refused.reply))

@@ -20,7 +20,7 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.protocol.transport.context import Context, endpoints
-from penstock.services.gateway.clients.client_socket import MAX_ENVELOPE_BYTES
+from penstock.services.gateway.clients import MAX_ENVELOPE_BYTES
 from tests.fuzz.frames import INNER_ID, UNIONS, encoded
 from tests.fuzz.mutator import Mutator
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture

@@ -184,7 +184,7 @@ class GatewayHarness:
         held = [one.is_full for one in connections.by_fd.values()]
         work = [peer.work for peer in tokenizers.peers]
         pending = self.gateway.clients._pending
-        queries = len(self.gateway.default.requests.queries)
+        queries = len(self.gateway.default.queries)
         empty = not (len(ledger) or queries or tokenizers.unassigned or pending or self.timers)
         return empty and not any([*counts, *held, *work])
 

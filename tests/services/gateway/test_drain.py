@@ -28,7 +28,7 @@ def restarted(start_gateway: Start) -> GatewayHarness:
     harness = start_gateway()
     harness.detokenizer.send(SupervisorReport([], draining=True))
     harness.gateway.default.router.record_running = lambda _: None  # type: ignore[method-assign]  # none is lost
-    harness.run_until(lambda: harness.gateway.default.requests.is_draining)
+    harness.run_until(lambda: harness.gateway.default.is_draining)
     return harness
 
 

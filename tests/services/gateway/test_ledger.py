@@ -15,16 +15,22 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.status import RequestTimes
-from penstock.services.gateway.client import Client, Connection, Share, Totals
-from penstock.services.gateway.entry import Entry, GapError, estimated_tokens
 from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.request import (
+    Client,
+    Connection,
+    GapError,
+    Request,
+    Share,
+    estimated_tokens,
+)
 
 TEXT = "0123456789" * 4
 
 
-def entry(request_id: str = "a", num_bytes: int = 0, **fields: Any) -> Entry:
+def entry(request_id: str = "a", num_bytes: int = 0, **fields: Any) -> Request:
     request = GenerateRequest(**{"prompt": "p", "stream": True} | fields)
-    return Entry(request, request_id, Client((b"c",), JSON, Connection(), Share("")), num_bytes)
+    return Request(request, request_id, Client((b"c",), JSON, Connection(), Share("")), num_bytes)
 
 
 def logprobs(begin: int, end: int) -> list[TokenLogprobs | None]:
@@ -48,11 +54,11 @@ def delta(begin: int, end: int, attempt: int = 0, **fields: Any) -> TextDelta:
     )
 
 
-def counts(totals: Totals) -> tuple[int, int, int]:
+def counts(totals: Share) -> tuple[int, int, int]:
     return totals.num_waiting, totals.num_waiting_tokens, totals.num_started
 
 
-def append(ledger: Ledger, open_: Entry, delta: TextDelta) -> bool:
+def append(ledger: Ledger, open_: Request, delta: TextDelta) -> bool:
     """As `Requests` does."""
     num_bytes = open_.num_bytes
     is_new = open_.append(delta)
@@ -66,7 +72,7 @@ def test_repeats_are_trimmed_and_what_is_untold_adds_up(
 ) -> None:
     """Each step goes back by some tokens and then on by others; the client may have no room."""
     open_ = entry()
-    ledger, totals = Ledger(), Totals()
+    ledger, totals = Ledger(), Share()
     ledger.open(open_, totals)
     known = 0
     seen: list[int] = []
@@ -131,7 +137,7 @@ def test_every_token_keeps_its_logprobs(steps: list[tuple[int, int, bool]]) -> N
 
 def test_logprobs_that_nobody_knows() -> None:
     """After a restart of all other processes, the gateway's own tokens keep what is known."""
-    ledger, totals, open_ = Ledger(), Totals(), entry(logprobs=0)
+    ledger, totals, open_ = Ledger(), Share(), entry(logprobs=0)
     ledger.open(open_, totals)
     append(ledger, open_, delta(0, 2, logprobs=logprobs(0, 2)))
     ledger.begin_attempt(open_)
@@ -142,7 +148,7 @@ def test_logprobs_that_nobody_knows() -> None:
 
 
 def test_logprobs_of_the_prompt_come_once_and_go_with_the_reply() -> None:
-    ledger, totals, open_ = Ledger(), Totals(), entry(prompt_logprobs=3)
+    ledger, totals, open_ = Ledger(), Share(), entry(prompt_logprobs=3)
     ledger.open(open_, totals)
     of_prompt = [None, *logprobs(1, 4)]
     assert not append(ledger, open_, delta(0, 0, prompt_logprobs=of_prompt))
@@ -157,7 +163,7 @@ def test_logprobs_of_the_prompt_come_once_and_go_with_the_reply() -> None:
 
 
 def test_logprobs_count_as_bytes() -> None:
-    ledger, totals, open_ = Ledger(), Totals(), entry(logprobs=2, prompt_logprobs=1)
+    ledger, totals, open_ = Ledger(), Share(), entry(logprobs=2, prompt_logprobs=1)
     ledger.open(open_, totals)
     append(ledger, open_, delta(0, 3, logprobs=logprobs(0, 3), prompt_logprobs=logprobs(0, 5)))
     of_tokens, of_prompt = 3 * (9 + 3 * 256), 5 * 2 * 256
@@ -181,7 +187,7 @@ def test_a_gap_is_an_error() -> None:
 def test_deltas_of_an_older_attempt_are_dropped() -> None:
     ledger = Ledger(first_attempt=100)
     open_ = entry()
-    ledger.open(open_, Totals())
+    ledger.open(open_, Share())
     ledger.begin_attempt(open_)
     assert not open_.append(delta(0, 3, attempt=100))
     assert open_.append(delta(0, 3, attempt=101))
@@ -192,7 +198,7 @@ def test_deltas_of_an_older_attempt_are_dropped() -> None:
 def test_what_is_answered_is_not_open() -> None:
     ledger = Ledger()
     open_ = entry()
-    ledger.open(open_, Totals())
+    ledger.open(open_, Share())
     ledger.answer(open_, open_.reply("stop"))
     assert (ledger.get("a"), ledger.find("a")) == (None, open_)
     assert (ledger.num_open, len(ledger)) == (0, 1)
@@ -213,7 +219,7 @@ def test_estimates(request_: GenerateRequest, num_tokens: int) -> None:
 
 def test_what_waits() -> None:
     """A prompt waits until a token has come of it; then it does so in no later attempt."""
-    ledger, totals = Ledger(), Totals()
+    ledger, totals = Ledger(), Share()
     first, second = entry("a", prompt="x" * 40), entry("b", prompt=[1, 2])
     ledger.open(first, totals)
     ledger.open(second, totals)
@@ -242,7 +248,7 @@ def test_what_waits() -> None:
 
 
 def test_bytes() -> None:
-    ledger, totals = Ledger(), Totals()
+    ledger, totals = Ledger(), Share()
     one = entry(num_bytes=100)
     ledger.open(one, totals)
     append(ledger, one, delta(0, 4))

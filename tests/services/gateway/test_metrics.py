@@ -23,14 +23,13 @@ from penstock.protocol.messages.status import (
     token_bounds,
 )
 from penstock.protocol.messages.supervisor import SupervisorReport
-from penstock.services.gateway.client import Client, Connection, Share
-from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.request import Client, Connection, Request, Share
 from tests.services.gateway.conftest import PROMPT, GatewayHarness, request
 
 
-def entry(accepted_at: float, **fields: Any) -> Entry:
+def entry(accepted_at: float, **fields: Any) -> Request:
     client = Client((b"c",), JSON, Connection(), Share(""))
-    one = Entry(GenerateRequest(prompt="p", **fields), "a", client)
+    one = Request(GenerateRequest(prompt="p", **fields), "a", client)
     one.accepted_at, one.num_prompt_tokens, one.num_cached_tokens = accepted_at, 30, 16
     return one
 

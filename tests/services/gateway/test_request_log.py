@@ -19,7 +19,7 @@ def test_requests_are_lines_at_debug_and_failures_at_info(
     harness.submit(client, "a", "b")
     harness.send_tokens("a", 0, 4, finish_reason="stop", cached_tokens=3)
     assert harness.receive_reply(client).request_id == "a"
-    harness.gateway.default.requests.answer(
+    harness.gateway.default.answer(
         harness.gateway.ledger.get("b"), ErrorReply(code="failed", message="secret")
     )
     harness.send(client, request("c", max_tokens=9999))

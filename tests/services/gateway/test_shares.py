@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.fair_queue import RESERVED, exceeds
 from penstock.protocol.messages.client import JSON, ChatMessage, ErrorReply, TokenizePromptRequest
-from penstock.services.gateway.client import Client
-from penstock.services.gateway.clients.connections import Connections
-from penstock.services.gateway.requests.tokenizers import MAX_BYTES
+from penstock.services.gateway.connections import Connections
+from penstock.services.gateway.request import Client
+from penstock.services.gateway.tokenizers import MAX_BYTES
 from tests.services.gateway.conftest import GatewayHarness, request
 
 
@@ -91,6 +91,8 @@ def test_shares_end_at_nothing(start_gateway: Callable[..., GatewayHarness]) -> 
         "num_open": 0,
         "num_waiting_tokens": 0,
         "num_bytes": 0,
+        "num_waiting": 0,
+        "num_started": 0,
     }
 
 
@@ -144,7 +146,7 @@ def test_what_is_kept_of_a_request_is_its_bytes(
     before = len(gc.get_objects())
     harness.submit(socket, "a", prompt=None, messages=[message], **kept)
     harness.send(socket, TokenizePromptRequest(messages=[message], **kept))
-    harness.run_until(lambda: len(harness.gateway.default.requests.queries))
+    harness.run_until(lambda: len(harness.gateway.default.queries))
     gc.collect()
     assert len(gc.get_objects()) < before + 10_000
     assert harness.next_tokenizer_task().chat_template_kwargs == kept["chat_template_kwargs"]

@@ -6,7 +6,11 @@ import pytest
 
 from penstock.protocol.messages.client import JSON, StatusRequest
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply
-from penstock.services.gateway.status import MAX_WAITING, MAX_WAITING_PER_CONNECTION, PipelineStatus
+from penstock.services.gateway.status import (
+    MAX_WAITING,
+    MAX_WAITING_PER_CONNECTION,
+    PipelineStatus,
+)
 from tests.services.gateway.conftest import GatewayHarness
 
 Start = Callable[..., GatewayHarness]

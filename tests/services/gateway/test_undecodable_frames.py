@@ -8,7 +8,7 @@ from msgspec.inspect import AnyType, type_info
 
 from penstock.protocol.decoding import MAX_CONTAINERS, MAX_DEPTH, MAX_STRINGS
 from penstock.protocol.messages.client import JSON, MSGPACK, REQUEST_TYPES
-from penstock.services.gateway.validation import UNTYPED, RefusedError, decode_request
+from penstock.services.gateway.admission import UNTYPED, RefusedError, decode_request
 from tests.services.gateway.test_validation import MAX_BYTES, refusal
 
 

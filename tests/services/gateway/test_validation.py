@@ -17,7 +17,7 @@ from penstock.protocol.messages.client import (
     TokenizePromptRequest,
     codec_of,
 )
-from penstock.services.gateway.validation import (
+from penstock.services.gateway.admission import (
     UNTYPED,
     RefusedError,
     Validation,

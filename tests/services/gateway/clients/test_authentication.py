@@ -14,7 +14,7 @@ from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.config import Config
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import Context, secure_client, secure_server
-from penstock.services.gateway.clients.client_socket import ClientSocket
+from penstock.services.gateway.clients import ClientSocket
 from penstock.services.gateway.ledger import Ledger
 
 TIMEOUT = 60_000

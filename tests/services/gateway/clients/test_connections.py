@@ -14,8 +14,8 @@ from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.messages.client import MSGPACK, ErrorReply, GenerateReply, TextDelta
 from penstock.protocol.messages.pipeline import GatewayStarted, ReleaseRequest
 from penstock.protocol.transport.process import first_number
-from penstock.services.gateway.client import Client, Connection
-from penstock.services.gateway.clients.connections import Connections
+from penstock.services.gateway.connections import Connections
+from penstock.services.gateway.request import Client, Connection
 from tests.services.gateway.conftest import TIMEOUT, GatewayHarness, request
 
 Start = Callable[..., GatewayHarness]
@@ -146,7 +146,7 @@ def test_a_client_comes_back_with_the_identity_that_it_has_chosen() -> None:
 CLIENT = """
 import sys, zmq
 from penstock.protocol.messages.client import TokenizePromptRequest
-from penstock.protocol.messages.client import MSGPACK
+from penstock.protocol.messages.codec import MSGPACK
 with zmq.Context() as context, context.socket(zmq.DEALER) as client:
     client.connect(sys.argv[1])
     for _ in range(int(sys.argv[2])):
@@ -178,7 +178,7 @@ def client_process(harness: GatewayHarness, num_queries: int, prompt: str) -> It
 def test_a_client_does_not_pay_for_the_one_before(start_gateway: Start, num_read: int) -> None:
     """Reuse the descriptor of a client that closed its connection with many messages unread."""
     harness = start_gateway(endpoint="tcp://127.0.0.1:*", max_waiting_tokens=1000)
-    queries = harness.gateway.default.requests.queries
+    queries = harness.gateway.default.queries
     is_reused = False
     while not is_reused:
         receive = harness.gateway.clients.receive()

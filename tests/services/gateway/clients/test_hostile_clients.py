@@ -12,9 +12,8 @@ import zmq
 from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.messages.client import MSGPACK, AbortReply, AbortRequest
 from penstock.protocol.transport.socket_info import num_unread_bytes, tcp_counters
-from penstock.services.gateway.clients import client_socket, client_watch, connections
-from penstock.services.gateway.clients.bind_clients import MAX_RECEIVE_QUEUE
-from penstock.services.gateway.clients.connections import ConnectionLimits
+from penstock.services.gateway import clients, connections
+from penstock.services.gateway.connections import MAX_RECEIVE_QUEUE, ConnectionLimits
 from tests.services.gateway.clients.raw_client import GREETING, MORE, RawClient, frame
 from tests.services.gateway.conftest import GatewayHarness
 
@@ -45,7 +44,7 @@ def test_an_envelope_has_limits(
     sender.join()
     harness.run_until(lambda: len(harness.gateway.connections) == 1)
     assert is_served(harness, client)
-    assert caplog.messages[-1].endswith(client_socket.ENVELOPE)
+    assert caplog.messages[-1].endswith(clients.ENVELOPE)
 
 
 def test_an_envelope_within_the_limits(start_gateway: Start) -> None:
@@ -84,7 +83,7 @@ def start_large_messages(
     start_gateway: Start, num_hostile: int
 ) -> tuple[GatewayHarness, list[RawClient]]:
     """Let libzmq read three whole messages of an honest client, and pieces of hostile ones."""
-    harness = start_gateway(endpoint=TCP, max_open_bytes=(2 << 20) * client_watch.EXPANSION)
+    harness = start_gateway(endpoint=TCP, max_open_bytes=(2 << 20) * connections.EXPANSION)
     clients = [RawClient(harness.endpoint) for _ in range(1 + num_hostile)]
     harness.run_until(lambda: len(harness.gateway.connections) == len(clients))
     data = [3 * frame(b"x" * (1 << 20))] + num_hostile * [PIECE]
@@ -136,7 +135,7 @@ def test_messages_without_an_end_while_whole_messages_wait(start_gateway: Start)
 
 def test_messages_without_an_end_together(start_gateway: Start) -> None:
     """The client that has sent most is disconnected."""
-    harness = start_gateway(endpoint=TCP, max_open_bytes=(2 << 20) * client_watch.EXPANSION)
+    harness = start_gateway(endpoint=TCP, max_open_bytes=(2 << 20) * connections.EXPANSION)
     honest, *hostile = (RawClient(harness.endpoint) for _ in range(4))
     honest.send(PIECE[: 1 << 19])
     for client in hostile:
@@ -219,7 +218,7 @@ def test_a_second_client_of_an_identity_is_disconnected(
         harness.run_once()  # for its key
         harness.run_heartbeats(1)
     (logged,) = caplog.messages
-    assert logged.endswith(client_watch.IGNORED)
+    assert logged.endswith(connections.IGNORED)
     assert is_served(harness, first)
     first.close()
     while not second.poll(0):

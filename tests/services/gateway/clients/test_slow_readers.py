@@ -15,8 +15,8 @@ from penstock.protocol.messages.client import (
     GenerateReply,
     TextDelta,
 )
-from penstock.services.gateway.client import Connection
-from penstock.services.gateway.clients import bind_clients
+from penstock.services.gateway import connections
+from penstock.services.gateway.request import Connection
 from tests.services.gateway.conftest import GatewayHarness
 
 SLOW = {"RCVHWM": 1, "RCVBUF": 1}
@@ -31,7 +31,7 @@ NUM_HELD = 20
 def harness(
     start_gateway: Callable[..., GatewayHarness], monkeypatch: pytest.MonkeyPatch
 ) -> GatewayHarness:
-    monkeypatch.setattr(bind_clients, "MAX_SEND_QUEUE", 4)
+    monkeypatch.setattr(connections, "MAX_SEND_QUEUE", 4)
     return start_gateway(endpoint="tcp://127.0.0.1:*", max_unread_bytes=1 << 20)
 
 
@@ -221,6 +221,6 @@ def test_a_full_queue_is_not_tried_for_every_token(harness: GatewayHarness) -> N
 def test_the_queue_of_a_client_has_a_limit(start_gateway: Callable[..., GatewayHarness]) -> None:
     assert (
         start_gateway().gateway.clients.channel.socket.getsockopt(zmq.SNDHWM)
-        == bind_clients.MAX_SEND_QUEUE
+        == connections.MAX_SEND_QUEUE
         == 4096
     )

@@ -4,27 +4,25 @@ import pytest
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import JSON, GenerateRequest, TextDelta
-from penstock.services.gateway.client import Client, Connection, Share, Totals
-from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.admission import NUM_SAMPLES, Admission, RefusedError
 from penstock.services.gateway.ledger import Ledger
-from penstock.services.gateway.requests.admission import NUM_SAMPLES, Admission
-from penstock.services.gateway.validation import RefusedError
+from penstock.services.gateway.request import Client, Connection, Request, Share
 
 
 def fill(
-    ledger: Ledger, totals: Totals, number: int, num_tokens: int = 1, num_bytes: int = 0
-) -> list[Entry]:
+    ledger: Ledger, totals: Share, number: int, num_tokens: int = 1, num_bytes: int = 0
+) -> list[Request]:
     """Open `number` requests."""
     entries = []
     for _ in range(number):
         request = GenerateRequest(prompt=[1] * num_tokens)
         client = Client((b"c",), JSON, Connection(), Share(""))
-        entries.append(Entry(request, f"{len(ledger)}", client, num_bytes))
+        entries.append(Request(request, f"{len(ledger)}", client, num_bytes))
         ledger.open(entries[-1], totals)
     return entries
 
 
-def start(ledger: Ledger, entries: list[Entry]) -> None:
+def start(ledger: Ledger, entries: list[Request]) -> None:
     """Append the first token of each."""
     for entry in entries:
         num_bytes = entry.num_bytes
@@ -52,7 +50,7 @@ def refusal(admission: Admission, num_bytes: int = 0, num_tokens: int = 1) -> Re
 
 
 def test_requests() -> None:
-    ledger, totals = Ledger(), Totals()
+    ledger, totals = Ledger(), Share()
     admission = Admission(Config(max_num_seqs=2, max_waiting_requests=3), totals)
     fill(ledger, totals, 4)
     admission.check(0, 1, Share(""))
@@ -63,7 +61,7 @@ def test_requests() -> None:
 
 
 def test_prompt_tokens_that_wait() -> None:
-    ledger, totals = Ledger(), Totals()
+    ledger, totals = Ledger(), Share()
     admission = Admission(Config(max_waiting_tokens=100), totals)
     admission.check(0, 5000, Share(""))  # nothing waits
     entries = fill(ledger, totals, 2, num_tokens=40)
@@ -80,7 +78,7 @@ def test_prompt_tokens_that_wait() -> None:
 
 
 def test_bytes() -> None:
-    ledger, totals = Ledger(), Totals()
+    ledger, totals = Ledger(), Share()
     admission = Admission(Config(max_open_bytes=1000), totals)
     entries = fill(ledger, totals, 3, num_bytes=300)
     admission.check(100, 1, Share(""))
@@ -99,7 +97,7 @@ def retry_after(admission: Admission) -> float | None:
 
 def test_when_to_come_again() -> None:
     """30 wait, and 2 a second were started: in 15 seconds."""
-    ledger, totals = Ledger(), Totals()
+    ledger, totals = Ledger(), Share()
     admission = Admission(Config(max_num_seqs=1, max_waiting_requests=0), totals)
     entries = fill(ledger, totals, 40)
     assert retry_after(admission) == 1.0  # nothing is known

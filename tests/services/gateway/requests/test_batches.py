@@ -21,7 +21,7 @@ from penstock.protocol.messages.client import (
     split_reply,
 )
 from penstock.protocol.messages.pipeline import TextDeltas
-from penstock.services.gateway.requests.failures import DEFECT
+from penstock.services.gateway.failures import DEFECT
 from tests.services.gateway.conftest import GatewayHarness
 
 Start = Callable[..., GatewayHarness]
@@ -96,7 +96,7 @@ def test_steps_that_wait_are_one_piece_for_any_client(start_gateway: Start) -> N
         assert results.socket.poll(60_000)
         taken += results.receive_frames()
     results.receive_frames = lambda _: iter(taken)  # type: ignore[method-assign]
-    harness.gateway.default.on_results()
+    harness.gateway.on_results(harness.gateway.default)
     _, frame = split_reply(harness.receive_frames(socket))
     assert MSGPACK.decode_reply(frame).token_ids == [0, 1, 2]
 

@@ -9,7 +9,7 @@ from penstock.protocol.messages.client import JSON, AbortRequest, TextDelta
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.pipeline import Goodbye, Heartbeat, ReleaseRequest, TextDeltas
 from penstock.protocol.messages.status import SchedulerStatus
-from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.request import Request
 from tests.services.gateway.conftest import PROMPT, GatewayHarness, request
 
 Start = Callable[..., GatewayHarness]
@@ -250,7 +250,7 @@ def test_a_defect_at_one_entry_ends_no_loop_over_all(
     ledger = harness.gateway.ledger
     begin = ledger.begin_attempt
 
-    def begin_or_raise(entry: Entry) -> None:
+    def begin_or_raise(entry: Request) -> None:
         if entry.request_id == "bad":
             raise ValueError(entry.request_id)
         begin(entry)

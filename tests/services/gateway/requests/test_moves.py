@@ -100,7 +100,7 @@ def test_what_a_lost_replica_has_is_released_there_and_goes_on(start_gateway: St
     assert harness.receive_reply(client).token_ids == [4]
     assert harness.receive_reply(client).token_ids == [0, 1, 2, 3, 4]
     assert harness.is_empty()
-    assert not any(its.entries for its in harness.gateway.default.router._replicas)
+    assert not any(its.requests for its in harness.gateway.default.router._replicas)
 
 
 def test_a_fresh_status_is_of_every_replica_that_reports(start_gateway: Start) -> None:

@@ -6,7 +6,7 @@ from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.pipeline import RequestFailed
 from penstock.protocol.messages.status import ProcessStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
-from penstock.services.gateway.requests.failures import digest
+from penstock.services.gateway.poison import digest
 from tests.services.gateway.conftest import GatewayHarness, request
 
 Start = Callable[..., GatewayHarness]

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from penstock.protocol.messages.client import JSON, ChatMessage, GenerateRequest
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
-from penstock.services.gateway.client import Client, Connection, Share
-from penstock.services.gateway.entry import Entry
-from penstock.services.gateway.requests import prefix_routing as module
-from penstock.services.gateway.requests.prefix_routing import MUCH_MORE, PIECE_BYTES, pieces_of
-from penstock.services.gateway.requests.router import Router
+from penstock.services.gateway import prefixes as module
+from penstock.services.gateway.prefixes import MUCH_MORE, PIECE_BYTES, pieces_of
+from penstock.services.gateway.request import Client, Connection, Request, Share
+from penstock.services.gateway.router import Router
 
 TEXT = "".join(chr(97 + n % 26) for n in range(7 * PIECE_BYTES))
 
@@ -30,9 +29,9 @@ class Sink(Channel[Any]):
         return True
 
 
-def entry(request_id: str, prompt: Any = "short", **fields: Any) -> Entry:
+def entry(request_id: str, prompt: Any = "short", **fields: Any) -> Request:
     request = GenerateRequest(prompt=prompt or "x", **fields)
-    return Entry(request, request_id, Client((b"c",), JSON, Connection(), Share("")))
+    return Request(request, request_id, Client((b"c",), JSON, Connection(), Share("")))
 
 
 def status(replica: int, epoch: int = 1, runs: bool = True, **fields: Any) -> SchedulerStatus:
@@ -55,10 +54,10 @@ def placed(router: Router, request_id: str, prompt: Any = "short", **fields: Any
 
 
 def sizes(router: Router) -> list[int]:
-    return [len(one.entries) for one in router._replicas]
+    return [len(one.requests) for one in router._replicas]
 
 
-def migrated(router: Router, one: Entry) -> int | None:
+def migrated(router: Router, one: Request) -> int | None:
     """Migrate a request. Return its former replica."""
     router.migrate(one)
     return one.migrated_from.pop(one.attempt, None)
@@ -254,11 +253,11 @@ def test_every_open_request_has_one_replica(seed: int) -> None:
         for new in set(open_) - before:
             router.assign(open_[new])
         moved(router)
-        held = [(i, one.index) for one in router._replicas for i in one.entries]
+        held = [(i, one.index) for one in router._replicas for i in one.requests]
         assert dict(held) == {i: one.replica for i, one in open_.items()}
         assert len(held) == len(open_)
         if any(one.runs for one in router._replicas):
-            assert not any(one.is_down and one.entries for one in router._replicas)
+            assert not any(one.is_down and one.requests for one in router._replicas)
 
 
 # ---- readiness ---------------------------------------------------------------------------------

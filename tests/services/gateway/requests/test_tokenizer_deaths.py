@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ from penstock.protocol.messages.client import AbortRequest, GenerateRequest, Tok
 from penstock.protocol.messages.pipeline import Goodbye, Heartbeat, TokenizeDone, ToTokenizer
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.process import Identity
-from penstock.services.gateway.client import Share
-from penstock.services.gateway.requests.failures import MAX_DEATHS, TokenizerPoison
-from penstock.services.gateway.requests.tokenizers import MAX_SILENT, Tokenizers
+from penstock.services.gateway.poison import MAX_DEATHS, TokenizerPoison
+from penstock.services.gateway.request import Share
+from penstock.services.gateway.tokenizers import MAX_SILENT, Tokenizers
 from tests.services.gateway.conftest import GatewayHarness
 
 Start = Callable[..., GatewayHarness]
@@ -48,7 +47,7 @@ class Successors:
 
     def __init__(self, harness: GatewayHarness) -> None:
         self.harness = harness
-        self.reports = harness.gateway.default.requests.poison._reports = Reports()  # type: ignore[assignment]
+        self.reports = harness.gateway.default.failures.poison._reports = Reports()  # type: ignore[assignment]
         self.number = 0
         self.channel: Channel[Any]
 
@@ -65,7 +64,7 @@ class Successors:
     def given(self) -> list[str]:
         """Return the work that the tokenizer has now."""
         [peer] = self.harness.gateway.default.tokenizers.peers
-        return [work.request.prompt for work in peer.work.values()]  # type: ignore[misc, union-attr]
+        return [work.message.prompt for work in peer.work.values()]  # type: ignore[misc, union-attr]
 
     def tokenize(self) -> None:
         """Do the first of it."""
@@ -101,7 +100,7 @@ def test_what_is_alone_at_two_deaths_is_given_up(successors: Successors) -> None
     successors.tokenize()
     assert successors.given() == ["late"]
     successors.tokenize()
-    assert set(harness.gateway.ledger._entries) == {"before", "after", "late"}
+    assert set(harness.gateway.ledger._requests) == {"before", "after", "late"}
     assert successors.reports.num_found == 1
     assert successors.reports.num_cleared == 1, "what was tokenized after the deaths"
     assert successors.reports.died_with == [
@@ -135,14 +134,14 @@ def test_who_was_alone_once_and_is_done_begins_at_none(successors: Successors) -
         harness.submit(client, f"r{number}", prompt="same")
         successors.start()
         assert (
-            harness.gateway.default.requests.poison.num_deaths(
-                harness.gateway.ledger._entries[f"r{number}"].request
+            harness.gateway.default.failures.poison.num_deaths(
+                harness.gateway.ledger._requests[f"r{number}"].message
             )
             == 1
         )
         successors.tokenize()
         harness.send_tokens(f"r{number}", 0, 1)
-    assert set(harness.gateway.ledger._entries) == {"r0", "r1", "r2"}
+    assert set(harness.gateway.ledger._requests) == {"r0", "r1", "r2"}
 
 
 def test_who_leaves_and_asks_again_is_as_suspect_as_before(successors: Successors) -> None:
@@ -232,7 +231,7 @@ class Job:
 
     def __init__(self, key: int) -> None:
         self.key = key
-        self.request = GenerateRequest(prompt=[key])
+        self.message = GenerateRequest(prompt=[key])
         self.share = Share("")
         self.turn = ""
         self.priority = 0
@@ -265,9 +264,9 @@ def test_all_poison_is_found_and_nothing_else(
     tokenizers = Tokenizers(
         wire,  # type: ignore[arg-type]
         TokenizerPoison(Reports()),  # type: ignore[arg-type]
-        SimpleNamespace(
-            resubmit_passed_on_by=lambda _: None, on_poison=lambda job: given_up.append(job.key)
-        ),  # type: ignore[arg-type]
+        on_lost=lambda _: None,
+        on_poison=lambda job: given_up.append(job.key),
+        on_defect=lambda _: None,
     )
     names = 0
 

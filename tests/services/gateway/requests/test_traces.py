@@ -22,7 +22,7 @@ def test_each_request_is_a_root(start_gateway: Callable[..., GatewayHarness]) ->
     harness.send(client, AbortRequest(request_id="b"))
     for _ in range(3):
         harness.receive_reply(client)
-    harness.gateway.default.requests.tracer._processor.shutdown()
+    harness.gateway.default.tracer._processor.shutdown()
     spans = {span.span_id: span for span in collector.receive()[1]}
     collector.close()
     first, second = (spans[trace_ids(name)[1].to_bytes(8)] for name in "ab")

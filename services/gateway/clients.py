@@ -23,12 +23,15 @@ from penstock.protocol.messages.client import (
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import check_reach
 from penstock.protocol.transport.process import Process
-from penstock.services.gateway.client import Client, Connection
-from penstock.services.gateway.clients import client_watch
-from penstock.services.gateway.clients.bind_clients import bind_clients
-from penstock.services.gateway.clients.connections import Connections
-from penstock.services.gateway.entry import Entry
+from penstock.services.gateway.connections import (
+    ClientWatch,
+    Connections,
+    bind,
+    take_progress,
+    update_num_read,
+)
 from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.request import Client, Connection, Request
 
 log = logging.getLogger("gateway")
 MAX_FRAMES = 8  # of a message, its sender's identity included
@@ -50,23 +53,23 @@ class ClientSocket:
     """
 
     def __init__(
-        self, process: Process, ledger: Ledger, on_defect: Callable[[Entry], None]
+        self, process: Process, ledger: Ledger, on_defect: Callable[[Request], None]
     ) -> None:
         """on_defect: fails a request, in an `except` block. Raises as `check_reach` and `bind`."""
         config = process.config
         check_reach(config)
         address = "inproc://clients-monitor"  # connected first: libzmq waits until events are read
         self.connections = Connections(process.context.connect(zmq.PAIR, address))
-        self.max_frame_bytes = max_request_bytes(config) + OVERSIZE_SLACK
-        self.channel, self.connections.inner = bind_clients(process, address, self.max_frame_bytes)
+        max_frame_bytes = max_request_bytes(config) + OVERSIZE_SLACK
+        self.channel, self.connections.inner = bind(process, address, max_frame_bytes)
         self._has_keys = bool(config.curve_keys)
         self._frame_overhead = CURVE_FRAME_BYTES if config.curve_keys else FRAME_BYTES
         self.max_unread_bytes = config.max_unread_bytes
         self.ledger = ledger
-        self._watch = client_watch.ClientWatch(config, self.max_frame_bytes)
+        self._watch = ClientWatch(config, max_frame_bytes)
         self._on_defect = on_defect
         # requests whose output `deliver_pending` sends, by id
-        self._pending: OrderedDict[str, Entry] = OrderedDict()
+        self._pending: OrderedDict[str, Request] = OrderedDict()
 
     def receive(self) -> Iterator[tuple[Client, bytes]]:
         """Yield the messages that wait, not decoded. Clients beyond a limit are disconnected."""
@@ -77,10 +80,10 @@ class ClientSocket:
                 if len(frames) > MAX_FRAMES or sum(map(len, frames[:-1])) > MAX_ENVELOPE_BYTES:
                     self.connections.cut_off(connection, ENVELOPE)
                     continue
-                *envelope, frame = (one.bytes for one in frames)
+                *envelope, data = (frame.bytes for frame in frames)
                 share = connection.share
                 turn = f"{share.name}{SEPARATOR}{connection.number}"
-                yield Client(tuple(envelope), codec_of(frame), connection, share, turn), frame
+                yield Client(tuple(envelope), codec_of(data), connection, share, turn), data
 
     def reply(self, client: Client, reply: Reply) -> None:
         self.send(client, client.codec.encode(reply))
@@ -94,66 +97,66 @@ class ClientSocket:
         if connection.is_full or self._try_send(connection, frames) == zmq.EAGAIN:
             connection.replies.append(frames)
 
-    def adopt(self, entry: Entry, client: Client) -> None:
+    def adopt(self, request: Request, client: Client) -> None:
         """Deliver an answer, from its start, to the client that requested it last."""
-        request_id, previous = entry.request_id, entry.client
+        request_id, previous = request.request_id, request.client
         previous.connection.unsent.pop(request_id, None)
         if previous.connection is not client.connection:
             message = f"request {request_id!r} is answered on another connection now"
             self.reply(previous, ErrorReply(code="failed", message=message, request_id=request_id))
-        entry.client = client
-        entry.rewind()
-        self.deliver(entry)
+        request.client = client
+        request.rewind()
+        self.deliver(request)
 
-    def deliver(self, entry: Entry) -> None:
+    def deliver(self, request: Request) -> None:
         """Let `deliver_pending` send a request's new output; a sent answer leaves the ledger."""
-        self._pending[entry.request_id] = entry
+        self._pending[request.request_id] = request
 
     def deliver_pending(self) -> None:
         """Send what `deliver` was called for: one message for each request, or HTTP server."""
         while self._pending:  # a reply that can't be encoded leads to another one
-            batches: dict[Connection, list[Entry]] = {}
+            batches: dict[Connection, list[Request]] = {}
             while self._pending:
-                _, entry = self._pending.popitem(last=False)
-                connection = entry.client.connection
+                _, request = self._pending.popitem(last=False)
+                connection = request.client.connection
                 if connection.is_closed:
                     continue
                 if connection.is_full:
-                    connection.unsent[entry.request_id] = None
+                    connection.unsent[request.request_id] = None
                     if monotonic() >= connection.retry_at:
-                        self.flush(connection)
-                elif connection.is_inner and has_number(entry.client.envelope):
-                    batches.setdefault(connection, []).append(entry)
+                        self._flush(connection)
+                elif connection.is_inner and has_number(request.client.envelope):
+                    batches.setdefault(connection, []).append(request)
                 else:
-                    self._send_new(entry)
-            for connection, entries in batches.items():
-                self._send_batch(connection, entries)
+                    self._send_new(request)
+            for connection, requests in batches.items():
+                self._send_batch(connection, requests)
 
-    def _send_batch(self, connection: Connection, entries: list[Entry]) -> None:
+    def _send_batch(self, connection: Connection, requests: list[Request]) -> None:
         """Send replies to requests of one HTTP server in one message."""
         try:
-            batch = [(entry, reply) for entry in entries for reply in entry.unsent_replies()]
-            numbers = [entry.client.envelope[1] for entry, _ in batch]
+            batch = [(request, reply) for request in requests for reply in request.unsent_replies()]
+            numbers = [request.client.envelope[1] for request, _ in batch]
             frame = MSGPACK.encode(ReplyBatch(numbers, [reply for _, reply in batch]))
-        except Exception:  # noqa: BLE001  one of them can't be encoded, which `_send_new` reports
-            for entry in entries:
-                self._send_new(entry)
+        except Exception:  # noqa: BLE001  a reply can't be encoded, which `_send_new` reports
+            for request in requests:
+                self._send_new(request)
             return
         error = self._try_send(connection, [connection.identity, BATCH + frame])
-        for entry, reply in batch:
-            self._on_sent(entry, reply, error)
+        for request, reply in batch:
+            self._on_sent(request, reply, error)
 
-    def release(self, entry: Entry) -> None:
+    def release(self, request: Request) -> None:
         """Forget a request, whose client has the answer or can't get it."""
-        self._pending.pop(entry.request_id, None)
-        entry.client.connection.unsent.pop(entry.request_id, None)
-        self.ledger.remove(entry)
+        self._pending.pop(request.request_id, None)
+        request.client.connection.unsent.pop(request.request_id, None)
+        self.ledger.remove(request)
 
-    def flush(self, connection: Connection) -> None:
-        """Send what waits, until the queue is full again."""
+    def _flush(self, connection: Connection) -> None:
+        """Send output and replies that wait, until the queue is full again."""
         for request_id in list(connection.unsent):
-            entry = self.ledger.find(request_id)
-            if entry and not self._send_new(entry):
+            request = self.ledger.find(request_id)
+            if request and not self._send_new(request):
                 return
             connection.unsent.pop(request_id, None)
         while connection.replies:
@@ -172,56 +175,54 @@ class ClientSocket:
 
         Our HTTP servers are not among them: they drop their own clients.
         """
-        full = [one for one in self.connections if one.is_full]
+        full = [connection for connection in self.connections if connection.is_full]
         for connection in full:
-            client_watch.update_num_read(connection)
-            self.flush(connection)
-        limit = self.max_unread_bytes
-        return [
-            one
-            for one in full
-            if not one.is_inner
-            and client_watch.take_progress(one) < limit < self.num_unread_bytes(one) - one.largest
-        ]
+            update_num_read(connection)
+            self._flush(connection)
+        return [each for each in full if not each.is_inner and self._leaves_too_much(each)]
 
     def num_unread_bytes(self, connection: Connection) -> int:
         """Return the bytes that wait for one connection, here and in libzmq's queue."""
-        entries = map(self.ledger.find, connection.unsent)
+        requests = map(self.ledger.find, connection.unsent)
         num_bytes = sum(len(frame) for frames in connection.replies for frame in frames)
-        num_bytes += sum(entry.num_unread_bytes for entry in entries if entry)
+        num_bytes += sum(request.num_unread_bytes for request in requests if request)
         return connection.num_queued + num_bytes
 
-    def _send_new(self, entry: Entry) -> bool:
+    def _leaves_too_much(self, connection: Connection) -> bool:
+        num_unread = self.num_unread_bytes(connection) - connection.largest
+        return take_progress(connection) < self.max_unread_bytes < num_unread
+
+    def _send_new(self, request: Request) -> bool:
         """Send all new output of a request, which may fail it; False if the queue is full."""
-        client = entry.client
+        client = request.client
         try:
-            encoded = [(one, client.codec.encode(one)) for one in entry.unsent_replies()]
+            encoded = [(reply, client.codec.encode(reply)) for reply in request.unsent_replies()]
         except Exception:  # noqa: BLE001
-            self._on_defect(entry)
+            self._on_defect(request)
             return True
         for reply, frame in encoded:
             frames = reply_frames(client.envelope, frame)
-            if error := self._on_sent(entry, reply, self._try_send(client.connection, frames)):
+            if error := self._on_sent(request, reply, self._try_send(client.connection, frames)):
                 return error != zmq.EAGAIN
         return True
 
-    def _on_sent(self, entry: Entry, reply: Reply, error: int) -> int:
+    def _on_sent(self, request: Request, reply: Reply, error: int) -> int:
         """Record the outcome of sending a reply; return `error`, an errno or 0."""
         if error == zmq.EAGAIN:
-            entry.client.connection.unsent[entry.request_id] = None
+            request.client.connection.unsent[request.request_id] = None
         elif error:  # the client is unreachable, whatever the monitor says
-            entry.client = entry.client._replace(connection=Connection(is_closed=True))
+            request.client = request.client._replace(connection=Connection(is_closed=True))
         elif isinstance(reply, TextDelta):
-            entry.mark_delivered()
+            request.mark_delivered()
         else:
-            self.release(entry)
+            self.release(request)
         return error
 
     def _try_send(self, connection: Connection, frames: list[bytes]) -> int:
         """Send as `Channel.try_send`; EAGAIN also if the client leaves too much unread."""
         error = 0
         if connection.num_queued > self.max_unread_bytes:
-            client_watch.update_num_read(connection)
+            update_num_read(connection)
             if connection.num_queued > self.max_unread_bytes:
                 error = zmq.EAGAIN
         error = error or self.channel.try_send(frames)

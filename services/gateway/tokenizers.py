@@ -3,14 +3,15 @@
 Suspects, which may have killed a tokenizer, get a tokenizer for themselves; see `TokenizerPoison`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from penstock.protocol.fair_queue import FairQueue
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.peers import Peer, Peers
 from penstock.protocol.transport.process import predecessors
-from penstock.services.gateway.requests.failures import Failures, TokenizerPoison
-from penstock.services.gateway.requests.queries import Work
+from penstock.services.gateway.poison import TokenizerPoison
+from penstock.services.gateway.queries import Work
 
 # of work that one tokenizer has at a time, if it is not one piece: other work can be dropped
 MAX_BYTES = 1 << 17
@@ -22,14 +23,26 @@ _LOST = 1 << 32  # subtracted from priorities: more than any two of them differ
 class Tokenizers:
     """All tokenizers and the work of each. Other work waits here; clients take turns."""
 
-    def __init__(self, channel: Channel[Any], poison: TokenizerPoison, failures: Failures) -> None:
+    def __init__(
+        self,
+        channel: Channel[Any],
+        poison: TokenizerPoison,
+        *,
+        on_lost: Callable[[bytes], None],
+        on_poison: Callable[[Work], None],
+        on_defect: Callable[[Work], None],
+    ) -> None:
+        """on_lost: takes the identity of a tokenizer whose work here is queued again.
+
+        on_defect: fails work, in an `except` block.
+        """
         self.peers: Peers[Work] = Peers()
         self.unassigned: FairQueue[Work] = FairQueue()
         self._num_losses = 0
         self._num_bytes: dict[bytes, int] = {}  # bytes of each tokenizer's work
         self._channel = channel
         self._poison = poison
-        self._failures = failures
+        self._on_lost, self._on_poison, self._on_defect = on_lost, on_poison, on_defect
         # work of tokenizers that fell silent: busy, or dead if a successor registers
         self._silent: dict[bytes, list[Work]] = {}
 
@@ -82,14 +95,14 @@ class Tokenizers:
             had = self._blame(identity, had)
         self._enqueue_first(had)
         self._num_bytes.pop(identity, None)
-        self._failures.resubmit_passed_on_by(identity)
+        self._on_lost(identity)
         self._assign()
         return had
 
     def _blame(self, identity: bytes, lost: list[Work]) -> list[Work]:
         """Suspect the work with which a tokenizer died. Return the work that is to be retried."""
         if poison := self._poison.blame(identity, lost):
-            self._failures.on_poison(poison)
+            self._on_poison(poison)
             return []
         return lost
 
@@ -128,9 +141,9 @@ class Tokenizers:
             is_sent = self._channel.send(work.submission(), peer.identity)
         except Exception:  # noqa: BLE001
             self._take_back(peer, work.key)
-            self._failures.on_defect(work)
+            self._on_defect(work)
         else:
-            if not is_sent:  # nobody died of this one
+            if not is_sent:  # the tokenizer is gone; it did not die of this work
                 self._take_back(peer, work.key)
                 self._enqueue_first([work])
                 self.lose(peer.identity)

@@ -1,11 +1,15 @@
-"""One accepted request: everything needed to run it again, and what its client was sent."""
+"""Requests: who sent each, what is needed to run it again, and what its client was sent."""
 
+from collections import deque
 from time import monotonic
+from typing import NamedTuple
 
 import msgspec
 
 from penstock.protocol.messages.client import (
     MSGPACK,
+    Codec,
+    DetokenizeRequest,
     ErrorReply,
     FinishReason,
     GenerateReply,
@@ -23,7 +27,6 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.status import Metrics, RequestTimes
 from penstock.protocol.tokenizer_file import GenerationConfig
 from penstock.protocol.transport.event_loop import Timer
-from penstock.services.gateway.client import Client, Totals
 
 TOKEN_BYTES = 8  # bytes that a token id counts for, in memory and in messages
 TEXT_BYTES = 4  # bytes of text that count as a token, until a tokenizer has counted the tokens
@@ -39,20 +42,96 @@ POOLED = SamplingParams(
 )
 _LOGPROB_BYTES = 256  # bytes that one `Logprob` counts for: four objects and their struct
 DEFAULTS = GenerationConfig()
-_decode = msgspec.msgpack.Decoder(GenerateRequest).decode
 Output = TextDelta | GenerateReply | ErrorReply
+TokenizerRequest = TokenizePromptRequest | DetokenizeRequest  # answered by a tokenizer alone
+WorkRequest = GenerateRequest | TokenizerRequest
+_decode = msgspec.msgpack.Decoder(GenerateRequest).decode
+
+
+class Share:
+    """Open work of one client (a key, an address or a process), or of all clients of a model."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.num_open = 0  # requests and tokenizer queries that are not answered
+        self.num_waiting_tokens = 0  # prompt tokens of requests that have no output yet
+        self.num_bytes = 0
+        # of a model: requests without output; requests that have had their first token
+        self.num_waiting = self.num_started = 0
+
+    def count(
+        self, share: "Share", num_open: int = 0, num_tokens: int = 0, num_bytes: int = 0
+    ) -> None:
+        """Add work to a client's share and to this one, of a model; negative numbers remove it."""
+        for each in (share, self):
+            each.num_open += num_open
+            each.num_waiting_tokens += num_tokens
+            each.num_bytes += num_bytes
+
+
+class Connection:
+    """A client's connection, and what waits to be sent on it.
+
+    `Connections` opens and closes it. `ClientSocket` counts its messages and bytes, and writes what
+    waits on it, as `PipelineStatus` does.
+    """
+
+    def __init__(
+        self,
+        fd: int = -1,
+        share: Share | None = None,
+        is_inner: bool = False,
+        is_closed: bool = False,
+    ) -> None:
+        """fd: libzmq's descriptor. is_inner: of a process of the pipeline; it names its clients."""
+        self.fd = fd
+        self.number = 0
+        self.is_inner = is_inner
+        self.num_messages = 0  # received
+        # bytes that libzmq and the kernel have for the client; updated by `update_num_read`
+        self.num_queued = 0
+        # bytes that the client had read at the last `update_num_read`, and `take_progress`
+        self.num_read = self.num_read_before = 0
+        self.largest = 0  # bytes of the largest message sent
+        self.share = share or Share()
+        self.host = ""  # address of the client's machine; empty within this machine
+        self.is_closed = is_closed  # by the client or the gateway: nothing is sent on it any more
+        self.is_cut_off = False
+        self.is_refused = False  # True if the connection is beyond a limit, and no longer counted
+        # ids of requests with output that waits until the queue has room, oldest first
+        self.unsent: dict[str, None] = {}
+        self.replies: deque[list[bytes]] = deque()  # waiting frames of replies to other requests
+        self.num_status_queries = 0
+        self.retry_at = 0.0
+        # ZeroMQ identity, known from the first message; one that libzmq chose begins with a zero
+        self.identity = b""
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self.unsent or self.replies)
+
+
+class Client(NamedTuple):
+    """The sender of a request: the way back to it, its encoding, and its share."""
+
+    # the frames before the message: identity, and an empty frame for a REQ socket
+    envelope: tuple[bytes, ...]
+    codec: Codec
+    connection: Connection
+    share: Share  # of the client that an HTTP server names, otherwise of the connection
+    turn: str = ""  # name in a `FairQueue`: the connections of one client take turns
 
 
 class GapError(Exception):
     """A delta that begins after what is known: something between was lost."""
 
 
-class Entry:
-    """One request: its client, tokens and text so far, and how much of them was delivered.
+class Request:
+    """An accepted request: its client, its output so far, and how much of it was delivered.
 
-    The request is kept as its bytes: its lists and maps may be 70 times as large.
+    The client's message is kept as its bytes: its lists and maps may be 70 times as large.
 
-    Its own methods and these classes write its fields (`test_entry_writers.py` compares):
+    Its own methods and these classes write its fields (`test_writers.py` compares):
 
     - `Ledger`: totals, attempt, num_attempts, tokenizer, num_prompt_tokens, num_waiting_tokens,
       answer, is_open
@@ -63,23 +142,23 @@ class Entry:
 
     def __init__(
         self,
-        request: GenerateRequest,
+        message: GenerateRequest,
         request_id: str,
         client: Client,
         num_bytes: int = 0,
         generation: GenerationConfig = DEFAULTS,
     ) -> None:
-        """num_bytes: of the request's frame. generation: the model's defaults of sampling."""
-        self.frame = MSGPACK.encode(request)
+        """num_bytes: of the message's frame. generation: the model's defaults of sampling."""
+        self.frame = MSGPACK.encode(message)
         self._generation = generation
         self.request_id = request_id
         self.client = client
         self.share, self.turn = client.share, client.turn
-        self.totals: Totals  # of its model, in the ledger
-        self.priority = request.priority
-        self.is_stream, self.num_answers = request.stream, request.num_answers
-        self._max_tokens = None if request.pooling else request.max_tokens
-        self._stop_token_ids = request.stop_token_ids
+        self.totals: Share  # of its model, in the ledger
+        self.priority = message.priority
+        self.is_stream, self.num_answers = message.stream, message.num_answers
+        self._max_tokens = None if message.pooling else message.max_tokens
+        self._stop_token_ids = message.stop_token_ids
         self.attempt = self.num_attempts = 0
         self.replica = 0
         # attempt → replica, of attempts that were migrated to another replica
@@ -88,8 +167,8 @@ class Entry:
         self.timer: Timer | None = None
         self.num_bytes = num_bytes  # bytes of the request's frame, the text and the tokens
         # prompt tokens until there is output, then 0
-        self.num_waiting_tokens = estimated_tokens(request)
-        has_grammar = request.structured_outputs is not None
+        self.num_waiting_tokens = estimated_tokens(message)
+        has_grammar = message.structured_outputs is not None
         # estimated bytes to be tokenized, without a grammar, which is compiled elsewhere
         self.size = TEXT_BYTES * self.num_waiting_tokens if has_grammar else num_bytes
         self.is_open = True
@@ -100,16 +179,16 @@ class Entry:
         self.first_token_at = self.last_token_at = 0.0
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.phase_seconds = (0.0, 0.0)  # as in `StreamOpened`
-        self.token_ids: list[int] = list(request.output_token_ids)
+        self.token_ids: list[int] = list(message.output_token_ids)
         self.answer: GenerateReply | ErrorReply | None = None
         self._starts_reasoning = False
         self._reasoning_begin: int | None = None
         self._reasoning_end: int | None = None
         self._stop_reason: StopReason = None
-        self._token_bytes = TOKEN_BYTES + logprob_bytes(request.logprobs)
+        self._token_bytes = TOKEN_BYTES + logprob_bytes(message.logprobs)
         self._logprobs: list[TokenLogprobs | None] | None = None
-        self._prompt_token_bytes = logprob_bytes(request.prompt_logprobs)
-        if request.logprobs is not None:
+        self._prompt_token_bytes = logprob_bytes(message.prompt_logprobs)
+        if message.logprobs is not None:
             self._logprobs = [None] * len(self.token_ids)
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._pooled: bytes | None = None
@@ -124,15 +203,15 @@ class Entry:
         return self.request_id, self.attempt
 
     @property
-    def request(self) -> GenerateRequest:
-        """Return the request, decoded from its bytes."""
+    def message(self) -> GenerateRequest:
+        """The client's message, decoded from its bytes."""
         return _decode(self.frame)
 
     def rewind(self) -> None:
         self._delivered_tokens = self._delivered_chars = self._delivered_pieces = 0
 
     def submission(self) -> TokenizeRequest:
-        given, sampling = self.request, POOLED
+        given, sampling = self.message, POOLED
         if given.pooling is None:
             sampling = msgspec.convert(given, SamplingParams, from_attributes=True)
             self._generation.fill(sampling)
@@ -195,7 +274,7 @@ class Entry:
 
     def unsent_replies(self) -> list[Output]:
         """Return what is to be sent to the client: new output, and the answer if there is one."""
-        return [one for one in (self.undelivered(), self.answer) if one]
+        return [reply for reply in (self.undelivered(), self.answer) if reply]
 
     def undelivered(self) -> TextDelta | None:
         """Return the output that a streaming client has not been sent; None if there is none."""
@@ -313,12 +392,14 @@ class Entry:
         )
 
 
-def estimated_tokens(request: GenerateRequest | TokenizePromptRequest) -> int:
+def estimated_tokens(message: WorkRequest) -> int:
     """Return the length of a prompt: exact for token ids, otherwise bytes / 4."""
-    if isinstance(request.prompt, list):
-        return len(request.prompt)
-    texts = [message.content for message in request.messages or []]
-    return max(1, sum(len(text.encode()) for text in [request.prompt or "", *texts]) // TEXT_BYTES)
+    if isinstance(message, DetokenizeRequest):
+        return 0
+    if isinstance(message.prompt, list):
+        return len(message.prompt)
+    texts = [message.prompt or "", *(turn.content for turn in message.messages or [])]
+    return max(1, sum(len(text.encode()) for text in texts) // TEXT_BYTES)
 
 
 def logprob_bytes(num_likeliest: int | None) -> int:

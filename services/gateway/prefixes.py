@@ -28,12 +28,12 @@ class Prefixes:
         # hash of a piece and all before it → replicas
         self._known: OrderedDict[int, frozenset[int]] = OrderedDict()
 
-    def choose(self, request: GenerateRequest, loads: Mapping[int, tuple[int, int]]) -> int:
+    def choose(self, message: GenerateRequest, loads: Mapping[int, tuple[int, int]]) -> int:
         """Return the replica for a request, which has its prompt from now on.
 
         loads: requests of each replica that may get it, and a number by which equals take turns.
         """
-        pieces = pieces_of(request)
+        pieces = pieces_of(message)
         chosen = min(loads, key=loads.__getitem__)
         if having := self.longest(pieces, loads):
             best = min(having, key=loads.__getitem__)
@@ -73,15 +73,15 @@ class Prefixes:
                 self._known[piece] = having - {replica}
 
 
-def pieces_of(request: GenerateRequest) -> list[int]:
+def pieces_of(message: GenerateRequest) -> list[int]:
     """Return a hash for each whole piece of the prompt, of that piece and all before it."""
-    prompt = request.prompt
+    prompt = message.prompt
     if isinstance(prompt, str):
         data = prompt.encode()
     elif prompt is not None:
         data = pack(prompt)
     else:  # tools first, as in chat templates
-        parts = [request.tools, request.chat_template_kwargs, *(request.messages or ())]
+        parts = [message.tools, message.chat_template_kwargs, *(message.messages or ())]
         data = b"".join(map(msgspec.msgpack.encode, parts))
     end = min(len(data) // PIECE_BYTES, MAX_PIECES) * PIECE_BYTES
     pieces: list[int] = []

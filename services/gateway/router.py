@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from penstock.protocol.messages.pipeline import GatewayStarted, ReleaseRequest
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
-from penstock.services.gateway.entry import Entry
-from penstock.services.gateway.requests.prefix_routing import Prefixes
+from penstock.services.gateway.prefixes import Prefixes
+from penstock.services.gateway.request import Request
 
 
 class Replica:
@@ -20,14 +20,14 @@ class Replica:
         self.index = index
         self.first_attempt = 0  # the newest one that this gateway has sent to its scheduler
         self.status: SchedulerStatus | None = None
-        self.entries: dict[str, Entry] = {}
+        self.requests: dict[str, Request] = {}
         self.num_assigned = 0  # requests assigned to it since the gateway's start
         self.num_missed = 0  # heartbeats since its last status
         self.num_absent = 0  # newest reports of the supervisor, in a row, without its scheduler
 
     def load(self) -> tuple[int, int]:
         """Return a key by which equally loaded replicas take turns."""
-        return len(self.entries), self.num_assigned
+        return len(self.requests), self.num_assigned
 
     @property
     def has_exited(self) -> bool:
@@ -149,54 +149,54 @@ class Router:
             replica.num_missed += 1
 
     @property
-    def entries(self) -> list[Entry]:
-        return [entry for replica in self._replicas for entry in replica.entries.values()]
+    def requests(self) -> list[Request]:
+        return [request for replica in self._replicas for request in replica.requests.values()]
 
-    def entries_of(self, replica: int) -> list[Entry]:
-        return list(self._replicas[replica].entries.values())
+    def requests_of(self, replica: int) -> list[Request]:
+        return list(self._replicas[replica].requests.values())
 
-    def stranded(self) -> list[Entry]:
+    def stranded(self) -> list[Request]:
         """Return requests of replicas that can't run them, while another one can."""
         if not any(replica.runs for replica in self._replicas):
             return []
         down = [replica for replica in self._replicas if replica.is_down]
-        return [entry for replica in down for entry in replica.entries.values()]
+        return [request for replica in down for request in replica.requests.values()]
 
-    def assign(self, entry: Entry) -> None:
+    def assign(self, request: Request) -> None:
         running = [replica for replica in self._replicas if replica.runs] or self._replicas
         if self._routing == "random":
             replica = random.choice(running)  # noqa: S311  no secret
         elif self._routing == "prefix" and len(self._replicas) > 1:
             loads = {replica.index: replica.load() for replica in running}
-            replica = self._replicas[self._prefixes.choose(entry.request, loads)]
+            replica = self._replicas[self._prefixes.choose(request.message, loads)]
         else:
             replica = min(running, key=Replica.load)
-        entry.replica = replica.index
-        replica.entries[entry.request_id] = entry
+        request.replica = replica.index
+        replica.requests[request.request_id] = request
         replica.num_assigned += 1
 
-    def migrate(self, entry: Entry) -> None:
+    def migrate(self, request: Request) -> None:
         """Leave a replica that can't run the request for one that can, if there is one."""
-        before = self._replicas[entry.replica]
+        before = self._replicas[request.replica]
         if not before.is_down or not any(replica.runs for replica in self._replicas):
             return
         deaths = before.status.num_deaths if before.status else {}
-        entry.num_deaths = deaths.get(entry.request_id, 0)
-        entry.migrated_from[entry.attempt] = before.index
-        self.release_migrated(entry, entry.attempt)
-        self.unassign(entry)
-        self.assign(entry)
+        request.num_deaths = deaths.get(request.request_id, 0)
+        request.migrated_from[request.attempt] = before.index
+        self.release_migrated(request, request.attempt)
+        self.unassign(request)
+        self.assign(request)
 
-    def unassign(self, entry: Entry) -> None:
-        self._replicas[entry.replica].entries.pop(entry.request_id, None)
+    def unassign(self, request: Request) -> None:
+        self._replicas[request.replica].requests.pop(request.request_id, None)
 
     def release(self, replica: int, request_id: str, attempt: int) -> None:
         self._to_schedulers[replica].send(ReleaseRequest(request_id, attempt))
 
-    def release_migrated(self, entry: Entry, attempt: int) -> None:
+    def release_migrated(self, request: Request, attempt: int) -> None:
         """Release an attempt at a replica that the request has left."""
-        if (replica := entry.migrated_from.get(attempt)) is not None:
-            self.release(replica, entry.request_id, attempt)
+        if (replica := request.migrated_from.get(attempt)) is not None:
+            self.release(replica, request.request_id, attempt)
 
     def release_everywhere(self, request_id: str, attempt: int) -> None:
         """Release a request that has ended, unless it is of an earlier gateway."""

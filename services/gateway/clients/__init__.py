@@ -1,1 +1,0 @@
-"""Clients' connections, and the socket that receives requests and delivers output."""

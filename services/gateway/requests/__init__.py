@@ -1,1 +1,0 @@
-"""The life of requests: admission, routing, work for tokenizers, output, failures and the end."""
