@@ -26,7 +26,7 @@ from penstock.protocol.transport.process import Process
 from penstock.services.gateway.connections import (
     ClientWatch,
     Connections,
-    bind,
+    bind_clients,
     take_progress,
     update_num_read,
 )
@@ -61,7 +61,7 @@ class ClientSocket:
         address = "inproc://clients-monitor"  # connected first: libzmq waits until events are read
         self.connections = Connections(process.context.connect(zmq.PAIR, address))
         max_frame_bytes = max_request_bytes(config) + OVERSIZE_SLACK
-        self.channel, self.connections.inner = bind(process, address, max_frame_bytes)
+        self.channel, self.connections.inner = bind_clients(process, address, max_frame_bytes)
         self._has_keys = bool(config.curve_keys)
         self._frame_overhead = CURVE_FRAME_BYTES if config.curve_keys else FRAME_BYTES
         self.max_unread_bytes = config.max_unread_bytes
@@ -245,7 +245,7 @@ class ClientSocket:
         if connection is None or connection.identity != identity:
             connection = self.connections.sender(fd, identity)
             if self._has_keys and not connection.is_closed and (key := _user_id(frame)):
-                self.connections.set_key(connection, key)
+                connection.share = self.connections.share(f"key {key}")
         connection.num_messages += 1
         return None if connection.is_cut_off else connection
 

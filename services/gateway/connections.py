@@ -32,7 +32,7 @@ from penstock.protocol.transport.socket_info import (
     take_events,
     tcp_counters,
 )
-from penstock.services.gateway.request import Client, Connection, Share
+from penstock.services.gateway.request import Connection, Share
 
 log = logging.getLogger("gateway")
 MAX_EARLIER = 64  # closed connections of one file descriptor whose waiting messages are recognized
@@ -46,7 +46,7 @@ TOO_MANY_SILENT = "too many connections that have not sent a request, or shown a
 MAX_RECEIVE_QUEUE = 8
 # messages in libzmq's queue for one client; further output waits in the ledger
 MAX_SEND_QUEUE = 4096
-OPTIONS = {
+OPTIONS: dict[int, int] = {
     zmq.HANDSHAKE_IVL: 10_000,  # milliseconds in which a client shows its key
     zmq.RCVHWM: MAX_RECEIVE_QUEUE,
     # The connection of a machine that has vanished ends after 25 s: until then its client can't
@@ -71,7 +71,7 @@ IGNORED = (
 UNFINISHED = "its unfinished message, or all unfinished messages together, are too long"
 
 
-def bind(process: Process, monitor: str, max_frame_bytes: int) -> tuple[Channel[Any], bytes]:
+def bind_clients(process: Process, monitor: str, max_bytes: int) -> tuple[Channel[Any], bytes]:
     """Return the clients' socket, and the endpoint, as bound, of the pipeline's own processes.
 
     The latter endpoint asks for no keys. monitor: receives events of connections. Raises as `bind`.
@@ -88,11 +88,8 @@ def bind(process: Process, monitor: str, max_frame_bytes: int) -> tuple[Channel[
     # Our own processes are clients at an endpoint of their own. The one without keys is first.
     is_inner_first = bool(config.curve_keys) or not context.node_id
     endpoint = inner if is_inner_first else config.endpoint
-    options = {int(option): value for option, value in OPTIONS.items()}
-    options[zmq.SNDHWM] = MAX_SEND_QUEUE
-    channel: Channel[Any] = context.bind(
-        zmq.ROUTER, endpoint, None, max_frame_bytes, options, monitor
-    )
+    options = OPTIONS | {zmq.SNDHWM: MAX_SEND_QUEUE}
+    channel: Channel[Any] = context.bind(zmq.ROUTER, endpoint, None, max_bytes, options, monitor)
     if not is_inner_first:
         context.bind_also(channel, inner)
         return channel, channel.last_endpoint
@@ -152,7 +149,7 @@ class Connections:
         number = next(self._numbers)
         process = not (host or is_inner) and peer_process(fd)
         name = network_of(host) or (f"process {process}" if process else f"connection {number}")
-        connection = self.by_fd[fd] = Connection(fd, self._share(name), is_inner)
+        connection = self.by_fd[fd] = Connection(fd, self.share(name), is_inner)
         connection.number = number
         connection.host = host
         if reason := self._limits.opened(host):
@@ -216,15 +213,8 @@ class Connections:
         self._identities_closed = set()
         return min(map(len, filter(is_chosen, identities)), default=0)
 
-    def named_client(self, client: Client, name: str) -> Client:
-        """Return the client that a request of an HTTP server names."""
-        return client._replace(share=self._share(name), turn=name)
-
-    def set_key(self, connection: Connection, key: str) -> None:
-        """Record the CURVE key of a connection's client, before its first request."""
-        connection.share = self._share(f"key {key}")
-
-    def _share(self, name: str) -> Share:
+    def share(self, name: str) -> Share:
+        """Return the share of a client, which is forgotten with its last request."""
         share = self._shares.get(name)
         if share is None:
             share = self._shares[name] = Share(name)

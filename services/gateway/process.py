@@ -169,7 +169,7 @@ class Gateway:
             return client
         if not client.connection.is_inner:
             raise refusal("client", f"got {name!r}, expected none: only HTTP servers name clients")
-        return self.connections.named_client(client, name)
+        return client._replace(share=self.connections.share(name), turn=name)
 
     # ---- reports, heartbeats, the end ----------------------------------------------------------
 

@@ -15,7 +15,6 @@ from penstock.protocol.messages.client import (
     GenerateReply,
     GenerateRequest,
     PromptFields,
-    StopReason,
     TextDelta,
     TokenizePromptRequest,
     TokenLogprobs,
@@ -42,6 +41,7 @@ POOLED = SamplingParams(
 )
 _LOGPROB_BYTES = 256  # bytes that one `Logprob` counts for: four objects and their struct
 DEFAULTS = GenerationConfig()
+NO_DELTA = TextDelta(request_id="", token_offset=0, char_offset=0, token_ids=[], text="")
 Output = TextDelta | GenerateReply | ErrorReply
 TokenizerRequest = TokenizePromptRequest | DetokenizeRequest  # answered by a tokenizer alone
 WorkRequest = GenerateRequest | TokenizerRequest
@@ -181,10 +181,7 @@ class Request:
         self.phase_seconds = (0.0, 0.0)  # as in `StreamOpened`
         self.token_ids: list[int] = list(message.output_token_ids)
         self.answer: GenerateReply | ErrorReply | None = None
-        self._starts_reasoning = False
-        self._reasoning_begin: int | None = None
-        self._reasoning_end: int | None = None
-        self._stop_reason: StopReason = None
+        self._latest = NO_DELTA
         self._token_bytes = TOKEN_BYTES + logprob_bytes(message.logprobs)
         self._logprobs: list[TokenLogprobs | None] | None = None
         self._prompt_token_bytes = logprob_bytes(message.prompt_logprobs)
@@ -261,10 +258,7 @@ class Request:
         self.num_bytes += len(text) + self._token_bytes * len(token_ids)
         self.num_prompt_tokens = delta.prompt_tokens
         self.num_cached_tokens = delta.cached_tokens
-        self._starts_reasoning = delta.starts_reasoning
-        self._reasoning_begin = delta.reasoning_begin
-        self._reasoning_end = delta.reasoning_end
-        self._stop_reason = delta.stop_reason
+        self._latest = delta
         if delta.pooled is not None:
             self._pooled, self._result_bytes = delta.pooled, len(delta.pooled)
             self.num_bytes += self._result_bytes
@@ -295,9 +289,9 @@ class Request:
             token_ids=token_ids,
             text=text,
             finish_reason=getattr(self.answer, "finish_reason", None),
-            starts_reasoning=self._starts_reasoning,
-            reasoning_begin=self._reasoning_begin,
-            reasoning_end=self._reasoning_end,
+            starts_reasoning=self._latest.starts_reasoning,
+            reasoning_begin=self._latest.reasoning_begin,
+            reasoning_end=self._latest.reasoning_end,
             logprobs=self._logprobs and self._logprobs[self._delivered_tokens :],
             prompt_logprobs=self._prompt_logprobs if is_first else None,
         )
@@ -323,15 +317,15 @@ class Request:
 
     def reply(self, reason: FinishReason) -> GenerateReply:
         last = self.token_ids[-1] if self.token_ids else None
-        stop_reason = self._stop_reason or (last if last in self._stop_token_ids else None)
+        stop_reason = self._latest.stop_reason or (last if last in self._stop_token_ids else None)
         return GenerateReply(
             request_id=self.request_id,
             text="".join(self._text),
             token_ids=self.token_ids,
             finish_reason=reason,
-            starts_reasoning=self._starts_reasoning,
-            reasoning_begin=self._reasoning_begin,
-            reasoning_end=self._reasoning_end,
+            starts_reasoning=self._latest.starts_reasoning,
+            reasoning_begin=self._latest.reasoning_begin,
+            reasoning_end=self._latest.reasoning_end,
             stop_reason=stop_reason if reason == "stop" else None,
             times=self._times(),
             usage=Usage(

@@ -102,6 +102,7 @@ class Tokenizers:
     def _blame(self, identity: bytes, lost: list[Work]) -> list[Work]:
         """Suspect the work with which a tokenizer died. Return the work that is to be retried."""
         if poison := self._poison.blame(identity, lost):
+            self.forget(poison)
             self._on_poison(poison)
             return []
         return lost

@@ -10,19 +10,27 @@ import pytest
 import zmq
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.client import MSGPACK, Codec, GenerateRequest, Request, TextDelta
+from penstock.protocol.messages import client as messages
+from penstock.protocol.messages.client import JSON, MSGPACK, Codec, GenerateRequest, TextDelta
 from penstock.protocol.messages.pipeline import (
+    Goodbye,
     Heartbeat,
+    ReleaseRequest,
     TextDeltas,
     TokenizeDone,
+    TokenizerReply,
     ToScheduler,
     ToTokenizer,
 )
+from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.context import Context, Endpoints, drain, secure_client
 from penstock.services.gateway.process import Gateway
+from penstock.services.gateway.request import Client, Connection, Request, Share
+from penstock.services.gateway.requests import Requests
 
 TIMEOUT = 60_000
 PROMPT = list(range(5))
+Socket = zmq.Socket[bytes]
 
 
 class Timer:
@@ -38,36 +46,50 @@ class Timer:
         self._timers.remove(self)
 
 
+def process_of(context: Context, config: Any, places: list[Endpoints]) -> SimpleNamespace:
+    """Return what the gateway uses of a `Process`."""
+    return SimpleNamespace(
+        name="gateway.1",
+        config=config,
+        incarnation=3,
+        log=logging.getLogger("gateway"),
+        context=context,
+        endpoints=places[0],
+        all_endpoints=places,
+    )
+
+
 class GatewayHarness:
     """A gateway that runs while the test waits for a message."""
 
     def __init__(self, context: Context, folder: Path, config: Config) -> None:
-        self.context = context
         at = Endpoints(config.endpoint, *(f"ipc://{folder}/{n}" for n in Endpoints._fields[1:]))
         places = [at._replace(requests=f"{at.requests}{n or ''}") for n in range(config.dp)]
-        process = SimpleNamespace(
-            name="gateway.1",
-            config=config,
-            incarnation=3,
-            log=logging.getLogger("gateway"),
-            context=context,
-            endpoints=at,
-            all_endpoints=places,
-            by_model=lambda: [process],
-        )
-        self.timers: list[Timer] = []
-        self.reports = 0
-        self.replica = -1
-        """of the latest task"""
-        self.schedulers = [context.bind(zmq.PULL, one.requests, ToScheduler) for one in places]
-        self.gateway = Gateway(process, lambda s, f: Timer(s, f, self.timers))  # type: ignore[arg-type]
+        process = process_of(context, config, places)
+        process.by_model = lambda: [process]
+        self.replica = -1  # of the latest task
+        self.num_reports = 0
+        self.schedulers = [context.bind(zmq.PULL, place.requests, ToScheduler) for place in places]
+        self.start(context, process)
         self.tokenizer = context.connect(zmq.DEALER, at.tokenizers, ToTokenizer, b"t")
         self.detokenizer = context.connect(zmq.PUSH, at.results)
-        where = self.gateway.clients.channel.socket.getsockopt(zmq.LAST_ENDPOINT)
-        self.endpoint = where.decode().rstrip("\0")  # type: ignore[union-attr]
+
+    def start(self, context: Context, process: Any) -> None:
+        self.context = context
+        self.timers: list[Timer] = []
+        self.gateway = Gateway(process, lambda s, f: Timer(s, f, self.timers))  # type: ignore[arg-type]
+        self.ledger, self.status = self.gateway.ledger, self.gateway.status
+        self.clients, self.connections = self.gateway.clients, self.gateway.connections
+        self.endpoint = self.clients.channel.last_endpoint.decode()
         self._poller = zmq.Poller()
         for channel, _ in self.gateway.handlers:
             self._poller.register(channel.socket, zmq.POLLIN)
+
+    @property
+    def model(self) -> Requests:
+        return self.gateway.default
+
+    # ---- the gateway runs ----------------------------------------------------------------------
 
     def run_until(self, condition: Callable[[], Any]) -> None:
         """Let the gateway handle messages until a condition is true."""
@@ -81,19 +103,22 @@ class GatewayHarness:
         drain(self.gateway.handlers)
         self.gateway.after_turn()
 
-    def connect_inside(self, **options: int) -> "zmq.Socket[bytes]":
+    def run_heartbeats(self, number: int) -> None:
+        """Run heartbeats; after two a client that has left is given up."""
+        for _ in range(number):
+            self.gateway.on_heartbeat()
+
+    # ---- the test as a client ------------------------------------------------------------------
+
+    def connect_inside(self, **options: int) -> Socket:
         """Return a client where our HTTP servers connect."""
-        return self.connect(None, self.gateway.connections.inner.decode(), **options)
+        return self.connect(None, self.connections.inner.decode(), **options)
 
     def connect(
-        self,
-        keys: Path | None = None,
-        endpoint: str = "",
-        client: str = "client",
-        **options: int,
-    ) -> "zmq.Socket[bytes]":
+        self, keys: Path | None = None, endpoint: str = "", client: str = "client", **options: Any
+    ) -> Socket:
         """Return a client."""
-        socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
+        socket: Socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         if keys:
             secure_client(socket, keys, client)
@@ -102,106 +127,152 @@ class GatewayHarness:
         socket.connect(endpoint or self.endpoint)
         return socket
 
-    def send(self, socket: "zmq.Socket[bytes]", *requests: Request) -> None:
-        for one in requests:
-            socket.send(MSGPACK.encode(one))
+    def leave(self, client: Socket) -> None:
+        """Run the gateway until it hears that a connection is closed."""
+        before = len(self.connections)
+        client.close()
+        self.run_until(lambda: len(self.connections) < before)
 
-    def submit(self, socket: "zmq.Socket[bytes]", *request_ids: str, **fields: Any) -> None:
+    def send(self, socket: Socket, *requests: messages.Request) -> None:
+        for message in requests:
+            socket.send(MSGPACK.encode(message))
+
+    def submit(self, socket: Socket, *request_ids: str, **fields: Any) -> None:
         """Send requests, and let the gateway accept them."""
-        self.send(socket, *(request(one, **fields) for one in request_ids))
-        self.run_until(lambda: all(map(self.gateway.ledger.get, request_ids)))
+        self.send(socket, *(request(request_id, **fields) for request_id in request_ids))
+        self.run_until(lambda: all(map(self.ledger.get, request_ids)))
 
-    def receive_reply(self, socket: "zmq.Socket[bytes]", codec: Codec = MSGPACK) -> Any:
+    def ask(self, socket: Socket, *queries: messages.Request, waiting: int = 0) -> None:
+        """Send queries for tokenizers until so many are open: by default these alone."""
+        self.send(socket, *queries)
+        self.run_until(lambda: len(self.model.queries) == (waiting or len(queries)))
+
+    def receive_reply(self, socket: Socket, codec: Codec = MSGPACK) -> Any:
         """Return the next reply to a client."""
         return codec.decode_reply(self.receive_frames(socket)[-1])
 
-    def receive_frames(self, socket: "zmq.Socket[bytes]") -> list[bytes]:
+    def receive_frames(self, socket: Socket) -> list[bytes]:
         """Return the frames of the next reply to a client, without decoding them."""
         self._poller.register(socket, zmq.POLLIN)
         self.run_until(lambda: socket.poll(0))
         self._poller.unregister(socket)
         return socket.recv_multipart()
 
+    # ---- the test as a tokenizer, scheduler and detokenizer ------------------------------------
+
+    def get(self, request_id: str) -> Request:
+        """Return an open request."""
+        known = self.ledger.get(request_id)
+        assert known
+        return known
+
     def send_tokens(self, request_id: str, begin: int, end: int, **fields: Any) -> None:
         """Send tokens `begin` to `end` from a detokenizer, of one character each."""
-        entry = self.gateway.ledger.get(request_id)
-        assert entry
-        delta = TextDelta(
-            request_id=request_id,
-            token_offset=begin,
-            char_offset=begin,
-            token_ids=list(range(begin, end)),
-            text="x" * (end - begin),
-            attempt=entry.attempt,
-            prompt_tokens=len(PROMPT),
-            **fields,
-        )
-        self.detokenizer.send(TextDeltas([delta]))
+        known = self.get(request_id)
+        fields = {"prompt_tokens": len(PROMPT), "attempt": known.attempt} | fields
+        self.detokenizer.send(TextDeltas([delta(begin, end, request_id, **fields)]))
         is_last = "finish_reason" in fields
-        self.run_until(lambda: entry.answer or (len(entry.token_ids) >= end and not is_last))
+        self.run_until(lambda: known.answer or (len(known.token_ids) >= end and not is_last))
+
+    def register_tokenizer(self) -> None:
+        self.tokenizer.send(Heartbeat("tokenizer.1"))
+        self.run_until(lambda: len(self.model.tokenizers.peers))
+
+    def lose_tokenizer(self) -> None:
+        self.tokenizer.send(Goodbye())
+        self.run_until(lambda: not len(self.model.tokenizers.peers))
 
     def next_tokenizer_task(self) -> Any:
         """Return the tokenizer's next request."""
-        if not len(self.gateway.default.tokenizers.peers):
-            self.tokenizer.send(Heartbeat("tokenizer.1"))
-            self.run_until(lambda: len(self.gateway.default.tokenizers.peers))
+        if not len(self.model.tokenizers.peers):
+            self.register_tokenizer()
         assert self.tokenizer.socket.poll(TIMEOUT)
         return next(self.tokenizer.receive())[1]
+
+    def work(self) -> dict[object, Any]:
+        """Return the work that the tokenizer has, by key."""
+        peer = self.model.tokenizers.peers.get(b"t")
+        assert peer
+        return peer.work
 
     def tokenize(self) -> Any:
         """Return the request of the tokenizer's next task, which it passes on to `replica`."""
         message = self.next_tokenizer_task()
         task, self.replica = message.request, message.replica
         self.tokenizer.send(TokenizeDone(task.request_id, task.attempt, 7))
-        peer = self.gateway.default.tokenizers.peers.get(b"t")
-        assert peer
-        self.run_until(lambda: (task.request_id, task.attempt) not in peer.work)
+        self.run_until(lambda: (task.request_id, task.attempt) not in self.work())
         return task
+
+    def answer_query(self, reply: Any, number: int | None = None) -> None:
+        """Answer a query, by default the tokenizer's next task."""
+        number = self.next_tokenizer_task().number if number is None else number
+        self.tokenizer.send(TokenizerReply(number, reply))
+
+    def report(self, runs: bool = True, epoch: int = 1, **fields: Any) -> None:
+        """Send a scheduler's report, which the gateway handles."""
+        status = SchedulerStatus(
+            epoch=epoch, ready=runs, workers_ready=runs, num_steps=self.num_reports, **fields
+        )
+        self.num_reports += 1
+        self.detokenizer.send(status)
+        replica = self.model.router._replicas[status.replica]
+        self.run_until(lambda: replica.status == status)
 
     def scheduler_messages(self, replica: int = 0) -> list[Any]:
         """Return the gateway's messages to a scheduler up to now."""
-        self.gateway.default.router.release_everywhere("end", self.gateway.ledger.first_attempt)
+        self.model.router.release_everywhere("end", self.ledger.first_attempt)
         received: list[Any] = []
         while not received or getattr(received[-1], "request_id", "") != "end":
             assert self.schedulers[replica].socket.poll(TIMEOUT)
             received += [message for _, message in self.schedulers[replica].receive()]
-        return [one for one in received if getattr(one, "request_id", "") != "end"]
+        return [message for message in received if getattr(message, "request_id", "") != "end"]
 
-    def run_heartbeats(self, number: int) -> None:
-        """Run heartbeats; after two a client that has left is given up."""
-        for _ in range(number):
-            self.gateway.on_heartbeat()
+    def releases(self, replica: int = 0) -> list[tuple[str, int]]:
+        """Return the ids and attempts that a scheduler was told to release up to now."""
+        found = self.scheduler_messages(replica)
+        return [(its.request_id, its.attempt) for its in found if isinstance(its, ReleaseRequest)]
 
     def is_empty(self) -> bool:
         """Nothing is held for any request."""
-        ledger, tokenizers, connections = (
-            self.gateway.ledger,
-            self.gateway.default.tokenizers,
-            self.gateway.connections,
-        )
-        totals = self.gateway.default.totals
-        counts = (totals.num_bytes, totals.num_waiting, totals.num_waiting_tokens)
-        held = [one.is_full for one in connections.by_fd.values()]
-        work = [peer.work for peer in tokenizers.peers]
-        pending = self.gateway.clients._pending
-        queries = len(self.gateway.default.queries)
-        empty = not (len(ledger) or queries or tokenizers.unassigned or pending or self.timers)
-        return empty and not any([*counts, *held, *work])
+        totals, tokenizers = self.model.totals, self.model.tokenizers
+        held: list[Any] = [totals.num_bytes, totals.num_waiting, totals.num_waiting_tokens]
+        held += [len(self.ledger), len(self.model.queries), len(tokenizers.unassigned)]
+        held += [connection.is_full for connection in self.connections]
+        held += [peer.work for peer in tokenizers.peers]
+        return not any([*held, self.clients._pending, self.timers])
 
 
 def request(request_id: str, **fields: Any) -> GenerateRequest:
     return GenerateRequest(request_id=request_id, **{"prompt": PROMPT} | fields)
 
 
+def accepted(request_id: str = "a", num_bytes: int = 0, **fields: Any) -> Request:
+    """Return a request as the gateway keeps it."""
+    client = Client((b"c",), JSON, Connection(), Share())
+    return Request(GenerateRequest(**{"prompt": "p"} | fields), request_id, client, num_bytes)
+
+
+def delta(begin: int, end: int, request_id: str = "a", **fields: Any) -> TextDelta:
+    """Return tokens `begin` to `end`, of one character each."""
+    of_tokens = {"token_ids": list(range(begin, end)), "text": "x" * (end - begin), "attempt": 0}
+    return TextDelta(
+        request_id=request_id, token_offset=begin, char_offset=begin, **of_tokens | fields
+    )
+
+
 @pytest.fixture
-def start_gateway(tmp_path: Path) -> Iterator[Callable[..., GatewayHarness]]:
+def context() -> Iterator[Context]:
+    made: Context = Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def start_gateway(tmp_path: Path, context: Context) -> Callable[..., GatewayHarness]:
     """Start a gateway with options."""
-    context: Context = Context()
 
     def start(**options: Any) -> GatewayHarness:
-        return GatewayHarness(
-            context, tmp_path, Config(**{"endpoint": f"ipc://{tmp_path}/c"} | options)
-        )
+        config = Config(**{"endpoint": f"ipc://{tmp_path}/c"} | options)
+        return GatewayHarness(context, tmp_path, config)
 
-    yield start
-    context.destroy(linger=0)
+    return start

@@ -14,8 +14,8 @@ from penstock.protocol.messages.client import MSGPACK, AbortReply, AbortRequest
 from penstock.protocol.transport.socket_info import num_unread_bytes, tcp_counters
 from penstock.services.gateway import clients, connections
 from penstock.services.gateway.connections import MAX_RECEIVE_QUEUE, ConnectionLimits
-from tests.services.gateway.clients.raw_client import GREETING, MORE, RawClient, frame
-from tests.services.gateway.conftest import GatewayHarness
+from tests.services.gateway.conftest import GatewayHarness, Socket
+from tests.services.gateway.raw_client import GREETING, MORE, RawClient, frame
 
 Start = Callable[..., GatewayHarness]
 TCP = "tcp://127.0.0.1:*"
@@ -23,7 +23,7 @@ SMALL = MSGPACK.encode(AbortRequest(request_id="x"))
 PIECE = frame(bytes(1 << 20), MORE)
 
 
-def is_served(harness: GatewayHarness, client: "zmq.Socket[bytes]") -> bool:
+def is_served(harness: GatewayHarness, client: Socket) -> bool:
     harness.send(client, AbortRequest(request_id="x"))
     return isinstance(harness.receive_reply(client), AbortReply)
 
@@ -40,9 +40,9 @@ def test_an_envelope_has_limits(
     assert is_served(harness, client)
     sender = Thread(target=hostile.send_multipart, args=([*envelope, SMALL],))
     sender.start()
-    harness.run_until(lambda: harness.gateway.connections.num_cut_off)
+    harness.run_until(lambda: harness.connections.num_cut_off)
     sender.join()
-    harness.run_until(lambda: len(harness.gateway.connections) == 1)
+    harness.run_until(lambda: len(harness.connections) == 1)
     assert is_served(harness, client)
     assert caplog.messages[-1].endswith(clients.ENVELOPE)
 
@@ -85,14 +85,14 @@ def start_large_messages(
     """Let libzmq read three whole messages of an honest client, and pieces of hostile ones."""
     harness = start_gateway(endpoint=TCP, max_open_bytes=(2 << 20) * connections.EXPANSION)
     clients = [RawClient(harness.endpoint) for _ in range(1 + num_hostile)]
-    harness.run_until(lambda: len(harness.gateway.connections) == len(clients))
+    harness.run_until(lambda: len(harness.connections) == len(clients))
     data = [3 * frame(b"x" * (1 << 20))] + num_hostile * [PIECE]
     senders = [
         Thread(target=client.send, args=(sent,)) for client, sent in zip(clients, data, strict=True)
     ]
     for sender in senders:
         sender.start()
-    fds = [connection.fd for connection in harness.gateway.connections]
+    fds = [connection.fd for connection in harness.connections]
     while num_read(fds) < sum(map(len, data)):
         pass
     for sender in senders:
@@ -103,7 +103,7 @@ def start_large_messages(
 def take_messages(harness: GatewayHarness, number: int) -> None:
     """Receive messages, and leave others in libzmq's queue."""
     while number:
-        for _ in islice(harness.gateway.clients.receive(), number):
+        for _ in islice(harness.clients.receive(), number):
             number -= 1
 
 
@@ -114,7 +114,7 @@ def test_whole_messages_that_wait_are_not_unfinished(start_gateway: Start) -> No
         harness.run_heartbeats(2)
         take_messages(harness, 1)
     harness.run_heartbeats(2)
-    assert not harness.gateway.connections.num_cut_off
+    assert not harness.connections.num_cut_off
     assert not honest.is_closed
 
 
@@ -123,12 +123,12 @@ def test_messages_without_an_end_while_whole_messages_wait(start_gateway: Start)
     harness, (honest, *hostile) = start_large_messages(start_gateway, num_hostile=3)
     honest.send(100 * frame(SMALL))
     harness.run_heartbeats(2)
-    assert not harness.gateway.connections.num_cut_off
+    assert not harness.connections.num_cut_off
     take_messages(harness, 4)
-    assert harness.gateway.clients.channel.socket.poll(60_000)
+    assert harness.clients.channel.socket.poll(60_000)
     harness.run_heartbeats(1)
-    assert harness.gateway.connections.num_cut_off == 2
-    harness.run_until(lambda: len(harness.gateway.connections) == 2)
+    assert harness.connections.num_cut_off == 2
+    harness.run_until(lambda: len(harness.connections) == 2)
     assert not honest.is_closed
     assert sum(client.is_closed for client in hostile) == 2
 
@@ -140,16 +140,16 @@ def test_messages_without_an_end_together(start_gateway: Start) -> None:
     honest.send(PIECE[: 1 << 19])
     for client in hostile:
         client.send(PIECE)
-    harness.run_until(lambda: len(harness.gateway.connections) == 4)
-    fds = [connection.fd for connection in harness.gateway.connections]
+    harness.run_until(lambda: len(harness.connections) == 4)
+    fds = [connection.fd for connection in harness.connections]
     num_bytes = (1 << 19) + 3 * len(PIECE)
     while num_read(fds) < num_bytes:
         harness.run_once()
     harness.run_heartbeats(1)
-    assert harness.gateway.connections.num_cut_off == 2
-    harness.run_until(lambda: len(harness.gateway.connections) == 2)
+    assert harness.connections.num_cut_off == 2
+    harness.run_until(lambda: len(harness.connections) == 2)
     harness.run_heartbeats(1)
-    assert harness.gateway.connections.num_cut_off == 2
+    assert harness.connections.num_cut_off == 2
     assert not honest.is_closed
 
 
@@ -158,8 +158,8 @@ def test_pipelined_requests_are_no_message_without_an_end(start_gateway: Start) 
     harness = start_gateway(endpoint=TCP, max_request_bytes=1 << 20)
     client = RawClient(harness.endpoint)
     large = frame(b"x" * (1 << 20))
-    harness.run_until(lambda: len(harness.gateway.connections) == 1)
-    (connection,) = harness.gateway.connections
+    harness.run_until(lambda: len(harness.connections) == 1)
+    (connection,) = harness.connections
 
     def num_received() -> int:
         counters = tcp_counters(connection.fd)
@@ -170,10 +170,10 @@ def test_pipelined_requests_are_no_message_without_an_end(start_gateway: Start) 
     while num_received() < MAX_RECEIVE_QUEUE * len(large):
         num_bytes += client.send_some(large[num_bytes % len(large) :])
     harness.run_heartbeats(1)
-    assert not harness.gateway.connections.num_cut_off
-    for _ in harness.gateway.clients.receive():
+    assert not harness.connections.num_cut_off
+    for _ in harness.clients.receive():
         harness.run_heartbeats(1)
-    assert not harness.gateway.connections.num_cut_off
+    assert not harness.connections.num_cut_off
     assert not client.is_closed
 
 
@@ -185,7 +185,7 @@ def test_clients_of_an_older_protocol_are_dropped(
     old = RawClient(harness.endpoint, handshake=False)
     anonymous, message = b"\x01\x00", bytes([len(SMALL) + 1, 0]) + SMALL
     old.send(anonymous + 100 * message)
-    harness.run_until(lambda: harness.gateway.status.reply().num_bad_frames == 100)
+    harness.run_until(lambda: harness.status.reply().num_bad_frames == 100)
     assert is_served(harness, client)
     (logged,) = caplog.messages
     assert "ZMTP before version 3" in logged
@@ -203,10 +203,10 @@ def test_a_second_client_of_an_identity_is_disconnected(
         curve_keys=str(folder or ""), **({} if where == "ipc" else {"endpoint": TCP})
     )
 
-    def connect(identity: bytes, **options: int) -> "zmq.Socket[bytes]":
-        client = harness.connect(folder, IDENTITY=identity, **options)  # type: ignore[arg-type]
-        number = len(harness.gateway.connections)
-        harness.run_until(lambda: len(harness.gateway.connections) > number)
+    def connect(identity: bytes, **options: int) -> Socket:
+        client = harness.connect(folder, IDENTITY=identity, **options)
+        number = len(harness.connections)
+        harness.run_until(lambda: len(harness.connections) > number)
         return client
 
     first = connect(b"x")
@@ -234,14 +234,14 @@ def test_a_second_client_that_sends_all_the_time_is_served_after_the_first(
 ) -> None:
     """libzmq reads a few of its messages, and then no more; the kernel receives all."""
     harness = start_gateway(endpoint=TCP)
-    first = harness.connect(IDENTITY=b"x")  # type: ignore[arg-type]
+    first = harness.connect(IDENTITY=b"x")
     assert is_served(harness, first)
-    first_fds = {connection.fd for connection in harness.gateway.connections}
-    second = harness.connect(IDENTITY=b"x", RECONNECT_IVL=20)  # type: ignore[arg-type]
-    harness.run_until(lambda: len(harness.gateway.connections) == 2)
+    first_fds = {connection.fd for connection in harness.connections}
+    second = harness.connect(IDENTITY=b"x", RECONNECT_IVL=20)
+    harness.run_until(lambda: len(harness.connections) == 2)
 
     def num_received(without: Set[int] = frozenset()) -> int:
-        fds = {connection.fd for connection in harness.gateway.connections} - without
+        fds = {connection.fd for connection in harness.connections} - without
         return sum(its.received for its in map(tcp_counters, fds) if its)
 
     while num_received(first_fds) <= len(GREETING):
@@ -250,35 +250,35 @@ def test_a_second_client_that_sends_all_the_time_is_served_after_the_first(
     assert is_served(harness, later)
     later.close()
     first.close()
-    harness.run_until(lambda: len(harness.gateway.connections) == 1)
+    harness.run_until(lambda: len(harness.connections) == 1)
     while not second.poll(0):
-        before, num_cut_off = num_received(), harness.gateway.connections.num_cut_off
+        before, num_cut_off = num_received(), harness.connections.num_cut_off
         second.send(SMALL, zmq.NOBLOCK)
-        while num_received() == before and num_cut_off == harness.gateway.connections.num_cut_off:
+        while num_received() == before and num_cut_off == harness.connections.num_cut_off:
             harness.run_once()
         harness.run_heartbeats(1)
-    assert harness.gateway.connections.num_cut_off == 1
+    assert harness.connections.num_cut_off == 1
 
 
 def test_an_idle_client_beside_chosen_identities_stays(start_gateway: Start) -> None:
     """On TCP its bytes are counted."""
     harness = start_gateway(endpoint=TCP)
-    clients = [harness.connect(IDENTITY=name) for name in (b"a", b"bcde")]  # type: ignore[arg-type]
+    clients = [harness.connect(IDENTITY=name) for name in (b"a", b"bcde")]
     clients.append(harness.connect())
     assert is_served(harness, clients[0])
-    harness.run_until(lambda: len(harness.gateway.connections) == len(clients))
+    harness.run_until(lambda: len(harness.connections) == len(clients))
     harness.run_heartbeats(30)
-    assert not harness.gateway.connections.num_cut_off
+    assert not harness.connections.num_cut_off
     assert all(is_served(harness, client) for client in clients)
 
 
 def test_an_idle_client_on_ipc_comes_back(start_gateway: Start) -> None:
     harness = start_gateway()
-    idle, first = harness.connect(RECONNECT_IVL=20), harness.connect(IDENTITY=b"a")  # type: ignore[arg-type]
+    idle, first = harness.connect(RECONNECT_IVL=20), harness.connect(IDENTITY=b"a")
     assert is_served(harness, first)
-    harness.run_until(lambda: len(harness.gateway.connections) == 2)
+    harness.run_until(lambda: len(harness.connections) == 2)
     harness.run_heartbeats(30)
-    assert harness.gateway.connections.num_cut_off == 1
+    assert harness.connections.num_cut_off == 1
     assert is_served(harness, idle)
 
 
@@ -290,17 +290,17 @@ def test_idle_connections_are_limited(
     client = harness.connect()
     assert is_served(harness, client)
     idle = [RawClient(harness.endpoint, handshake=False) for _ in range(40)]
-    harness.run_until(lambda: len(harness.gateway.connections) == 1 + 32 // 8)
-    harness.run_until(lambda: sum(one.is_closed for one in idle) == 36)
-    assert harness.gateway.connections.num_cut_off == 36
-    assert [one.is_closed for one in idle] == [True] * 36 + [False] * 4
+    harness.run_until(lambda: len(harness.connections) == 1 + 32 // 8)
+    harness.run_until(lambda: sum(raw.is_closed for raw in idle) == 36)
+    assert harness.connections.num_cut_off == 36
+    assert [raw.is_closed for raw in idle] == [True] * 36 + [False] * 4
     assert is_served(harness, client)
     newest = harness.connect(RECONNECT_IVL=-1)
     assert is_served(harness, newest)
     newest.close()
-    for each in idle:
-        each.socket.close()
-    harness.run_until(lambda: len(harness.gateway.connections) == 1)
+    for raw in idle:
+        raw.socket.close()
+    harness.run_until(lambda: len(harness.connections) == 1)
     assert is_served(harness, harness.connect())
 
 
@@ -335,7 +335,3 @@ def test_the_limit_follows_that_of_descriptors(monkeypatch: pytest.MonkeyPatch) 
     for number, expected in soft.items():
         monkeypatch.setattr(resource, "getrlimit", lambda _, number=number: (number, number))
         assert connections.max_connections() == expected
-
-
-def test_who_shows_no_key_has_ten_seconds(start_gateway: Start) -> None:
-    assert start_gateway().gateway.clients.channel.socket.getsockopt(zmq.HANDSHAKE_IVL) == 10_000

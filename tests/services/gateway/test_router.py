@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.protocol.messages.client import JSON, ChatMessage, GenerateRequest
+from penstock.protocol.messages.client import ChatMessage, GenerateRequest
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.services.gateway import prefixes as module
 from penstock.services.gateway.prefixes import MUCH_MORE, PIECE_BYTES, pieces_of
-from penstock.services.gateway.request import Client, Connection, Request, Share
+from penstock.services.gateway.request import Request
 from penstock.services.gateway.router import Router
+from tests.services.gateway.conftest import accepted
 
 TEXT = "".join(chr(97 + n % 26) for n in range(7 * PIECE_BYTES))
 
@@ -27,11 +28,6 @@ class Sink(Channel[Any]):
 
     def send(self, *_: object) -> bool:
         return True
-
-
-def entry(request_id: str, prompt: Any = "short", **fields: Any) -> Request:
-    request = GenerateRequest(prompt=prompt or "x", **fields)
-    return Request(request, request_id, Client((b"c",), JSON, Connection(), Share("")))
 
 
 def status(replica: int, epoch: int = 1, runs: bool = True, **fields: Any) -> SchedulerStatus:
@@ -48,24 +44,24 @@ def running(number: int, routing: Any = "prefix") -> Router:
 
 
 def placed(router: Router, request_id: str, prompt: Any = "short", **fields: Any) -> int:
-    one = entry(request_id, prompt, **fields)
-    router.assign(one)
-    return one.replica
+    request = accepted(request_id, prompt=prompt or "x", **fields)
+    router.assign(request)
+    return request.replica
 
 
 def sizes(router: Router) -> list[int]:
-    return [len(one.requests) for one in router._replicas]
+    return [len(replica.requests) for replica in router._replicas]
 
 
-def migrated(router: Router, one: Request) -> int | None:
+def migrated(router: Router, request: Request) -> int | None:
     """Migrate a request. Return its former replica."""
-    router.migrate(one)
-    return one.migrated_from.pop(one.attempt, None)
+    router.migrate(request)
+    return request.migrated_from.pop(request.attempt, None)
 
 
 def moved(router: Router) -> dict[str, int | None]:
     """Migrate stranded requests: their former replicas by id."""
-    return {one.request_id: migrated(router, one) for one in router.stranded()}
+    return {request.request_id: migrated(router, request) for request in router.stranded()}
 
 
 # ---- prompts -----------------------------------------------------------------------------------
@@ -100,7 +96,7 @@ def test_a_prompt_goes_where_most_of_it_has_been() -> None:
     router = running(3)
     homes = []
     for n in range(3):
-        router.assign(one := entry(f"{n}", f"{n}" * PIECE_BYTES))
+        router.assign(one := accepted(f"{n}", prompt=f"{n}" * PIECE_BYTES))
         router.unassign(one)
         homes.append(one.replica)
     assert sorted(homes) == [0, 1, 2], "they are equal, and take turns"
@@ -155,7 +151,7 @@ def test_requests_come_before_anything_runs() -> None:
 
 def test_what_a_replica_without_workers_has_goes_on_elsewhere() -> None:
     router = running(2)
-    router.assign(first := entry("a", TEXT))
+    router.assign(first := accepted("a", prompt=TEXT))
     router.record_status(status(first.replica, runs=False, num_deaths={"a": 2}))
     assert moved(router) == {"a": 0}
     assert (first.replica, first.submission().request.num_deaths, sizes(router)) == (1, 2, [0, 1])
@@ -170,7 +166,7 @@ def test_what_a_replica_without_workers_has_goes_on_elsewhere() -> None:
 def test_who_is_about_to_be_back_is_not_left() -> None:
     """The scheduler has restarted, and its workers have the KV cache of its requests."""
     router = running(2)
-    router.assign(first := entry("a", TEXT))
+    router.assign(first := accepted("a", prompt=TEXT))
     router.record_running({1 - first.replica})
     assert moved(router) == {}
     assert router.record_status(status(0, epoch=2, runs=False, awaits_workers=True))
@@ -183,7 +179,7 @@ def test_who_is_about_to_be_back_is_not_left() -> None:
 def test_who_does_not_come_back_is_left() -> None:
     for report in ({1}, status(0, epoch=2, runs=False)):
         router = running(2)
-        router.assign(entry("a", TEXT))
+        router.assign(accepted("a", prompt=TEXT))
         router.record_running({1})
         router.record_status(status(0, epoch=2, runs=False, awaits_workers=True))
         if isinstance(report, SchedulerStatus):
@@ -195,14 +191,14 @@ def test_who_does_not_come_back_is_left() -> None:
 
 def test_a_detokenizer_that_is_gone_is_no_reason_to_leave() -> None:
     router = running(2)
-    router.assign(entry("a"))
+    router.assign(accepted("a"))
     router.record_status(SchedulerStatus(epoch=1, ready=False, workers_ready=True))
     assert (router.is_ready, moved(router)) == (False, {})
 
 
 def test_who_is_silent_is_left_and_heard_again() -> None:
     router = running(2)
-    router.assign(first := entry("a"))
+    router.assign(first := accepted("a"))
     for _ in range(MAX_MISSED_HEARTBEATS):
         router.on_heartbeat()
         assert moved(router) == {}
@@ -226,7 +222,7 @@ def test_reports_that_count_for_nothing() -> None:
 
 def test_one_replica_is_never_left() -> None:
     router = running(1)
-    router.assign(one := entry("a"))
+    router.assign(one := accepted("a"))
     for report in (status(0, runs=False), status(0, epoch=2, runs=False), status(0, epoch=2)):
         router.record_status(report)
         assert moved(router) == {}
@@ -242,7 +238,7 @@ def test_every_open_request_has_one_replica(seed: int) -> None:
     draw = Random(seed)
     router, open_, epochs = Router([Sink()] * 3, "prefix"), {}, [1, 1, 1]
     acts: list[Callable[[int], Any]] = [
-        lambda n: open_.setdefault(f"{n}", entry(f"{n}", TEXT[: n * 99])),
+        lambda n: open_.setdefault(f"{n}", accepted(f"{n}", prompt=TEXT[: n * 99] or "x")),
         lambda _: open_ and router.unassign(open_.pop(draw.choice(list(open_)))),
         lambda n: router.record_status(status(n % 3, epochs[n % 3], draw.random() < 0.7)),
         lambda _: router.on_heartbeat(),
@@ -253,11 +249,11 @@ def test_every_open_request_has_one_replica(seed: int) -> None:
         for new in set(open_) - before:
             router.assign(open_[new])
         moved(router)
-        held = [(i, one.index) for one in router._replicas for i in one.requests]
-        assert dict(held) == {i: one.replica for i, one in open_.items()}
+        held = [(i, replica.index) for replica in router._replicas for i in replica.requests]
+        assert dict(held) == {i: request.replica for i, request in open_.items()}
         assert len(held) == len(open_)
-        if any(one.runs for one in router._replicas):
-            assert not any(one.is_down and one.requests for one in router._replicas)
+        if any(replica.runs for replica in router._replicas):
+            assert not any(replica.is_down and replica.requests for replica in router._replicas)
 
 
 # ---- readiness ---------------------------------------------------------------------------------
@@ -271,7 +267,7 @@ def test_a_scheduler_of_a_later_gateway_serves_nobody_here(
     router.announce_gateway(0, 7)
     router.record_status(status(0, first_attempt=first_attempt))
     assert router.is_ready == is_ready
-    assert [one.ready for one in router.statuses] == [is_ready]
+    assert [status.ready for status in router.statuses] == [is_ready]
 
 
 def test_an_old_report_is_not_ready() -> None:
@@ -279,4 +275,4 @@ def test_an_old_report_is_not_ready() -> None:
     for _ in range(MAX_MISSED_HEARTBEATS + 1):
         router.on_heartbeat()
         router.record_status(status(1))
-    assert [one.ready for one in router.statuses] == [False, True]
+    assert [status.ready for status in router.statuses] == [False, True]

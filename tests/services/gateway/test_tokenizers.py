@@ -1,0 +1,408 @@
+"""Work of tokenizers: each piece is done once, and what kills tokenizers is given up."""
+
+from collections.abc import Callable
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.protocol.messages.client import (
+    JSON,
+    MSGPACK,
+    AbortRequest,
+    DetokenizeReply,
+    DetokenizeRequest,
+    ErrorReply,
+    GenerateRequest,
+    TokenizePromptRequest,
+    TokenizeReply,
+)
+from penstock.protocol.messages.pipeline import (
+    Goodbye,
+    Heartbeat,
+    TokenizeDone,
+    TokenizerQuery,
+    ToTokenizer,
+)
+from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
+from penstock.protocol.transport.process import Identity
+from penstock.services.gateway.poison import MAX_DEATHS, TokenizerPoison
+from penstock.services.gateway.request import Share
+from penstock.services.gateway.tokenizers import MAX_SILENT, Tokenizers
+from tests.services.gateway.conftest import GatewayHarness, Socket
+
+Start = Callable[..., GatewayHarness]
+TEXT = DetokenizeRequest(token_ids=[1, 2])
+PROMPT = TokenizePromptRequest(prompt="ab")
+TEXT_REPLY = DetokenizeReply(text="")
+
+
+# ---- queries, which a tokenizer answers alone --------------------------------------------------
+
+
+@pytest.fixture
+def harness(start_gateway: Start) -> GatewayHarness:
+    return start_gateway()
+
+
+@pytest.fixture
+def client(harness: GatewayHarness) -> Socket:
+    return harness.connect()
+
+
+def test_both_kinds_in_both_encodings(harness: GatewayHarness, client: Socket) -> None:
+    """They wait for a tokenizer to come."""
+    client.send(JSON.encode(TEXT))
+    harness.ask(client, PROMPT, waiting=2)
+    asked = {type(task.query): task for task in (harness.next_tokenizer_task() for _ in range(2))}
+    assert [task.query for task in asked.values()] == [TEXT, PROMPT]
+    harness.answer_query(DetokenizeReply(text="é"), asked[DetokenizeRequest].number)
+    assert harness.receive_reply(client, JSON) == DetokenizeReply(text="é")
+    reply = TokenizeReply(token_ids=[97, 98], max_model_len=4096)
+    harness.answer_query(reply, asked[TokenizePromptRequest].number)
+    assert harness.receive_reply(client) == reply
+    assert harness.is_empty()
+
+
+def test_a_tokenizer_that_is_lost(harness: GatewayHarness, client: Socket) -> None:
+    """The next tokenizer gets the query; a late answer of the first one is dropped."""
+    harness.ask(client, TEXT)
+    first = harness.next_tokenizer_task()
+    harness.lose_tokenizer()
+    assert harness.next_tokenizer_task() == first
+    harness.answer_query(DetokenizeReply(text="not this"), 0)  # of an earlier gateway
+    for text in ("a", "b"):
+        harness.answer_query(DetokenizeReply(text=text), first.number)
+    assert harness.receive_reply(client) == DetokenizeReply(text="a")
+    harness.ask(client, TEXT)
+    assert not client.poll(0)
+    assert harness.next_tokenizer_task().number > first.number
+
+
+def test_a_tokenizer_has_requests_and_queries(harness: GatewayHarness, client: Socket) -> None:
+    harness.submit(client, "b")
+    harness.ask(client, TEXT, TEXT)
+    [task, *queries] = [harness.next_tokenizer_task() for _ in range(3)]
+    assert len(harness.work()) == 3
+    for query in queries:
+        assert isinstance(query, TokenizerQuery)
+        harness.answer_query(TEXT_REPLY, query.number)
+        harness.receive_reply(client)
+    assert list(harness.work()) == [("b", task.request.attempt)]
+
+
+def test_a_client_that_is_gone_is_forgotten(harness: GatewayHarness, client: Socket) -> None:
+    harness.ask(client, TEXT)
+    harness.leave(client)
+    harness.run_heartbeats(1)
+    assert harness.is_empty()
+    other = harness.connect()
+    harness.ask(other, PROMPT)
+    assert harness.next_tokenizer_task().query == PROMPT
+
+
+def test_errors_are_told_and_counted(harness: GatewayHarness, client: Socket) -> None:
+    harness.send(client, DetokenizeRequest(token_ids=[9999]))
+    assert harness.receive_reply(client).field == "token_ids"
+    harness.ask(client, PROMPT)
+    error = ErrorReply(code="invalid", message="no", field="prompt")
+    harness.answer_query(error)
+    assert harness.receive_reply(client) == error
+    assert harness.model.metrics.request_failed == {"invalid": 2}
+    assert harness.is_empty()
+
+
+@pytest.mark.parametrize(
+    ("options", "query", "reason"),
+    [
+        ({"max_waiting_requests": 0}, TEXT, "1 requests are open"),
+        ({"max_open_bytes": len(MSGPACK.encode(TEXT))}, TEXT, "this request has"),
+        (
+            {"max_waiting_tokens": 1000},
+            TokenizePromptRequest(prompt="x" * 3000),
+            "1500 prompt tokens would wait, 750 of this request",
+        ),
+    ],
+)
+def test_queries_are_limited_as_requests_are(
+    start_gateway: Start, options: dict[str, int], query: Any, reason: str
+) -> None:
+    harness = start_gateway(max_num_seqs=1, **options)
+    client = harness.connect()
+    harness.ask(client, query)
+    harness.send(client, query)
+    refused = harness.receive_reply(client)
+    assert (refused.code, reason in refused.message) == ("overloaded", True)
+    harness.answer_query(TEXT_REPLY)
+    harness.receive_reply(client)
+    harness.ask(client, query)
+
+
+def test_what_nobody_waits_for_does_not_reach_a_tokenizer(
+    harness: GatewayHarness, client: Socket
+) -> None:
+    """A tokenizer has one long query at a time, and of others as many as it soon answers."""
+    gone = harness.connect()
+    harness.ask(gone, *[TokenizePromptRequest(prompt="x" * 900_000)] * 15)
+    first = harness.next_tokenizer_task()
+    harness.ask(client, PROMPT, TEXT, waiting=17)
+    harness.leave(gone)
+    harness.run_heartbeats(1)
+    assert len(harness.model.queries) == 2
+    assert not harness.tokenizer.socket.poll(0)
+    harness.answer_query(TokenizeReply(token_ids=[], max_model_len=9), first.number)
+    harness.run_until(lambda: len(harness.work()) == 2)
+    assert [harness.next_tokenizer_task().query for _ in range(2)] == [PROMPT, TEXT]
+
+
+# ---- deaths ------------------------------------------------------------------------------------
+
+
+class Reports:
+    """Reports that the supervisor receives."""
+
+    def __init__(self) -> None:
+        self.died_with: list[tuple[list[tuple[str, int]], int]] = []
+        self.num_found = self.num_cleared = 0
+
+    def clear(self, digests: list[bytes]) -> None:
+        self.num_cleared += len(digests)
+
+    def died(self, processes: list[tuple[str, int]], suspects: list[bytes]) -> None:
+        self.died_with.append((processes, len(suspects)))
+
+    def found(self, _digest: bytes) -> None:
+        self.num_found += 1
+
+
+class Successors:
+    """Incarnations of one tokenizer; the one before is dead when the next one is heard."""
+
+    def __init__(self, harness: GatewayHarness) -> None:
+        self.harness, self.tokenizers = harness, harness.model.tokenizers
+        self.reports = harness.model.failures.poison._reports = Reports()  # type: ignore[assignment]
+        self.number = 0
+        self.channel: Channel[Any]
+
+    def start(self, name: str = "tokenizer.1") -> bytes:
+        self.number += 1
+        identity = Identity(name, 100 + self.number, self.number).encode()
+        where = self.harness.model.to_tokenizers.last_endpoint.decode()
+        self.channel = self.harness.context.connect(zmq.DEALER, where, ToTokenizer, identity)
+        self.channel.send(Heartbeat(name))
+        peers = self.tokenizers.peers
+        self.harness.run_until(lambda: peers.get(identity) and len(peers) == 1)
+        return identity
+
+    def work(self) -> dict[Any, Any]:
+        [peer] = self.tokenizers.peers
+        return peer.work
+
+    def given(self) -> list[str]:
+        """Return the prompts that the tokenizer has now."""
+        return [work.message.prompt for work in self.work().values()]
+
+    def tokenize(self) -> None:
+        """Do the first of it."""
+        key = request_id, attempt = next(iter(self.work()))
+        self.channel.send(TokenizeDone(request_id, attempt, 3))
+        self.harness.run_until(lambda: key not in self.work())
+
+    def fall_silent(self) -> None:
+        for _ in range(MAX_MISSED_HEARTBEATS + 1):
+            self.tokenizers.lose_silent()
+        assert not len(self.tokenizers.peers)
+
+
+@pytest.fixture
+def successors(harness: GatewayHarness) -> Successors:
+    return Successors(harness)
+
+
+def test_what_is_alone_at_two_deaths_is_given_up(successors: Successors, client: Socket) -> None:
+    harness = successors.harness
+    successors.start()
+    for name in ("before", "poison", "after"):
+        harness.submit(client, name, prompt=name)
+    successors.tokenize()
+    harness.send_tokens("before", 0, 1)
+    assert successors.given() == ["poison", "after"]
+    for _ in range(MAX_DEATHS):
+        successors.start()
+        assert successors.given() == ["poison"], "alone"
+    harness.submit(client, "late", prompt="late")
+    successors.start()
+    failed = harness.receive_reply(client)
+    assert (failed.request_id, failed.code) == ("poison", "failed")
+    assert "2 tokenizers died while they worked at the request" in failed.message
+    assert successors.given() == ["after"], "a suspect, too"
+    successors.tokenize()
+    assert successors.given() == ["late"]
+    successors.tokenize()
+    assert all(map(harness.ledger.get, ("before", "after", "late")))
+    assert successors.reports.num_found == 1
+    assert successors.reports.num_cleared == 1, "what was tokenized after the deaths"
+    died_with = [([("tokenizer.1", 100 + n)], 2 if n == 1 else 1) for n in (1, 2, 3)]
+    assert successors.reports.died_with == died_with
+    harness.send(client, GenerateRequest(prompt="poison", seed=1))
+    assert "it is not tried again" in harness.receive_reply(client).message
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_query_is_given_up_likewise(
+    successors: Successors, client: Socket, is_silent: bool
+) -> None:
+    """A tokenizer that fell silent has died when its successor registers."""
+    harness, poison = successors.harness, TokenizePromptRequest(prompt="poison")
+    successors.start()
+    harness.ask(client, poison)
+    for _ in range(MAX_DEATHS):
+        if is_silent:
+            successors.fall_silent()
+        successors.start()
+    assert harness.receive_reply(client).code == "failed"
+    assert [digests for _, digests in successors.reports.died_with] == [1] * MAX_DEATHS
+    assert harness.is_empty()
+    harness.send(client, poison)
+    assert "it is not tried again" in harness.receive_reply(client).message
+
+
+def test_who_was_alone_once_and_is_done_begins_at_none(
+    successors: Successors, client: Socket
+) -> None:
+    harness, poison = successors.harness, successors.harness.model.failures.poison
+    successors.start()
+    for name in ("r0", "r1", "r2"):
+        harness.submit(client, name, prompt="same")
+        successors.start()
+        assert poison.num_deaths(harness.get(name).message) == 1
+        successors.tokenize()
+        harness.send_tokens(name, 0, 1)
+    assert all(map(harness.ledger.get, ("r0", "r1", "r2")))
+
+
+def test_who_leaves_and_asks_again_is_as_suspect_as_before(successors: Successors) -> None:
+    harness = successors.harness
+    successors.start()
+    for number in range(MAX_DEATHS):
+        client = harness.connect()
+        harness.submit(client, f"r{number}", prompt="poison")
+        if number < MAX_DEATHS - 1:
+            harness.send(client, AbortRequest(request_id=f"r{number}"))
+            harness.receive_reply(client)
+            assert harness.receive_reply(client).found
+        successors.start()
+    assert harness.receive_reply(client).code == "failed"
+
+
+def test_silence_and_goodbye_are_no_death(successors: Successors, client: Socket) -> None:
+    """The tokenizer sends again after a call that held the interpreter's lock."""
+    harness, peers = successors.harness, successors.tokenizers.peers
+    identity = successors.start()
+    harness.submit(client, "a", prompt="a")
+    for _ in range(2 * MAX_DEATHS):
+        successors.fall_silent()
+        successors.channel.send(Heartbeat("tokenizer.1"))
+        harness.run_until(lambda: peers.get(identity))
+        assert successors.given() == ["a"]
+    for _ in range(2 * MAX_DEATHS):
+        successors.channel.send(Goodbye())
+        harness.run_until(lambda: not len(peers))
+        successors.start()
+        assert successors.given() == ["a"]
+    assert successors.reports.died_with == []
+    successors.tokenize()
+
+
+def test_few_tokenizers_without_a_successor_are_remembered(
+    successors: Successors, client: Socket
+) -> None:
+    """Each was killed and scaled down while it had work; the last one passes the work on."""
+    successors.harness.submit(client, "a", prompt="a")
+    for number in range(2 * MAX_SILENT):
+        successors.start(f"tokenizer.{number}")
+        successors.fall_silent()
+        assert 0 < len(successors.tokenizers._silent) <= MAX_SILENT
+    successors.start("tokenizer.last")
+    successors.tokenize()
+    assert not successors.tokenizers._silent
+
+
+# ---- deaths in any order -----------------------------------------------------------------------
+
+
+class Wire:
+    """Tokenizers that work in order, and die at poison; everything is sent."""
+
+    def __init__(self) -> None:
+        self.queues: dict[bytes, list[int]] = {}
+
+    def send(self, key: int, to: bytes) -> bool:
+        self.queues[to].append(key)
+        return True
+
+
+def job(key: int) -> Any:
+    """Return a piece of work."""
+
+    class Job(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    message = GenerateRequest(prompt=[key])
+    fields = {"size": 1000, "is_open": True, "share": Share(), "turn": "", "priority": 0}
+    return Job(key=key, message=message, submission=lambda: key, **fields)
+
+
+@given(
+    number=st.integers(1, 4),
+    is_poison=st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=30),
+    random=st.randoms(use_true_random=False),
+)
+@settings(max_examples=200)
+def test_all_poison_is_found_and_nothing_else(
+    number: int, is_poison: list[bool], random: Random
+) -> None:
+    wire: Any = Wire()
+    reports: Any = Reports()
+    given_up: list[Any] = []
+    done: list[int] = []
+    tokenizers = Tokenizers(
+        wire,
+        TokenizerPoison(reports),
+        on_lost=lambda _: None,
+        on_poison=given_up.append,
+        on_defect=lambda _: None,
+    )
+    names = 0
+
+    def start() -> None:
+        nonlocal names
+        names += 1
+        identity = b"t%d" % names
+        wire.queues[identity] = []
+        tokenizers.alive(identity, "t")
+
+    for _ in range(number):
+        start()
+    jobs = [job(key) for key in range(len(is_poison))]
+    while jobs or any(wire.queues.values()):
+        busy = [identity for identity, queue in wire.queues.items() if queue]
+        if jobs and (not busy or random.random() < 0.5):
+            tokenizers.submit(jobs.pop(0))
+            continue
+        identity = random.choice(busy)
+        key = wire.queues[identity].pop(0)
+        if is_poison[key]:
+            del wire.queues[identity]
+            tokenizers.lose(identity)
+            start()
+        else:
+            done.append(key)
+            tokenizers.done(identity, key)
+    assert sorted(work.key for work in given_up) == [n for n, bad in enumerate(is_poison) if bad]
+    assert sorted(done) == [key for key, bad in enumerate(is_poison) if not bad]
+    assert names - number <= 3 * len(given_up)
