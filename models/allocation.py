@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.kernels.quantize.integers import Integers, fitting_group
-from penstock.kernels.quantize.packed import BLOCK as PACKED_BLOCK
-from penstock.kernels.quantize.packed import Packed, num_groups
-from penstock.kernels.quantize.types import BLOCK, FP8, Quantized
+from penstock.kernels.matrices import BLOCK, FP8, Quantized
+from penstock.kernels.packed.matrices import BLOCK as PACKED_BLOCK
+from penstock.kernels.packed.matrices import Integers, Packed, fitting_group, num_groups
 from penstock.protocol.quantization import WeightFormat
 
 _takes_integers: ContextVar[bool] = ContextVar("takes_integers", default=False)

@@ -1,21 +1,20 @@
 """The compiled layers of a model on a CPU: their weights, and how ranks join results."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock.kernels.cpu.compiled_layers import CompiledLayers, unsupported
-from penstock.kernels.cpu.compiled_step import compiled_step
+from penstock.kernels.cpu.compiled_step import DecodeStep, compiled_step
 from penstock.kernels.cpu.compiler import host
-from penstock.kernels.cpu.decode_step import DecodeStep
 from penstock.kernels.cpu.shared_memory import SharedMemory
 from penstock.kernels.cpu.types import MATRICES, LayerShape, LayerWeights, Matrix
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.layouts.step import Slots, StepBuffers
-from penstock.kernels.quantize.integers import Integers, quantize, without_needless_shift
+from penstock.kernels.packed.matrices import Integers, quantize, without_needless_shift
 from penstock.models.moe import MoE
 from penstock.models.parallel import RMSNorm
 from penstock.models.qwen3 import DecoderLayer, Qwen3
@@ -62,7 +61,7 @@ class CompiledDecoder:
         """Compute `Qwen3.forward`."""
         residual = self._embedded(batch.input_ids)
         self._compiled.begin(batch, rope, kv_caches)
-        self._shared = self._tp.shared
+        self._shared = cast(SharedMemory | None, self._tp.shared)
         if self._shared and residual.nbytes > self._shared.part_bytes:
             self._shared = None
         if not self._has_experts and (self._shared or self._tp.size == 1):
@@ -81,12 +80,11 @@ class CompiledDecoder:
         self, slots: Slots, buffers: StepBuffers, kv_caches: Sequence[KVCache]
     ) -> DecodeStep | None:
         """Return the function of steps that only decode, or None if a part runs in torch."""
-        step = compiled_step()
-        if self._tp.size > 1 or self._has_experts or self._head is None or step is None:
+        if self._tp.size > 1 or self._has_experts or self._head is None:
             return None
         return DecodeStep(
             self._compiled,
-            step,
+            compiled_step(),
             num_layers=len(self._layers),
             embedding=self._embed.weight,
             norm=self._norm.weight,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from penstock.kernels.moe.moe import norm_moe
+from penstock.kernels.moe import norm_moe
 from penstock.models.allocation import add_weight
 from penstock.models.parallel import Layer, RMSNorm, Slice, WholeLayer
 from penstock.models.tensor_parallel import TensorParallel

@@ -12,12 +12,12 @@ The first nibble is the lowest one. With 8 bits, a word has 4 numbers in place o
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.quantize.integers import UNIT, Integers, pack
-from penstock.kernels.quantize.packed import Packed, pack_codes, pack_groups
+from penstock.kernels.packed.matrices import UNIT, Packed, pack, pack_codes, pack_groups
 from penstock.models.checkpoint_tensors import CheckpointTensors
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.quantization import WeightFormat
@@ -153,7 +153,7 @@ def why_dequantized(name: str, columns: int, weight_format: WeightFormat) -> str
     return "layers are not compiled, or have --dtype float32"
 
 
-def copy_codes(target: Packed | Integers, source: Codes, name: str) -> None:
+def copy_codes(target: Any, source: Codes, name: str) -> None:
     """Pack a matrix into its place, with sorted columns if that has an order. Raises ModelError."""
     codes, groups = source.codes, source.groups
     if isinstance(target, Packed) and target.order is not None:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.elementwise.elementwise import embedding
+from penstock.kernels.elementwise import embedding
 from penstock.kernels.layouts.sampling import shard_size
 from penstock.kernels.linear.linear import linear, linear_add, norm_linear
-from penstock.kernels.quantize.integers import Integers
-from penstock.kernels.quantize.types import Matrix, Rows
+from penstock.kernels.matrices import Matrix, Rows
+from penstock.kernels.packed.matrices import Integers
 from penstock.models.allocation import add_weight, parameter
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.quantization import FP8_ROWS, WeightFormat

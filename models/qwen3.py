@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from penstock.kernels.attention.reference import AttentionBackend
+from penstock.kernels.attention.backends import AttentionBackend
 from penstock.kernels.attention.rope import qk_norm_rope_store
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache

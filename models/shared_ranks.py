@@ -7,15 +7,13 @@ import secrets
 import select
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.back_ends import CHOSEN, SharedRanks
 from penstock.protocol.transport.process import ProcessExit
-
-if TYPE_CHECKING:
-    from penstock.kernels.cpu.shared_memory import SharedMemory  # llvmlite
 
 log = logging.getLogger(__name__)
 TOKEN_BYTES = 16
@@ -23,29 +21,29 @@ TOKEN_BYTES = 16
 
 def share_memory(
     rank: int, size: int, all_objects: Callable[[Any], list[Any]], part_bytes: int
-) -> "SharedMemory | None":
+) -> SharedRanks | None:
     """Return memory of all ranks, or None for all where one can't use it. All ranks call it.
 
     all_objects: returns every rank's object. The memory ends for all with the exit of a rank.
     """
     token = secrets.token_bytes(TOKEN_BYTES)
     try:
-        from penstock.kernels.cpu.shared_memory import SharedMemory, shared_bytes  # llvmlite
-
-        num_bytes = shared_bytes(size, part_bytes)
+        if CHOSEN.rank_memory is None:
+            raise OSError("code can't be compiled")
+        num_bytes = CHOSEN.rank_memory.num_bytes(size, part_bytes)
         descriptor = _create(num_bytes, token) if rank == 0 else -1
         reason = ""
-    except (AttributeError, ImportError, OSError) as error:  # AttributeError: not on Linux
+    except (AttributeError, OSError) as error:  # AttributeError: not on Linux
         descriptor, num_bytes, reason = -1, 0, str(error)
     places = all_objects((os.getpid(), descriptor, token, reason))
     pid, from_descriptor, wanted, _ = places[0]
     shared = None
     exits: list[ProcessExit] = []
-    if not any(place[-1] for place in places):
+    if CHOSEN.rank_memory and not any(place[-1] for place in places):
         try:
             memory = _open(f"/proc/{pid}/fd/{from_descriptor}", num_bytes, wanted)
             exits = [ProcessExit(other) for other, *_ in places if other != os.getpid()]
-            shared = SharedMemory(memory, rank, size)
+            shared = CHOSEN.rank_memory.view(memory, rank, size)
         except (OSError, ValueError) as error:
             reason = str(error)
     reasons = all_objects(reason)
@@ -77,7 +75,7 @@ def _open(path: str, num_bytes: int, token: bytes) -> Tensor:
         os.close(descriptor)
 
 
-def _watch(exits: list[ProcessExit], shared: "SharedMemory") -> None:
+def _watch(exits: list[ProcessExit], shared: SharedRanks) -> None:
     """Wait for the exit of another rank."""
     poller = select.poll()
     for one in exits:

@@ -7,17 +7,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.kernels.determinism import is_deterministic
+from penstock.kernels.back_ends import SharedRanks, is_deterministic
 from penstock.models.shared_ranks import share_memory
-
-if TYPE_CHECKING:
-    from penstock.kernels.cpu.shared_memory import SharedMemory  # llvmlite
 
 log = logging.getLogger(__name__)
 TIMEOUT = timedelta(seconds=120)  # maximum wait for another rank
@@ -57,7 +54,7 @@ class TensorParallel:
         self._turns: Iterator[Tensor] = iter(())
         self._push: Any = None
         self._pushes_all = False  # True if no tensor is too large to be pushed, in pieces
-        self.shared: SharedMemory | None = None  # of ranks on CPUs of one machine, after `reserve`
+        self.shared: SharedRanks | None = None  # of ranks on CPUs of one machine, after `reserve`
 
     @classmethod
     def join(
@@ -127,7 +124,7 @@ class TensorParallel:
             self.shared = share_memory(self.rank, self.size, self._all_objects, part_bytes)
         if not self.shares_memory:
             return
-        from penstock.kernels.collectives.triton_all_reduce import (  # Triton: GPUs only
+        from penstock.kernels.triton_collectives import (  # Triton: GPUs only
             PushAllReduce,
             inbox_size,
         )

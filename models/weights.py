@@ -10,15 +10,15 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.kernels.quantize.integers import Integers
-from penstock.kernels.quantize.packed import Packed, unpack_groups
-from penstock.kernels.quantize.quantize import copy_into
-from penstock.kernels.quantize.types import BLOCK, FP8, Quantized, Rows
+from penstock.kernels.elementwise import copy_into
+from penstock.kernels.matrices import BLOCK, FP8, Quantized, Rows
+from penstock.kernels.packed.matrices import Packed, unpack_groups
 from penstock.models.checkpoint_tensors import CheckpointTensors
 from penstock.models.packed_weights import copy_codes, read_codes, why_dequantized
 from penstock.models.parallel import Layer, Slice
@@ -97,7 +97,7 @@ def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat |
         raise ModelError(f"{bias}: got numbers other than 0, expected no bias")
     device = part.target.device
     codes = read_codes(tensors, part.name, part.shape, cuts, weight_format, device)
-    if isinstance(part.target, Packed | Integers):
+    if not isinstance(part.target, Tensor | Quantized):
         copy_codes(part.target, codes, part.name)
         return False
     copy_into(part.target, codes.dequantized())
@@ -106,7 +106,7 @@ def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat |
 
 def _check_numbers(tensors: CheckpointTensors, part: Slice) -> None:
     """Raise ModelError for NaN and infinite numbers, also where the model's dtype has none."""
-    target = part.target
+    target: Any = part.target
     if isinstance(target, Tensor):
         numbers = target
     else:
@@ -125,7 +125,7 @@ def _check_numbers(tensors: CheckpointTensors, part: Slice) -> None:
 def _copy(tensor: Tensor, part: Slice, tensors: CheckpointTensors) -> None:
     """Copy the slice of a weight that is not of integers."""
     target = part.target
-    if isinstance(target, Packed | Integers) or not tensor.is_floating_point():
+    if not isinstance(target, Tensor | Quantized) or not tensor.is_floating_point():
         raise ModelError(
             f"{part.name}: got {tensor.dtype}, expected packed integers, or the layer's name among "
             "the layers that quantization_config excludes"

@@ -8,13 +8,13 @@
 """
 
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.reference import AttentionBackend
-from penstock.kernels.determinism import is_deterministic
+from penstock.kernels.attention.reference import attend
+from penstock.kernels.back_ends import CHOSEN
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 
@@ -23,14 +23,55 @@ DEFAULT_BLOCK = 16
 TRITON_BLOCK = 128  # tokens; the largest tile of keys, so that a tile lies in one block
 
 
-class GpuAttentionBackend(AttentionBackend):
+class AttentionBackend(Protocol):
+    """Attention of the tokens of a step."""
+
+    name: str
+    block_size: int
+    scale: float
+    # True if decode can be captured in a CUDA graph: the host reads nothing from the device
+    can_be_captured: bool
+    # True if prefill can be captured too, in a graph whose rows prefill or decode
+    can_capture_prefill: bool
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """Prepare a step, before its layers."""
+
+    def __call__(self, q: Tensor, kv_cache: KVCache, batch: ForwardBatch) -> Tensor:
+        """Attend the tokens of the step, whose KV is stored."""
+
+
+class TorchAttention:
+    """The reference, on any device."""
+
+    name = "torch"
+    can_be_captured = can_capture_prefill = False
+
+    def __init__(self, block_size: int, scale: float) -> None:
+        self.block_size, self.scale = block_size, scale
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """Do nothing."""
+
+    def __call__(self, q: Tensor, kv_cache: KVCache, batch: ForwardBatch) -> Tensor:
+        return attend(
+            q,
+            kv_cache,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_q=batch.shape.max_seqlen_q,
+            context_lens=batch.context_lens,
+            block_tables=batch.block_tables,
+            scale=self.scale,
+        )
+
+
+class GpuAttention:
     """A kernel for the rows that decode and a kernel for the rows that prefill."""
 
     can_be_captured = True
 
     def __init__(self, name: str, block_size: int, scale: float, decode: Any, prefill: Any) -> None:
-        super().__init__(block_size, scale)
-        self.name = name
+        self.name, self.block_size, self.scale = name, block_size, scale
         self.can_capture_prefill = prefill is not flash_prefill
         self._decode = decode
         self._prefill = prefill
@@ -156,24 +197,23 @@ def choose_attention(
     scale = head_dim**-0.5
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
-    if is_deterministic():
+    if CHOSEN.deterministic:
         _check_deterministic(name, kv_cache_dtype)
     if name == "torch":
-        return AttentionBackend(block_size or DEFAULT_BLOCK, scale)
+        return TorchAttention(block_size or DEFAULT_BLOCK, scale)
     if device.type != "cuda":
         raise ValueError(f"attention: got {name!r} without a GPU, expected 'torch'")
     if name == "triton":
-        from penstock.kernels.attention.fixed_splits import FixedSplitDecode, fixed_split_prefill
         from penstock.kernels.attention.triton_decode import DecodeAttention
 
         block_size = block_size or TRITON_BLOCK
         layout = num_heads, num_kv_heads, head_dim, block_size
         is_fp8 = kv_cache_dtype == "fp8"
-        if is_deterministic():
-            fixed = FixedSplitDecode(max_rows, *layout, device, is_fp8=is_fp8)
-            return GpuAttentionBackend(name, block_size, scale, fixed, fixed_split_prefill)
+        if deterministic := CHOSEN.deterministic:
+            fixed = deterministic.decode(max_rows, *layout, device, is_fp8=is_fp8)
+            return GpuAttention(name, block_size, scale, fixed, deterministic.prefill)
         decode = DecodeAttention(max_rows, *layout, device, is_fp8=is_fp8)
-        return GpuAttentionBackend(name, block_size, scale, decode, triton_prefill)
+        return GpuAttention(name, block_size, scale, decode, triton_prefill)
     if kv_cache_dtype == "fp8":
         raise ValueError(f"attention: got {name!r} with a KV cache in fp8, expected 'triton'")
     if find_spec("flash_attn") is None:
@@ -183,4 +223,4 @@ def choose_attention(
             f"block_size: got {block_size}, expected a multiple of {FLASH_BLOCK} for flash-attn"
         )
     block_size = block_size or FLASH_BLOCK
-    return GpuAttentionBackend(name, block_size, scale, FlashDecode(), flash_prefill)
+    return GpuAttention(name, block_size, scale, FlashDecode(), flash_prefill)

@@ -17,43 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.argument_checks import check_tensor
-from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.linear.batch_invariant import batched_product, pad_rows
-from penstock.kernels.quantize.types import FP8
+from penstock.kernels.matrices import FP8
 
 KEY_TILE = 128
 QUERY_TILE = 64
 ROW_ALIGNMENT = 8
-
-
-class AttentionBackend:
-    """The reference in torch; other backends have the same two methods."""
-
-    name = "torch"
-    # True if decode can be captured in a CUDA graph: the host reads nothing from the device
-    can_be_captured = False
-    # True if prefill can be captured too, in a graph whose rows prefill or decode
-    can_capture_prefill = False
-
-    def __init__(self, block_size: int, scale: float) -> None:
-        self.block_size = block_size
-        self.scale = scale
-
-    def begin(self, batch: ForwardBatch) -> None:
-        """Prepare a step, before its layers."""
-
-    def __call__(self, q: Tensor, kv_cache: KVCache, batch: ForwardBatch) -> Tensor:
-        """Compute `attend` for the tokens of the step, whose KV is stored."""
-        return attend(
-            q,
-            kv_cache,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            max_seqlen_q=batch.shape.max_seqlen_q,
-            context_lens=batch.context_lens,
-            block_tables=batch.block_tables,
-            scale=self.scale,
-        )
 
 
 def attend(

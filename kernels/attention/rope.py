@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
-from penstock.kernels.elementwise.elementwise import rms_norm
+from penstock.kernels.elementwise import rms_norm
 from penstock.kernels.layouts.kv_cache import KVCache
 
 

@@ -10,6 +10,7 @@ it the last bits of its result, depends on the lengths of the other rows.
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,25 +18,225 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
-from penstock.kernels.attention.triton_decode_items import (
-    ITEM_INTS,
-    DecodeTuning,
-    default_tuning,
-    plan_kernel,
-)
-from penstock.kernels.attention.triton_decode_keys import attend_keys, slots_from
-from penstock.kernels.device import this_device
+from penstock.kernels.attention.triton_rope import halves, scale_places
+from penstock.kernels.device import Device, this_device
 from penstock.kernels.layouts.kv_cache import KVCache
-from penstock.kernels.quantize.triton_e4m3 import as_operand
-from penstock.kernels.triton_pdl import LAUNCH, wait
+from penstock.kernels.triton_elementwise import as_operand, widen
+from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
+
+# int32 per item, 32 bytes so that one sector holds an item: row (-1: no item), first key, end of
+# keys, the row's first item, number of the row's items, and with fixed splits the place of the
+# row's first split and the row's length
+ITEM_INTS = tl.constexpr(8)
+
+FEW_ROWS = 32  # maximum rows for which splits, rather than rows, fill a GPU
+
+
+class DecodeTuning(NamedTuple):
+    """Parameters chosen by measurement."""
+
+    block_n: int = 64  # keys per tile, a power of two of at least 16
+    num_warps: int = 4
+    num_stages: int = 3
+    programs_per_sm: int = 3  # target for all KV heads together; exceeded with many rows
+    min_split: int = 64  # minimum keys of a split, rounded up to tiles
+
+
+# for GPUs on which the measured tuning does not fit
+SMALLER = (DecodeTuning(64, 4, 3, 1, min_split=64), DecodeTuning(32, 4, 2, 2, min_split=32))
+
+
+def decode_shared_bytes(tuning: DecodeTuning, head_dim: int, *, is_fp8: bool = False) -> int:
+    """Return the kernel's shared memory: keys and values in flight, queries and weights."""
+    key_bytes = head_dim + 4 if is_fp8 else 2 * head_dim
+    in_flight = (tuning.num_stages - 1) * 2 * tuning.block_n * key_bytes
+    return in_flight + 16 * 2 * (head_dim + tuning.block_n)
+
+
+def default_tuning(
+    num_rows: int,
+    group: int,
+    head_dim: int = 128,
+    *,
+    is_fp8: bool = False,
+    device: Device | None = None,
+) -> DecodeTuning:
+    """Return the tuning for `group` query heads per KV head that fits the device.
+
+    device: default `this_device`. Raises ValueError if nothing fits.
+    """
+    tunings = _measured_tuning(num_rows, group, is_fp8), *SMALLER
+    size = partial(decode_shared_bytes, head_dim=head_dim, is_fp8=is_fp8)
+    return (device or this_device()).fitting(tunings, size)
+
+
+def _measured_tuning(num_rows: int, group: int, is_fp8: bool) -> DecodeTuning:
+    """Return the tuning that measured fastest on an H200."""
+    if num_rows <= FEW_ROWS:
+        return DecodeTuning(128, 4, 3, 1, min_split=128)
+    if is_fp8:
+        return (
+            DecodeTuning(128, 4, 3, 2, 128)
+            if num_rows <= 64
+            else DecodeTuning(64, 2, 2, 2, min_split=64)
+        )
+    return (
+        DecodeTuning(64, 4, 2, 2, min_split=64)
+        if group <= 2
+        else DecodeTuning(32, 4, 4, 2, min_split=32)
+    )
+
+
+@triton.jit
+def _split_tiles(tiles, target_items, min_tiles):
+    """Return the shortest split, in tiles, whose number of items is within the limit.
+
+    tiles: int32 [ROWS]. If the rows alone exceed the target, half of them may be split once, so
+    that no program works much longer than the others.
+    """
+    num_rows = tl.sum((tiles > 0).to(tl.int32))
+    limit = tl.maximum(target_items, num_rows + num_rows // 2)
+    low = tl.maximum(tl.cdiv(tl.sum(tiles), limit), min_tiles)
+    high = tl.maximum(tl.max(tiles), low)
+    while low < high:
+        middle = (low + high) // 2
+        fits = tl.sum(tl.cdiv(tiles, middle)) <= limit
+        low = tl.where(fits, low, middle + 1)
+        high = tl.where(fits, middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_rows", "max_items", "target_items", "min_tiles"])
+def plan_kernel(
+    context_lens_ptr, items_ptr, num_rows, max_items, target_items, min_tiles,
+    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr = 0
+):  # fmt: skip
+    """Cut every row into items of equal length, the longest items first, in one program.
+
+    CAPACITY: of splits, of BLOCK_N keys, whose results are stored; a row without room has one item.
+    """
+    launch_dependents()
+    wait()
+    index = tl.arange(0, ROWS)
+    tiles = tl.cdiv(tl.load(context_lens_ptr + index, index < num_rows, 0), BLOCK_N)
+    most = _split_tiles(tiles, target_items, min_tiles)
+    size = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, most), 1))
+    # Programs start in the order of the items: the longest item must not start last.
+    order = tl.sort(size * ROWS + index, descending=True)
+    row, size = order % ROWS, tl.maximum(order // ROWS, 1) * BLOCK_N
+    context_len = tl.load(context_lens_ptr + row, row < num_rows, 0)
+    num_splits = tl.cdiv(context_len, size)
+    place = index * 0
+    if CAPACITY:
+        stored = tl.where(num_splits > 1, tl.cdiv(context_len, BLOCK_N), 0)
+        place = tl.cumsum(stored, 0) - stored
+        has_room = place + stored <= CAPACITY
+        size = tl.where(has_room, size, tl.maximum(context_len, 1))
+        num_splits = tl.cdiv(context_len, size)
+    first = tl.cumsum(num_splits, 0) - num_splits
+    for split in range(tl.max(num_splits)):
+        item_ptr = items_ptr + (first + split) * ITEM_INTS
+        used = split < num_splits
+        tl.store(item_ptr, row, used)
+        tl.store(item_ptr + 1, split * size, used)
+        tl.store(item_ptr + 2, tl.minimum((split + 1) * size, context_len), used)
+        tl.store(item_ptr + 3, first, used)
+        tl.store(item_ptr + 4, num_splits, used)
+        if CAPACITY:
+            tl.store(item_ptr + 5, place, used)
+            tl.store(item_ptr + 6, context_len, used)
+    for unused in range(tl.sum(num_splits), max_items, ROWS):
+        tl.store(items_ptr + (unused + index) * ITEM_INTS, -1, unused + index < max_items)
+
+
+# factor of a weight times its value's scale, which would be too small for float16; values may still
+# reach 28,000
+WEIGHT_FACTOR = tl.constexpr(1024.0)
+
+
+@triton.jit
+def attend_keys(
+    q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, block_table_ptr, slots, head, begin, end, scale_log2,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Attend q [16, HEAD_DIM] over keys `begin` to `end` of a sequence.
+
+    slots: of the first tile; head: of keys. Returns float32 [16, HEAD_DIM] and the base 2 logarithm
+    of the sum of the weights, [16].
+    """
+    FP8: tl.constexpr = k_scale_ptr is not None
+    stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    k_ptr += head * HEAD_DIM
+    v_ptr += head * HEAD_DIM
+    top = tl.full([16], float("-inf"), tl.float32)
+    total = tl.zeros([16], tl.float32)
+    if FP8:
+        # float16 holds 8 bits and a normed query, and one instruction converts 8 bits to float16
+        q = q.to(tl.float32 if q.dtype == tl.float32 else tl.float16)
+        k_scale_ptr += head * BLOCK_SIZE
+        v_scale_ptr += head * BLOCK_SIZE
+        pairs_ptr = v_ptr.to(tl.pointer_type(tl.int16))
+        pairs = tl.arange(0, HEAD_DIM // 2)
+        acc = tl.zeros([16, HEAD_DIM // 2], tl.float32)
+        upper_acc = tl.zeros([16, HEAD_DIM // 2], tl.float32)
+    else:
+        acc = tl.zeros([16, HEAD_DIM], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        there = start + tl.arange(0, BLOCK_N) < end
+        offsets = slots[:, None] * stride + tl.arange(0, HEAD_DIM)[None, :]
+        k = tl.load(k_ptr + offsets, there[:, None], 0.0)
+        if FP8:
+            places = scale_places(slots, NUM_KV_HEADS, BLOCK_SIZE)
+            pair_offsets = slots[:, None] * (stride // 2) + pairs[None, :]
+            v = tl.load(pairs_ptr + pair_offsets, there[:, None], 0)
+            k_scale = tl.load(k_scale_ptr + places, there, 0.0)
+            v_scale = tl.load(v_scale_ptr + places, there, 0.0)
+        else:
+            v = tl.load(v_ptr + offsets, there[:, None], 0.0)
+        # One tile ahead; otherwise the compiler spends a pipeline stage on the slots.
+        slots = slots_from(block_table_ptr, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        scores = tl.dot(q, tl.trans(widen(k).to(q.dtype)), input_precision="ieee")
+        scores *= (k_scale * scale_log2)[None, :] if FP8 else scale_log2
+        scores = tl.where(there[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(weights, 1)
+        if FP8:
+            lower, upper = halves(v, k.dtype == tl.uint8)
+            lower, upper = lower.to(q.dtype), upper.to(q.dtype)
+            weights = (weights * (v_scale * WEIGHT_FACTOR)[None, :]).to(q.dtype)
+            acc = tl.dot(weights, lower, acc * fade[:, None], input_precision="ieee")
+            upper_acc = tl.dot(weights, upper, upper_acc * fade[:, None], input_precision="ieee")
+        else:
+            acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+        top = new_top
+    if FP8:
+        acc = tl.interleave(acc, upper_acc) * (1 / WEIGHT_FACTOR)
+    return acc / total[:, None], top + tl.log2(total)
+
+
+@triton.jit
+def slots_from(block_table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return slots of the keys from `start`, int64 [BLOCK_N]: block * BLOCK_SIZE + offset."""
+    tokens = start + tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one block
+        block = tl.load(block_table_ptr + start // BLOCK_SIZE, start < end, 0).to(tl.int64)
+        return block * BLOCK_SIZE + start % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+    blocks = tl.load(block_table_ptr + tokens // BLOCK_SIZE, tokens < end, 0).to(tl.int64)
+    return blocks * BLOCK_SIZE + tokens % BLOCK_SIZE
+
 
 MAX_ROWS = 4096
 MAX_GROUP = 16  # query heads per KV head: the rows of one tensor core instruction
 MERGED_FLOATS = 4096  # elements of partial results that are merged in one iteration
 
 
-class DecodeAttention:
+class PagedDecode:
     """Decode attention with its work list and workspace, shared by all layers and CUDA graphs.
+
+    Subclasses allocate the results of rows with several items, cut rows into items, and attend.
 
     Calls must not overlap: `plan` once a step, then the layers of this step in turn.
     """
@@ -67,9 +268,11 @@ class DecodeAttention:
 
     def _allocate(self, max_items: int, device: torch.device | str) -> None:
         """Allocate memory for the results of rows with several items."""
-        empty = partial(torch.empty, dtype=torch.float32, device=device)
-        self._partials = empty(max_items, self._num_heads, self._head_dim)
-        self._lses = empty(max_items, self._num_heads)
+        raise NotImplementedError
+
+    def _splits(self, num_rows: int) -> tuple[int, int, int]:
+        """Return the fewest splits of an item, the keys of a split, and the splits stored."""
+        raise NotImplementedError
 
     def max_items(self, num_rows: int) -> int:
         """Return the maximum number of items of `num_rows` rows of any lengths."""
@@ -96,10 +299,10 @@ class DecodeAttention:
         check_contiguous("context_lens", context_lens)
         self._check_rows(num_rows)
         rows = max(16, triton.next_power_of_2(num_rows))
-        tuning, max_items = self._tuning(num_rows), self.max_items(num_rows)
+        least, keys, capacity = self._splits(num_rows)
         plan_kernel[(1,)](
-            context_lens, self.items, num_rows, max_items, self._target_items(num_rows),
-            triton.cdiv(tuning.min_split, tuning.block_n), tuning.block_n, rows,
+            context_lens, self.items, num_rows, self.max_items(num_rows),
+            self._target_items(num_rows), least, keys, rows, capacity,
             num_warps=8 if rows > 256 else 4, **LAUNCH
         )  # fmt: skip
 
@@ -133,17 +336,7 @@ class DecodeAttention:
     def _attend(
         self, q: Tensor, kv_cache: KVCache, block_tables: Tensor, scale: float, out: Tensor
     ) -> None:
-        num_rows = q.shape[0]
-        tuning = self._tuning(num_rows)
-        _decode_kernel[(self._num_kv_heads, self.max_items(num_rows))](
-            q, as_operand(kv_cache.k), as_operand(kv_cache.v), *(kv_cache.scales or (None, None)),
-            block_tables, self.items, out,
-            self._partials, self._lses, self._arrived,
-            scale * math.log2(math.e), q.stride(0), block_tables.stride(0),
-            self._num_kv_heads, self._group, self._head_dim, self._block_size,
-            tuning.block_n, merged_splits(self._group, self._head_dim),
-            num_warps=tuning.num_warps, num_stages=tuning.num_stages, **LAUNCH
-        )  # fmt: skip
+        raise NotImplementedError
 
     def _check_rows(self, num_rows: int) -> None:
         if not 1 <= num_rows <= self._max_rows:
@@ -156,6 +349,34 @@ class DecodeAttention:
         kv_cache.check(q.dtype, self._block_size, self._num_kv_heads, self._head_dim)
         check_tensor("out", out, tuple(q.shape), q.dtype)
         check_contiguous("out", out)
+
+
+class DecodeAttention(PagedDecode):
+    """Decode attention whose splits depend on the lengths of all rows."""
+
+    def _allocate(self, max_items: int, device: torch.device | str) -> None:
+        empty = partial(torch.empty, dtype=torch.float32, device=device)
+        self._partials = empty(max_items, self._num_heads, self._head_dim)
+        self._lses = empty(max_items, self._num_heads)
+
+    def _splits(self, num_rows: int) -> tuple[int, int, int]:
+        tuning = self._tuning(num_rows)
+        return triton.cdiv(tuning.min_split, tuning.block_n), tuning.block_n, 0
+
+    def _attend(
+        self, q: Tensor, kv_cache: KVCache, block_tables: Tensor, scale: float, out: Tensor
+    ) -> None:
+        num_rows = q.shape[0]
+        tuning = self._tuning(num_rows)
+        _decode_kernel[(self._num_kv_heads, self.max_items(num_rows))](
+            q, as_operand(kv_cache.k), as_operand(kv_cache.v), *(kv_cache.scales or (None, None)),
+            block_tables, self.items, out,
+            self._partials, self._lses, self._arrived,
+            scale * math.log2(math.e), q.stride(0), block_tables.stride(0),
+            self._num_kv_heads, self._group, self._head_dim, self._block_size,
+            tuning.block_n, merged_splits(self._group, self._head_dim),
+            num_warps=tuning.num_warps, num_stages=tuning.num_stages, **LAUNCH
+        )  # fmt: skip
 
 
 def merged_splits(group: int, head_dim: int) -> int:

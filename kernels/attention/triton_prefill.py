@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.attention.triton_fp8_cache import scale_places
+from penstock.kernels.attention.triton_rope import scale_places
 from penstock.kernels.device import Device, this_device
 from penstock.kernels.layouts.forward_batch import SMALL_TILE
 from penstock.kernels.layouts.kv_cache import KVCache
-from penstock.kernels.quantize.triton_e4m3 import as_operand, widen
+from penstock.kernels.triton_elementwise import as_operand, widen
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 MIN_HEAD_DIM = 16

@@ -1,10 +1,12 @@
-"""Times of GPU work in replays of a CUDA graph, without the host's launches."""
+"""Times of GPU work in replays of a CUDA graph, and the choice of the fastest tile sizes."""
 
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from penstock.kernels.linear.tile_sizes import GemmConfig, GemmShape
 
 
 def l2_bytes() -> int:
@@ -43,3 +45,32 @@ def _replay_us(graph: torch.cuda.CUDAGraph, num_replays: int) -> float:
 
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+Configs = dict[GemmShape, GemmConfig | None]
+FINALISTS = 3  # candidates that are measured again, for longer
+ROUNDS = 2
+
+
+def fastest_in_turn(
+    shapes: Sequence[GemmShape],
+    right: Callable[[GemmShape], Sequence[GemmConfig]],
+    us: Callable[[Configs], float],
+) -> tuple[Configs, float, float]:
+    """Tune the products in turn, each among the best so far; None: cuBLAS is faster.
+
+    right: the candidates whose result is right. us: microseconds of all products with these tile
+    sizes. Returns the tile sizes, and the times of cuBLAS alone and of the result.
+    """
+    configs: Configs = dict.fromkeys(shapes)
+    found: dict[GemmShape, Sequence[GemmConfig]] = {}
+    separate = best = us(configs)
+    for shape in [*shapes] * ROUNDS:
+        if shape not in found:
+            found[shape] = right(shape)
+        times = {config: us(configs | {shape: config}) for config in found[shape]}
+        for config in sorted(times, key=lambda config: times[config])[:FINALISTS]:
+            again = min(us(configs | {shape: config}) for _ in range(2))
+            if again < best:
+                best, configs[shape] = again, config
+    return configs, separate, best

@@ -16,24 +16,25 @@ from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.cpu.compiler import Target, host, load
-from penstock.kernels.cpu.integer_pointer import Kind
-from penstock.kernels.cpu.layer_checks import KINDS, check_layer, check_matrix, elements, kind_of
-from penstock.kernels.cpu.llvm_attention import KEYS
-from penstock.kernels.cpu.llvm_barrier import WORDS
-from penstock.kernels.cpu.llvm_decoder import Kinds, build_module
-from penstock.kernels.cpu.llvm_linear import scratch_words
-from penstock.kernels.cpu.shared_memory import SharedMemory
+from penstock.kernels.cpu.llvm_decoder import KEYS, Kinds, build_module
+from penstock.kernels.cpu.llvm_products import Kind, scratch_words
+from penstock.kernels.cpu.shared_memory import WORDS, SharedMemory
 from penstock.kernels.cpu.types import (
+    KINDS,
     MATRICES,
     HeadFields,
     LayerShape,
     LayerWeights,
     Matrix,
     StepFields,
+    check_layer,
+    check_matrix,
+    elements,
+    kind_of,
 )
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
-from penstock.kernels.quantize.integers import Integers
+from penstock.kernels.packed.matrices import Integers
 
 # of work, below which another thread costs more than it computes: it has to wake up
 MIN_NANOSECONDS = 500_000

@@ -3,8 +3,7 @@
 import math
 
 from penstock.kernels.cpu.compiler import Target
-from penstock.kernels.cpu.emitter import Kernel
-from penstock.kernels.cpu.values import FLOAT, INT32, Pointer, Value
+from penstock.kernels.cpu.values import FLOAT, INT32, Kernel, Pointer, Value
 
 LOG2_E = 1.4426950408889634
 # their sum is log(2); the first has few bits, so that its product with an integer is exact

@@ -1,10 +1,118 @@
-"""Memory that the ranks of a group on one machine share, with a barrier at which they meet."""
+"""Memory that the ranks of a group on one machine share, with a barrier at which they meet.
+
+Threads of one process meet at such a barrier, too. A thread that waits reads memory for some
+microseconds. Then it sleeps: on Linux in a futex, until the last one comes; elsewhere it yields its
+core between reads.
+"""
+
+import platform
+import sys
 
 import torch
+from llvmlite import ir
 from torch import Tensor
 
 from penstock.kernels.cpu.compiler import load
-from penstock.kernels.cpu.llvm_barrier import BROKEN, WORDS, build_ranks
+from penstock.kernels.cpu.values import INT32, INT64, POINTER, Kernel, Pointer, Value
+
+# words of a barrier, in cache lines of their own; BROKEN: positive after the loss of a process
+ARRIVED, GENERATION, SLEEPERS, BROKEN = 0, 8, 16, 24
+WORDS = 32
+SPINS = 10_000  # reads before a thread sleeps: about 20 µs
+WAIT, WAKE = 0, 1  # operations of futex(2)
+FUTEX = {"x86_64": 202, "aarch64": 98}  # number of the system call
+
+
+def futex_number() -> int:
+    """Return the number of Linux's futex(2) here, or 0 if it is unknown."""
+    return FUTEX.get(platform.machine(), 0) if sys.platform == "linux" else 0
+
+
+class _System:
+    """System calls from emitted code."""
+
+    def __init__(self, k: Kernel, words: Pointer) -> None:
+        self._builder, self._address = k.builder, (words + GENERATION).raw
+        module = k.builder.module
+        self._number = futex_number()
+        name = "syscall" if self._number else "sched_yield"
+        kind = ir.FunctionType(INT64 if self._number else INT32, [], var_arg=bool(self._number))
+        self._function = module.globals.get(name) or ir.Function(module, kind, name)
+
+    def sleep(self, generation: Value) -> None:
+        """Wait for a wake-up after this generation; may return early."""
+        if self._number:
+            null = ir.Constant(POINTER, None)
+            self._call(INT32(WAIT), generation.truncate().raw, null)
+        else:
+            self._builder.call(self._function, [])
+
+    def wake_all(self) -> None:
+        if self._number:
+            self._call(INT32(WAKE), INT32(2**31 - 1))
+
+    def _call(self, *arguments: object) -> None:
+        number = INT64(self._number)
+        self._builder.call(self._function, [number, self._address, *arguments])
+
+
+def emit_barrier(k: Kernel) -> None:
+    """Wait for `size` threads, or until the barrier is broken. Arguments: its words, size."""
+    words, size = k.arguments
+    with k.when(size > 1):
+        b = k.builder
+        ticket = _add(k, words + ARRIVED, 1)
+        wanted = (ticket // size + 1) * size
+        is_last = (ticket + 1).compare("==", wanted)
+        system = _System(k, words)
+        with k.when(is_last):
+            _next_generation(k, words, system)
+        spins = k.variable(k.integer(0))
+        loop, done = b.append_basic_block(), b.append_basic_block()
+        b.branch(loop)
+        b.position_at_end(loop)
+        generation = _load(k, words + GENERATION)
+        spins.value = spins.value + 1
+        is_done = (_load(k, words + ARRIVED) >= wanted) | (_load(k, words + BROKEN) > 0)
+        with k.when((spins.value > SPINS) & is_done.compare("==", 0)):
+            _add(k, words + SLEEPERS, 1)
+            system.sleep(generation)
+            _add(k, words + SLEEPERS, -1)
+        b.cbranch(is_done.raw, done, loop)
+        b.position_at_end(done)
+    k.end()
+
+
+def build_ranks() -> ir.Module:
+    """Return the functions `meet`, of the words of a barrier and a number of ranks, and `end`."""
+    module = ir.Module("ranks")
+    emit_barrier(Kernel(module, "meet", "i64 int", public=True))
+    emit_end(Kernel(module, "end", "i64", public=True))
+    return module
+
+
+def emit_end(k: Kernel) -> None:
+    """Let all that wait, or will wait, return. Argument: the barrier's words."""
+    (words,) = k.arguments
+    _add(k, words + BROKEN, 1)
+    _next_generation(k, words, _System(k, words))
+    k.end()
+
+
+def _next_generation(k: Kernel, words: Pointer, system: _System) -> None:
+    _add(k, words + GENERATION, 1)
+    with k.when(_load(k, words + SLEEPERS) > 0):
+        system.wake_all()
+
+
+def _add(k: Kernel, place: Pointer, number: int) -> Value:
+    """Return the value before."""
+    return Value(k.builder, k.builder.atomic_rmw("add", place.raw, INT64(number), "seq_cst"))
+
+
+def _load(k: Kernel, place: Pointer) -> Value:
+    return Value(k.builder, k.builder.load_atomic(place.raw, "seq_cst", 8, typ=INT64))
+
 
 HEADER = 8 * WORDS
 # A rank that writes its part of a turn has met the others after they read their parts of the last

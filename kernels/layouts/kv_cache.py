@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
-from penstock.kernels.quantize.quantize import quantize
-from penstock.kernels.quantize.types import FP8
+from penstock.kernels.elementwise import quantize
+from penstock.kernels.matrices import FP8
 
 
 class KVCache(NamedTuple):

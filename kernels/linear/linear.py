@@ -9,21 +9,19 @@ A weight may be `Quantized`. On a CPU, in that kernel, and on GPUs without instr
 is multiplied with the dequantized weight. For cuBLAS, x is quantized too, each row by itself, and
 tensor cores multiply 8 bits.
 
-A weight may be `Packed`, integers of 4 or 8 bits. It is dequantized: in a kernel of
-`penstock.kernels.linear.packed_gemm` for few rows, otherwise before the product.
+A weight may be a `CustomMatrix`, such as packed integers. It brings a kernel for few rows, and is
+dequantized before other products.
 """
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
-from penstock.kernels.determinism import is_deterministic
+from penstock.kernels.back_ends import CHOSEN
 from penstock.kernels.device import this_device
-from penstock.kernels.elementwise.elementwise import rms_norm, silu_and_mul
+from penstock.kernels.elementwise import quantize, rms_norm, silu_and_mul
 from penstock.kernels.linear.batch_invariant import product
-from penstock.kernels.quantize.packed import Packed, check_packed
-from penstock.kernels.quantize.quantize import quantize
-from penstock.kernels.quantize.types import FP8, Matrix, Quantized, Rows, parts, scale_shape
+from penstock.kernels.matrices import FP8, Matrix, Quantized, Rows, parts, scale_shape
 
 MAX_FUSED_ROWS = 64  # rows of a product by one kernel
 
@@ -110,8 +108,8 @@ def norm_separately(
     if x.is_cuda and out_dtype != x.dtype:
         if isinstance(weight, Quantized) and _takes_8_bits(weight):
             return _scaled_logits(x, norm_weight, eps, weight, out)
-        if isinstance(weight, Packed):
-            weight = _dequantized(weight, x.dtype)
+        if not isinstance(weight, Tensor | Quantized):
+            weight = weight.rounded(x.dtype)
         normed = rms_norm(x, norm_weight, eps)
         if isinstance(weight, Quantized):
             return _weight_only_product(normed, weight, out, out_dtype)
@@ -142,8 +140,8 @@ def _takes_8_bits(weight: Matrix) -> bool:
 
 def _check(x: Rows, weight: Matrix) -> None:
     check_tensor("x", parts(x)[0], (-1, -1))
-    if isinstance(weight, Packed):
-        check_packed("weight", weight, (-1, x.shape[1]))
+    if not isinstance(weight, Tensor | Quantized):
+        weight.check("weight", (-1, x.shape[1]))
         return
     values, scale = parts(weight)
     check_tensor("weight", values, (-1, x.shape[1]), FP8 if scale is not None else _dtype(x))
@@ -176,7 +174,6 @@ def _fused(
     """Compute a product in one kernel if that is faster, otherwise returns None."""
     if isinstance(x, Quantized) or not x.is_cuda:
         return None
-    from penstock.kernels.linear import deterministic, packed_gemm
     from penstock.kernels.linear.small_m_gemm import multiply
 
     check_contiguous("x", x)
@@ -186,16 +183,16 @@ def _fused(
         check_contiguous("norm_weight", norm_weight)
     if residual is not None:
         check_contiguous("residual", residual)
-    if isinstance(weight, Packed):
-        return packed_gemm.multiply(kind, x, weight, norm_weight, eps, residual, out)
-    if is_deterministic():
+    if not isinstance(weight, Tensor | Quantized):
+        return weight.multiply(kind, x, norm_weight, eps, residual, out)
+    if deterministic := CHOSEN.deterministic:
         return deterministic.multiply(kind, x, weight, norm_weight, eps, residual, out)
     return multiply(kind, x, weight, norm_weight, eps, residual, out)
 
 
 def _product(x: Rows, weight: Matrix, out: Tensor | None = None) -> Tensor:
-    if isinstance(weight, Packed):
-        weight = _dequantized(weight, _dtype(x))
+    if not isinstance(weight, Tensor | Quantized):
+        weight = weight.rounded(_dtype(x))
     if isinstance(weight, Quantized) and x.is_cuda:
         if isinstance(x, Tensor) and not _takes_8_bits(weight):
             return _weight_only_product(x, weight, out)
@@ -211,17 +208,9 @@ def _product(x: Rows, weight: Matrix, out: Tensor | None = None) -> Tensor:
 def _weight_only_product(
     x: Tensor, weight: Quantized, out: Tensor | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    from penstock.kernels.linear.triton_weight_only import weight_only_product
+    from penstock.kernels.linear.triton_fp8_gemm import weight_only_product
 
     return weight_only_product(x, weight, out, dtype)
-
-
-def _dequantized(weight: Packed, dtype: torch.dtype) -> Tensor:
-    if not weight.is_cuda:
-        return weight.dequantized().to(dtype)
-    from penstock.kernels.linear import packed_gemm
-
-    return packed_gemm.dequantized(weight, dtype)
 
 
 def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tensor:
@@ -231,7 +220,7 @@ def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tens
     bfloat16, from which float16 is converted.
     """
     if weight.in_blocks:
-        from penstock.kernels.linear.triton_block_scales import block_product
+        from penstock.kernels.linear.triton_fp8_gemm import block_product
 
         return block_product(x, weight, out)
     converts = x.dtype == torch.float16

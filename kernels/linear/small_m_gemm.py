@@ -12,16 +12,22 @@ import triton
 from torch import Tensor
 
 from penstock.kernels.device import Device, this_device
-from penstock.kernels.elementwise.triton_elementwise import rms_norm
-from penstock.kernels.linear.gemm_candidates import GemmShape
-from penstock.kernels.linear.gemm_config import MAX_PARTIALS, MAX_ROWS, GemmConfig, row_block
-from penstock.kernels.linear.gemm_cost import cheapest
-from penstock.kernels.linear.triton_epilogue import MAX_SPLIT_K
-from penstock.kernels.linear.triton_gemv import gemv_kernel
-from penstock.kernels.linear.triton_small_m_gemm import small_m_gemm_kernel
+from penstock.kernels.linear.tile_sizes import (
+    MAX_PARTIALS,
+    MAX_ROWS,
+    GemmConfig,
+    GemmShape,
+    cheapest,
+    row_block,
+)
+from penstock.kernels.linear.triton_small_m_gemm import (
+    MAX_SPLIT_K,
+    gemv_kernel,
+    small_m_gemm_kernel,
+)
 from penstock.kernels.linear.tuning_tables import tuning_tables
-from penstock.kernels.quantize.triton_e4m3 import as_operand
-from penstock.kernels.quantize.types import Quantized, Rows, parts
+from penstock.kernels.matrices import Quantized, Rows, parts
+from penstock.kernels.triton_elementwise import as_operand, rms_norm
 from penstock.kernels.triton_pdl import LAUNCH
 
 MAX_TILES = 8192  # tiles of a product with split-K

@@ -6,7 +6,7 @@ last program to arrive adds the partial sums, as in Stream-K (Osama et al. 2023,
 https://arxiv.org/abs/2301.03598). A norm needs no kernel of its own:
 `rms_norm(x) @ w.T = (x * norm_weight) @ w.T / rms(x)`, and the root mean square is known after the
 inner dimension has been read. With several rows every program needs all squares, which may take
-longer than a separate kernel.
+longer than a separate kernel. One row of x is multiplied without tensor cores.
 
 Weights of 8 bits are converted to x's type in registers. The sums of a column are then multiplied
 by its scale, or the weights by the scales of their blocks before the product.
@@ -15,16 +15,106 @@ by its scale, or the weights by the scales of their blocks before the product.
 import triton
 import triton.language as tl
 
-from penstock.kernels.linear.triton_block_scales import scaled_tile
-from penstock.kernels.linear.triton_epilogue import (
-    load_residual,
-    load_scales,
-    merge,
-    norm_factor,
-    store_result,
-)
-from penstock.kernels.quantize.triton_e4m3 import widen
+from penstock.kernels.matrices import BLOCK
+from penstock.kernels.triton_elementwise import widen
 from penstock.kernels.triton_pdl import launch_dependents, prefetch_rows, wait
+
+MAX_SPLIT_K = tl.constexpr(8)
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def scaled_tile(
+    tile, scale, rows, first, stride, K, BK: tl.constexpr, SLICES: tl.constexpr
+):  # fmt: skip
+    """Return the tile [BN, BK] or [SLICES, BN, BK] of a weight [.., K] in float32.
+
+    scale: of its blocks. rows: [BN], of the weight. first: the tile's first column, a multiple of
+    BK, a power of two. stride: from a slice to the next, a multiple of BK.
+    """
+    COLUMNS = tl.cdiv(K, _BLOCK)
+    NUM: tl.constexpr = BK // _BLOCK if BK > _BLOCK else 1
+    BN: tl.constexpr = rows.shape[0]
+    begin = first + tl.arange(0, SLICES)[:, None, None] * stride
+    column = begin // _BLOCK + tl.arange(0, NUM)[None, None, :]
+    at = (rows // _BLOCK)[None, :, None] * COLUMNS + tl.minimum(column, COLUMNS - 1)
+    factors = tl.load(scale + at)  # [SLICES, BN, NUM]
+    wide = tl.reshape(tile.to(tl.float32), (SLICES, BN, NUM, BK // NUM))
+    return tl.reshape(wide * factors[:, :, :, None], tile.shape)
+
+
+@triton.jit
+def load_residual(residual, at, exists, ADD: tl.constexpr):
+    """Return the residual in float32, or 0 without ADD."""
+    return tl.load(residual + at, exists, 0.0).to(tl.float32) if ADD else 0.0
+
+
+@triton.jit
+def norm_factor(squares, K, eps, NORM: tl.constexpr):
+    """Return the norm's factor of a row from the sum of its squares, 1 without NORM."""
+    return tl.rsqrt(squares / K + eps) if NORM else 1.0
+
+
+@triton.jit
+def load_scales(scale, column, N, SWIGLU: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the scales of the columns of gate (or the only product) and of up."""
+    if scale is None or BLOCKS:
+        return 1.0, 1.0
+    else:
+        gate = tl.load(scale + column, column < N, 0.0)
+        return gate, tl.load(scale + N + column, column < N, 0.0) if SWIGLU else gate
+
+
+@triton.jit
+def store_result(
+    acc, acc_up, norm, scale, up_scale, more, out, at, exists, SWIGLU: tl.constexpr
+):  # fmt: skip
+    """Store `more + act(norm * scale * acc)`; SWIGLU: acc is the gate's sums, acc_up up's."""
+    acc = acc * norm * scale
+    if SWIGLU:
+        acc = acc / (1 + tl.exp(-acc)) * (acc_up * norm * up_scale)
+    acc += more
+    tl.store(out + at, acc.to(out.dtype.element_ty), exists)
+
+
+@triton.jit
+def _total(partials, at, exists, size):
+    """Return the sum over all splits, in their order: always the same bits."""
+    total = tl.load(partials + at, exists, 0.0, cache_modifier=".cg")
+    for split in tl.static_range(1, MAX_SPLIT_K):  # unrolled: all loads are in flight at once
+        place = split * size + at
+        there = exists & (place < tl.num_programs(1) * size)
+        total += tl.load(partials + place, there, 0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def merge(
+    acc, acc_up, squares, scale, up_scale, partials, counters, residual, out,
+    at, row, exists, size, num_rows, K, eps,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Add the sums of all splits, in the last program of a tile."""
+    split = tl.program_id(1)
+    ups = partials + tl.num_programs(1) * size
+    row_squares = ups + tl.num_programs(1) * size if SWIGLU else ups
+    tl.store(partials + split * size + at, acc, exists)
+    if SWIGLU:
+        tl.store(ups + split * size + at, acc_up, exists)
+    if NORM:  # the tiles of other columns write the same bits to the same place
+        tl.store(row_squares + split * num_rows + row, squares, row < num_rows)
+    tl.debug_barrier()  # all threads' stores come before the one thread's release
+    counter = counters + tl.program_id(0)
+    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
+        more = load_residual(residual, at, exists, ADD)
+        acc = _total(partials, at, exists, size)
+        if SWIGLU:
+            acc_up = _total(ups, at, exists, size)
+        if NORM:
+            squares = _total(row_squares, row, row < num_rows, num_rows)
+        norm = norm_factor(squares, K, eps, NORM)
+        store_result(acc, acc_up, norm, scale, up_scale, more, out, at, exists, SWIGLU)
+        tl.store(counter, 0)
 
 
 @triton.jit
@@ -243,3 +333,86 @@ def small_m_gemm_kernel(
         more = load_residual(residual, at, exists, ADD)
         norm = norm_factor(squares, K, eps, NORM)
         store_result(acc, acc_up, norm, gate_scale, up_scale, more, out, at, exists, SWIGLU)
+
+
+@triton.jit
+def _row(x, norm_weight, k, inside, NORM: tl.constexpr, EVEN: tl.constexpr):
+    row = load(x + k, inside, EVEN).to(tl.float32)
+    squares = row * row
+    if NORM:
+        row *= load(norm_weight + k, inside, EVEN).to(tl.float32)
+    return row, squares
+
+
+@triton.jit
+def _row_products(
+    x, norm_weight, weight, scale, rows, N, K,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Return unreduced sums of gate (or the only product) and up [BN, BK], of x's squares [BK]."""
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BN, BK), tl.float32)
+    acc_up = acc
+    squares = tl.zeros((BK,), tl.float32)
+    for first in tl.range(0, K, BK, num_stages=STAGES):
+        inside = first + k < K
+        row, more = _row(x, norm_weight, first + k, inside, NORM, EVEN)
+        squares += more
+        at = weight + rows[:, None] * K + (first + k)[None, :]
+        tile = weight_tile(at, inside[None, :], scale, rows, first, K, EVEN, BLOCKS, BK, 1)
+        acc += tile.to(tl.float32) * row[None, :]
+        if SWIGLU:
+            at = weight + (rows + N)[:, None] * K + (first + k)[None, :]
+            up = weight_tile(at, inside[None, :], scale, rows + N, first, K, EVEN, BLOCKS, BK, 1)
+            acc_up += up.to(tl.float32) * row[None, :]
+    return acc, acc_up, squares
+
+
+@triton.jit
+def gemv_kernel(
+    x, norm_weight, weight, scale, residual, out, N, K, eps,
+    NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
+    PREFETCH: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Compute BN columns of out in each program.
+
+    WHOLE: BK >= K, and all loads are in flight, those of the weights before previous kernels end.
+    """
+    launch_dependents()
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.minimum(column, N - 1).to(tl.int64)
+    gate_scale, up_scale = load_scales(scale, column, N, SWIGLU, BLOCKS)
+    if WHOLE:
+        k = tl.arange(0, BK)
+        inside = k < K
+        at = weight + rows[:, None] * K + k[None, :]
+        tile = weight_tile(at, inside[None, :], scale, rows, 0, K, EVEN, BLOCKS, BK, 1)
+        up = tile
+        if SWIGLU:
+            at = weight + (rows + N)[:, None] * K + k[None, :]
+            up = weight_tile(at, inside[None, :], scale, rows + N, 0, K, EVEN, BLOCKS, BK, 1)
+        factor = 1.0
+        if NORM:
+            factor = load(norm_weight + k, inside, EVEN).to(tl.float32)
+        wait()
+        row = load(x + k, inside, EVEN).to(tl.float32)
+        more = load_residual(residual, column, column < N, ADD)
+        squares = row * row
+        row *= factor
+        acc, acc_up = tile.to(tl.float32) * row[None, :], up.to(tl.float32) * row[None, :]
+    else:
+        if PREFETCH:
+            prefetch_rows(weight, rows, 0, K, K, PREFETCH)
+            if SWIGLU:
+                prefetch_rows(weight, rows + N, 0, K, K, PREFETCH)
+        wait()
+        more = load_residual(residual, column, column < N, ADD)
+        acc, acc_up, squares = _row_products(
+            x, norm_weight, weight, scale, rows, N, K, NORM, SWIGLU, BN, BK, STAGES, EVEN, BLOCKS
+        )
+    acc, acc_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
+    norm = norm_factor(tl.sum(squares, 0), K, eps, NORM)
+    at, exists = column, column < N
+    store_result(acc, acc_up, norm, gate_scale, up_scale, more, out, at, exists, SWIGLU)

@@ -17,7 +17,7 @@ import triton
 from msgspec import Struct
 
 from penstock.kernels.device import Device
-from penstock.kernels.linear.gemm_config import GemmConfig, Table
+from penstock.kernels.linear.tile_sizes import GemmConfig, Table
 
 log = logging.getLogger(__name__)
 VERSION = 1  # of the file's format
@@ -25,13 +25,9 @@ KINDS = ("add", "norm", "swiglu", "logits")
 FOLDER = Path(__file__).with_name("tuning")
 MEASURED = FOLDER / "NVIDIA-H200.json"
 SOURCES = (
-    "gemm_config.py",
     "small_m_gemm.py",
-    "triton_block_scales.py",
-    "triton_epilogue.py",
-    "triton_gemv.py",
     "triton_small_m_gemm.py",
-    "../quantize/triton_e4m3.py",
+    "../triton_elementwise.py",
     "../triton_pdl.py",
 )
 Tables = dict[str, Table]  # of weights in "bfloat16" and "fp8"
@@ -49,12 +45,11 @@ class Origin(Struct, frozen=True, kw_only=True):
     kernels: str  # digest of the kernels' source
 
 
-class _Header(Struct):
+class _TuningFile(Struct):
+    """A file in the cache; its tables are read where its origin holds."""
+
     origin: Origin
-
-
-class _TuningFile(_Header):
-    tables: dict[str, dict[str, GemmConfig | None]]
+    tables: msgspec.Raw
 
 
 def origin_of(device: Device) -> Origin:
@@ -86,12 +81,12 @@ def cached_table(gpu: str) -> Path:
 
 def decode(data: bytes, wanted: Origin) -> Tables:
     """Return the tables of a file in the cache. Raises ValueError if they don't hold."""
-    found = msgspec.json.decode(data, type=_Header).origin
+    found = msgspec.json.decode(data, type=_TuningFile)
     for field in wanted.__struct_fields__:
-        if getattr(found, field) != getattr(wanted, field):
-            got, expected = getattr(found, field), getattr(wanted, field)
+        got, expected = getattr(found.origin, field), getattr(wanted, field)
+        if got != expected:
             raise ValueError(f"{field}: got {got!r}, expected {expected!r}")
-    return _parse(msgspec.json.decode(data, type=_TuningFile).tables)
+    return _parse(msgspec.json.decode(found.tables, type=dict[str, dict[str, GemmConfig | None]]))
 
 
 def encode(tables: Tables, origin: Origin | None = None) -> bytes:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
-from penstock.kernels.cpu.compiled_step import compiled_step
+from penstock.kernels.back_ends import CHOSEN
 from penstock.kernels.layouts.sampling import SamplingTensors
 from penstock.kernels.sampling import reference
 
@@ -41,7 +41,7 @@ def sample(
         check_tensor("out", out, slots.shape, torch.int64)
         check_contiguous("out", out)
     if not logits.is_cuda:
-        tokens = (compiled_step() or reference).sample(logits, slots, positions, by_slot)
+        tokens = (CHOSEN.compiled_step or reference).sample(logits, slots, positions, by_slot)
         return tokens if out is None else out.copy_(torch.where(slots < 0, out, tokens))
     from penstock.kernels.sampling import triton_sampling
 

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.collectives.triton_shards import Shards, shift
 from penstock.kernels.layouts.sampling import SamplingTensors
 from penstock.kernels.sampling.triton_gumbel import LOG2_E, QUARTER, RUN, best, noise, weight, words
 from penstock.kernels.sampling.triton_top_k_top_p import GROUP, GROUPS_PER_RUN, draw, list_groups
+from penstock.kernels.triton_collectives import Shards, shift
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.kernels.collectives.triton_shards import Shards, distances_to
 from penstock.kernels.layouts.sampling import SamplingTensors, shard_size
 from penstock.kernels.sampling.triton_gumbel import RUN
 from penstock.kernels.sampling.triton_sampling import Runs, finish_rows, scan_runs
 from penstock.kernels.sampling.triton_top_k_top_p import GROUPS_PER_RUN
+from penstock.kernels.triton_collectives import Shards, distances_to
 
 
 def buffer_size(max_rows: int, vocab_size: int, num_ranks: int) -> int:

@@ -12,8 +12,8 @@ is the winner among the tokens that `penstock.kernels.sampling.reference.keep_to
 import triton
 import triton.language as tl
 
-from penstock.kernels.collectives.triton_shards import shift
 from penstock.kernels.sampling.triton_gumbel import RUN, best, noise_of, weight
+from penstock.kernels.triton_collectives import shift
 
 GROUP = tl.constexpr(32)
 GROUPS_PER_RUN = tl.constexpr(RUN.value // GROUP.value)

@@ -18,7 +18,7 @@ parameters stay on the device, by slot. The record:
 from torch import Tensor, int32
 
 from penstock.kernels.argument_checks import check_tensor
-from penstock.kernels.cpu.compiled_step import compiled_step
+from penstock.kernels.back_ends import CHOSEN
 from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.layouts.step import Slots, StepBuffers
 from penstock.kernels.step import reference
@@ -44,7 +44,7 @@ def apply_plan(
 
         triton_apply_plan.apply_plan(record, slots, buffers, shape, block_size)
         return
-    if compiled := compiled_step():
+    if compiled := CHOSEN.compiled_step:
         compiled.apply_plan(record, slots, buffers, shape, block_size)
     else:
         reference.apply_changes(record, slots)

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from penstock.kernels.quantize.quantize import quantize_blocks
+from penstock.kernels.elementwise import quantize_blocks
 from penstock.models.weights import SCALES
 from penstock.protocol.checkpoint import (
     ARCHITECTURE,

@@ -7,11 +7,11 @@ import os
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.compiled_step import compiled_step
-from penstock.kernels.determinism import is_deterministic
+from penstock.kernels.back_ends import is_deterministic
+from penstock.kernels.extras import INSTALL, use_compiled_step
 from penstock.kernels.linear.linear import linear, linear_add, norm_linear, norm_swiglu
-from penstock.kernels.moe.moe import norm_moe
-from penstock.kernels.quantize.types import Rows, parts
+from penstock.kernels.matrices import Rows, parts
+from penstock.kernels.moe import norm_moe
 from penstock.models.allocation import dequantize
 from penstock.models.moe import MoE
 from penstock.models.parallel import ColumnParallelLinear, ParallelLMHead, RowParallelLinear
@@ -136,7 +136,7 @@ def narrow_weights(model: Qwen3) -> None:
 
 def compile_layers(config: Config, model_config: ModelConfig, model: Qwen3) -> None:
     """Use compiled code if this machine and the model allow it, and layers of it if wanted."""
-    compiled_step()
+    use_compiled_step()
     bits = INTEGER_BITS.get(config.quantization)
     if not may_compile(config):
         return
@@ -148,9 +148,10 @@ def compile_layers(config: Config, model_config: ModelConfig, model: Qwen3) -> N
         model.compiled = CompiledDecoder(model, model_config, bits or 16, head)
         log.info("layers are compiled, attention too")
     except (ImportError, OSError, RuntimeError, ValueError) as error:
+        reason = f"{error}; {INSTALL}" if isinstance(error, ImportError) else str(error)
         if bits:
-            raise ModelError(f"--quantization {config.quantization}: {error}") from error
-        log.warning("layers run in torch, not compiled: %s", error)
+            raise ModelError(f"--quantization {config.quantization}: {reason}") from error
+        log.warning("layers run in torch, not compiled: %s", reason)
         dequantize(model)
 
 

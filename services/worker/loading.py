@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.kernels.attention.backends import choose_attention
-from penstock.kernels.attention.reference import AttentionBackend
-from penstock.kernels.determinism import use_deterministic_kernels
-from penstock.kernels.quantize.types import FP8
+from penstock.kernels.attention.backends import AttentionBackend, choose_attention
+from penstock.kernels.extras import use_deterministic_kernels, use_rank_memory
+from penstock.kernels.matrices import FP8
 from penstock.models.allocation import with_integers
 from penstock.models.checkpoint_tensors import with_own_head
 from penstock.models.qwen3 import Qwen3
@@ -85,6 +84,8 @@ def load(
     device = choose_device(config.device, index, config.tp, config.dp)
     check_capability(device)
     use_deterministic_kernels(config.deterministic and device.type == "cuda")
+    if device.type == "cpu":
+        use_rank_memory()
     torch.set_num_threads(config.num_threads or threads_of_worker(config.tp * config.dp))
     model_config = read_model_config(config.model_folder, config.quantization)
     model_config = with_own_head(model_config, config.model_folder)

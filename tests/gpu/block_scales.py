@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.bench.timing import graph_us, l2_bytes
-from penstock.kernels.linear.gemm_candidates import PUBLISHED, SIZES, shapes
+from penstock.kernels.elementwise import quantize, quantize_blocks
 from penstock.kernels.linear.small_m_gemm import MAX_ROWS, choose, empty_product, launch
-from penstock.kernels.linear.triton_block_scales import block_product
-from penstock.kernels.quantize.quantize import quantize, quantize_blocks
-from penstock.kernels.quantize.types import BLOCK, Matrix, Quantized
+from penstock.kernels.linear.tile_sizes import PUBLISHED, SIZES, shapes
+from penstock.kernels.linear.triton_fp8_gemm import block_product
+from penstock.kernels.matrices import BLOCK, Matrix, Quantized
 
 ROWS = (1, 16, 64, 256, 2048)
 Way = Callable[[Tensor, Quantized, Quantized], object]

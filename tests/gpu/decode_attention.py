@@ -19,8 +19,8 @@ from torch import Tensor
 
 from penstock.kernels.attention.triton_decode import DecodeAttention
 from penstock.kernels.bench.timing import graph_us, l2_bytes
+from penstock.kernels.elementwise import quantize
 from penstock.kernels.layouts.kv_cache import KVCache
-from penstock.kernels.quantize.quantize import quantize
 
 HEAD_DIM = 128
 FLASH_BLOCK_SIZE = 256

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.bench.timing import graph_us
-from penstock.kernels.moe.moe import norm_moe
-from penstock.kernels.moe.triton_moe import (
+from penstock.kernels.matrices import FP8, Quantized, Rows, parts
+from penstock.kernels.moe import norm_moe
+from penstock.kernels.triton_moe import (
     MoeTuning,
     Routing,
     choose_tuning,
@@ -26,7 +27,6 @@ from penstock.kernels.moe.triton_moe import (
     router_logits,
     sort_by_expert,
 )
-from penstock.kernels.quantize.types import FP8, Quantized, Rows, parts
 
 SIZES = {"30B": (2048, 768), "235B": (4096, 1536)}
 """hidden size, size of an expert in the published Qwen3 with 128 experts"""

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.kernels.determinism import use_deterministic_kernels
+from penstock.kernels import triton_elementwise
 from penstock.kernels.device import Device
+from penstock.kernels.extras import use_deterministic_kernels
 from penstock.kernels.layouts.kv_cache import KVCache
-from penstock.kernels.quantize import triton_e4m3
-from penstock.kernels.quantize.types import FP8
+from penstock.kernels.matrices import FP8
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,7 +49,7 @@ def e4m3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Return how kernels convert e4m3; by integers: as on GPUs without instructions for it."""
     if request.param == "by integers":
         ampere = Device((8, 0), 163 << 10, 108)
-        monkeypatch.setattr(triton_e4m3, "this_device", lambda: ampere)
+        monkeypatch.setattr(triton_elementwise, "this_device", lambda: ampere)
     return str(request.param)
 
 

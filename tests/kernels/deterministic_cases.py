@@ -12,9 +12,12 @@ SMALL = (("norm", 4096, 1024), ("add", 1024, 2048), ("swiglu", 6144, 1024), ("ad
 
 def deterministic(is_fp8: bool) -> None:
     """Launch products and attention whose bits do not depend on other rows."""
-    from penstock.kernels.attention.fixed_splits import FixedSplitDecode, fixed_split_prefill
+    from penstock.kernels.deterministic.triton_attention import (
+        FixedSplitDecode,
+        fixed_split_prefill,
+    )
+    from penstock.kernels.deterministic.triton_linear import multiply
     from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
-    from penstock.kernels.linear.deterministic import multiply
 
     rows = 1, 16, 64, 200, 4096
     for (kind, num_weights, inner), number in product((*SMALL, *cases.PRODUCTS), rows):

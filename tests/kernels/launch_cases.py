@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.quantize.packed import Packed
-from penstock.kernels.quantize.types import FP8, Quantized
+from penstock.kernels.matrices import FP8, Quantized
+from penstock.kernels.packed.matrices import Packed
 
 HEAD_DIM = 128
 HIDDEN = 5120
@@ -84,8 +84,8 @@ def _all(is_fp8: bool) -> None:
 
 def _packed(bits: int, group: int, rows: int) -> None:
     """Multiply with packed integers, dense and in experts."""
-    from penstock.kernels.linear.packed_gemm import dequantized, multiply
-    from penstock.kernels.moe.triton_moe import experts
+    from penstock.kernels.packed.triton_packed import dequantized, multiply
+    from penstock.kernels.triton_moe import experts
 
     def weight(*shape: int, order: bool = False) -> Packed:
         *others, num_rows, columns = shape
@@ -167,7 +167,7 @@ def weight_of(is_fp8: bool, *shape: int) -> Tensor | Quantized:
 
 
 def _experts(tokens: int, is_fp8: bool) -> None:
-    from penstock.kernels.moe.triton_moe import experts, router_logits
+    from penstock.kernels.triton_moe import experts, router_logits
 
     x, size = numbers(tokens, 2048), 768
     gate_up = weight_of(is_fp8, EXPERTS, 2 * size, 2048)
@@ -180,8 +180,7 @@ def _experts(tokens: int, is_fp8: bool) -> None:
 def _many_rows(rows: int) -> None:
     """Multiply by weights of 8 bits on tensor cores for 8 bits, otherwise widened to 16."""
     from penstock.kernels.device import this_device
-    from penstock.kernels.linear.triton_block_scales import block_product
-    from penstock.kernels.linear.triton_weight_only import weight_only_product
+    from penstock.kernels.linear.triton_fp8_gemm import block_product, weight_only_product
 
     weight = weight_of(True, 2560, HIDDEN)
     assert isinstance(weight, Quantized)
@@ -214,16 +213,15 @@ def _products(is_fp8: bool, some: list[tuple[str, int, int, int]] | None = None)
 
 def _elementwise() -> None:
     """Launch the kernels of activations that have one size of tile."""
-    from penstock.kernels.collectives.triton_all_reduce import PushAllReduce, inbox_size
-    from penstock.kernels.elementwise import triton_elementwise
-    from penstock.kernels.quantize import triton_quantize
+    from penstock.kernels import triton_elementwise
+    from penstock.kernels.triton_collectives import PushAllReduce, inbox_size
 
     x = numbers(64, HIDDEN)
     triton_elementwise.rms_norm(x, numbers(HIDDEN), 1e-6)
     triton_elementwise.silu_and_mul(x)
     triton_elementwise.embedding(longs(64), numbers(VOCABULARY, HIDDEN))
-    triton_quantize.quantize(x, numbers(HIDDEN), 1e-6, False)
-    triton_quantize.quantize(numbers(64, 2 * 25600), None, 0.0, True)
+    triton_elementwise.quantize(x, numbers(HIDDEN), 1e-6, False)
+    triton_elementwise.quantize(numbers(64, 2 * 25600), None, 0.0, True)
     inbox = ints(inbox_size(1 << 20, 2))
     PushAllReduce(inbox, [0, 1 << 24], 0, 1 << 20)(x, x)
 

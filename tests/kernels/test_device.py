@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from penstock.kernels.attention import triton_decode_items, triton_prefill
-from penstock.kernels.attention.triton_decode_items import (
+from penstock.kernels.attention import triton_decode, triton_prefill
+from penstock.kernels.attention.triton_decode import (
     DecodeTuning,
     decode_shared_bytes,
 )
 from penstock.kernels.attention.triton_prefill import PrefillTuning, prefill_shared_bytes
 from penstock.kernels.device import SIMULATED_GPU, Device, simulated, this_device
-from penstock.kernels.linear.gemm_candidates import GemmShape, candidates
-from penstock.kernels.linear.packed_gemm import PackedTile, packed_shared_bytes
 from penstock.kernels.linear.small_m_gemm import GemmConfig, choose
-from penstock.kernels.linear.triton_block_scales import tile_of, tile_shared_bytes
+from penstock.kernels.linear.tile_sizes import GemmShape, candidates
+from penstock.kernels.linear.triton_fp8_gemm import tile_of, tile_shared_bytes
 from penstock.kernels.linear.tuning_tables import packaged_tables
-from penstock.kernels.moe.triton_moe import (
+from penstock.kernels.packed.triton_packed import PackedTile, packed_shared_bytes
+from penstock.kernels.triton_moe import (
     FP8_TUNINGS,
     NARROW,
     TUNINGS,
@@ -61,7 +61,7 @@ ELSEWHERE = {True: {"_weight_only_kernel"}, False: {"_block_product"}}
 def test_decode_attention_on_an_h200(
     rows: int, group: int, is_fp8: bool, tuning: tuple[int, ...]
 ) -> None:
-    chosen = triton_decode_items.default_tuning(rows, group, is_fp8=is_fp8, device=H200)
+    chosen = triton_decode.default_tuning(rows, group, is_fp8=is_fp8, device=H200)
     assert chosen == tuning
 
 
@@ -112,9 +112,7 @@ def test_experts_on_an_h200() -> None:
 def test_every_choice_fits(device: Device, is_fp8: bool) -> None:
     for head_dim in (16, 64, 128, 256):
         for rows in range(1, 300, 7):
-            tuning = triton_decode_items.default_tuning(
-                rows, 4, head_dim, is_fp8=is_fp8, device=device
-            )
+            tuning = triton_decode.default_tuning(rows, 4, head_dim, is_fp8=is_fp8, device=device)
             assert decode_shared_bytes(tuning, head_dim, is_fp8=is_fp8) <= device.shared_bytes
         for sizes in ((64, 16), (128, 16), (128, 128)):
             prefill = triton_prefill.default_tuning(*sizes, head_dim, is_fp8=is_fp8, device=device)

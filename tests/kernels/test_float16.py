@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from penstock.kernels.elementwise.elementwise import rms_norm, silu_and_mul
+from penstock.kernels.elementwise import quantize, rms_norm, silu_and_mul
 from penstock.kernels.linear import linear, small_m_gemm
-from penstock.kernels.linear.gemm_config import GemmConfig
 from penstock.kernels.linear.small_m_gemm import multiply
-from penstock.kernels.moe.triton_moe import experts
-from penstock.kernels.quantize.quantize import quantize
-from penstock.kernels.quantize.types import Quantized
+from penstock.kernels.linear.tile_sizes import GemmConfig
+from penstock.kernels.matrices import Quantized
+from penstock.kernels.triton_moe import experts
 from tests.kernels.attention.test_triton_decode import (
     LENGTHS,
     MANY_SPLITS,

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.reference import AttentionBackend
-from penstock.kernels.cpu.llvm_attention import KEYS
+from penstock.kernels.attention.backends import TorchAttention
+from penstock.kernels.cpu.llvm_decoder import KEYS
 from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.models.allocation import with_integers
@@ -34,7 +34,7 @@ def load_model(
     keeps_integers: as on a CPU by default.
     """
     config = with_own_head(read_model_config(folder, quantization), folder)
-    attention = AttentionBackend(16, config.head_dim**-0.5)
+    attention = TorchAttention(16, config.head_dim**-0.5)
     num_positions = config.max_position_embeddings
     choices = expert_parallel, quantize_lm_head
     with with_integers() if keeps_integers else contextlib.nullcontext():

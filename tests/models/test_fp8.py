@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.kernels.quantize.quantize import quantize, quantize_blocks
-from penstock.kernels.quantize.types import BLOCK, FP8, Quantized
+from penstock.kernels.elementwise import quantize, quantize_blocks
+from penstock.kernels.matrices import BLOCK, FP8, Quantized
 from penstock.models.parallel import Layer
 from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.quantize.integers import Integers, quantize
+from penstock.kernels.packed.matrices import Integers, quantize
 from penstock.models.compiled import CompiledDecoder
 from penstock.models.parallel import Layer
 from penstock.models.qwen3 import Qwen3

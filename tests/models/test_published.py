@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from penstock.kernels.quantize.integers import Integers
-from penstock.kernels.quantize.quantize import quantize_blocks
+from penstock.kernels.elementwise import quantize_blocks
+from penstock.kernels.packed.matrices import Integers
 from penstock.models.checkpoint_tensors import SINGLE_FILE
 from penstock.models.weights import SCALES
 from penstock.protocol.checkpoint import ModelError, read_model_config

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.kernels.quantize.integers import Integers
-from penstock.kernels.quantize.packed import Packed
-from penstock.kernels.quantize.types import Quantized
+from penstock.kernels.matrices import Quantized
+from penstock.kernels.packed.matrices import Integers, Packed
 from penstock.models import allocation
 from penstock.models.checkpoint_tensors import SINGLE_FILE
 from penstock.models.parallel import Layer

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.kernels.device import this_device
 from penstock.kernels.layouts.kv_cache import KVCache
-from penstock.kernels.quantize.types import FP8
+from penstock.kernels.matrices import FP8
 from penstock.protocol.checkpoint import ModelConfig, ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack

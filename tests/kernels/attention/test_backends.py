@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from penstock.kernels.attention.backends import choose_attention
-from penstock.kernels.attention.reference import AttentionBackend
-from penstock.kernels.determinism import use_deterministic_kernels
+from penstock.kernels.attention.backends import (
+    AttentionBackend,
+    TorchAttention,
+    choose_attention,
+)
+from penstock.kernels.extras import use_deterministic_kernels
 
 CPU = torch.device("cpu")
 SIZES = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "max_rows": 4}
@@ -18,7 +21,7 @@ def choose(name: str, block_size: int = 0, device: torch.device = CPU) -> Attent
 @pytest.mark.parametrize("name", ["auto", "torch"])
 def test_a_cpu_has_the_reference(name: str) -> None:
     attention = choose(name)
-    assert type(attention) is AttentionBackend
+    assert type(attention) is TorchAttention
     assert (attention.name, attention.block_size, attention.scale) == ("torch", 16, 0.125)
     assert not attention.can_be_captured
     assert choose(name, 48).block_size == 48

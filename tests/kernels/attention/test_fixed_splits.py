@@ -9,7 +9,7 @@ from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from tests.kernels.conftest import in_8_bits, numbers_of, on, on_gpu
 
-fixed = pytest.importorskip("penstock.kernels.attention.fixed_splits")
+fixed = pytest.importorskip("penstock.kernels.deterministic.triton_attention")
 LENGTHS = [90, 1, 17, 33, 50]
 """of a sequence whose rows are compared, and of the others"""
 HEADS = 4, 2, 32

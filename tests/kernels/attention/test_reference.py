@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.reference import attend
 from penstock.kernels.layouts.kv_cache import KVCache
-from penstock.kernels.quantize.types import FP8
+from penstock.kernels.matrices import FP8
 from tests.search import diagonal
 
 HEADS = [(4, 4), (8, 4), (8, 2), (8, 1)]

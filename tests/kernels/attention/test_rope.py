@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.rope import qk_norm_rope_store
-from penstock.kernels.elementwise.elementwise import rms_norm
+from penstock.kernels.elementwise import rms_norm
 from penstock.kernels.layouts.kv_cache import KVCache
-from penstock.kernels.quantize.types import FP8
+from penstock.kernels.matrices import FP8
 from penstock.models.rope_table import rope_table
 
 EPS = 1e-6

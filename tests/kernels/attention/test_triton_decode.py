@@ -10,8 +10,7 @@ from penstock.kernels.attention.reference import attend
 from penstock.kernels.layouts.kv_cache import KVCache
 
 pytest.importorskip("triton")
-from penstock.kernels.attention.triton_decode import DecodeAttention, merged_splits
-from penstock.kernels.attention.triton_decode_items import DecodeTuning
+from penstock.kernels.attention.triton_decode import DecodeAttention, DecodeTuning, merged_splits
 from tests.kernels.conftest import in_8_bits, numbers_of, on_gpu
 
 LENGTHS = [200, 1, 0, 65, 15, 16, 0, 63, 17, 64, 0]

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from penstock.kernels.bench.fastest import ROUNDS, Configs, fastest_in_turn
-from penstock.kernels.linear.gemm_candidates import GemmShape
-from penstock.kernels.linear.gemm_config import GemmConfig
+from penstock.kernels.bench.timing import ROUNDS, Configs, fastest_in_turn
+from penstock.kernels.linear.tile_sizes import GemmConfig, GemmShape
 
 QKV, DOWN = GemmShape("norm", 4096, 1024), GemmShape("add", 1024, 3072)
 WAYS = [GemmConfig("mma", bn, 128, 1, 4, 3, 0) for bn in (16, 32, 64)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.collectives.triton_all_reduce import PushAllReduce, inbox_size
+from penstock.kernels.triton_collectives import PushAllReduce, inbox_size
 
 BLOCK = 1024
 """elements of a program"""

@@ -13,7 +13,7 @@ from penstock.kernels.cpu.types import MATRICES, LayerShape, LayerWeights, Matri
 from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.linear.linear import linear_add, norm_linear, norm_swiglu
-from penstock.kernels.quantize.integers import Integers, pack, quantize
+from penstock.kernels.packed.matrices import Integers, pack, quantize
 from penstock.models.rope_table import rope_table
 
 SHAPE = LayerShape(hidden=72, heads=6, kv_heads=2, head_dim=32, intermediate=102, eps=1e-6)

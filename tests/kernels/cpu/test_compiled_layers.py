@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu import compiled_layers, compiler
 from penstock.kernels.cpu.compiled_layers import CompiledLayers
-from penstock.kernels.cpu.llvm_linear import PACKED
+from penstock.kernels.cpu.llvm_products import PACKED
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.linear.linear import linear_add, norm_swiglu
 from tests.kernels.cpu.layers_case import (

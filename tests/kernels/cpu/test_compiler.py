@@ -11,7 +11,7 @@ import pytest
 from llvmlite import ir
 
 from penstock.kernels.cpu import compiler
-from penstock.kernels.cpu.emitter import Kernel
+from penstock.kernels.cpu.values import Kernel
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.kernels.cpu import compiler
 from penstock.kernels.cpu.compiled_layers import CompiledLayers
 from penstock.kernels.linear.linear import norm_linear
-from penstock.kernels.quantize.integers import Integers, pack, quantize
+from penstock.kernels.packed.matrices import Integers, pack, quantize
 from tests.kernels.cpu.layers_case import (
     BLOCK,
     MIXED,

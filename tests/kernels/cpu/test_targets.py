@@ -6,8 +6,8 @@ import llvmlite.binding as llvm
 import pytest
 
 from penstock.kernels.cpu import compiler
-from penstock.kernels.cpu.integer_pointer import IntegerKind
 from penstock.kernels.cpu.llvm_decoder import Kinds, build_module
+from penstock.kernels.cpu.llvm_products import IntegerKind
 from penstock.kernels.cpu.llvm_step import build_step
 
 INTEGERS = Kinds((IntegerKind(4, 128, has_shift=True), IntegerKind(8, 32), "f16"), "f16", "f32")

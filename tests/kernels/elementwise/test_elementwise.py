@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from penstock.kernels.elementwise.elementwise import rms_norm, silu_and_mul
+from penstock.kernels.elementwise import rms_norm, silu_and_mul
 
 EPS = 1e-6
 

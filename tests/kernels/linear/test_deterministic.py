@@ -5,9 +5,8 @@ import itertools
 import pytest
 import torch
 
-from penstock.kernels.device import Device, simulated
-from penstock.kernels.linear import deterministic
-from penstock.kernels.linear.deterministic import (
+from penstock.kernels.deterministic import triton_linear as deterministic
+from penstock.kernels.deterministic.triton_linear import (
     RangedTile,
     config_of,
     launch_ranged,
@@ -16,12 +15,12 @@ from penstock.kernels.linear.deterministic import (
     one_loop_tile,
     tile_of,
 )
-from penstock.kernels.linear.gemm_candidates import SIZES, GemmShape, shapes
-from penstock.kernels.linear.gemm_config import GemmConfig
+from penstock.kernels.device import Device, simulated
+from penstock.kernels.elementwise import quantize
 from penstock.kernels.linear.linear import linear_add, norm_linear, norm_swiglu
 from penstock.kernels.linear.small_m_gemm import Product, launch
-from penstock.kernels.quantize.quantize import quantize
-from penstock.kernels.quantize.types import BLOCK, Quantized
+from penstock.kernels.linear.tile_sizes import SIZES, GemmConfig, GemmShape, shapes
+from penstock.kernels.matrices import BLOCK, Quantized
 from tests.kernels.compile_launches import GPUS
 from tests.kernels.conftest import on_gpu
 

@@ -3,8 +3,7 @@
 import pytest
 
 from penstock.kernels.device import Device, simulated
-from penstock.kernels.linear.gemm_candidates import GemmShape, candidates
-from penstock.kernels.linear.gemm_cost import cheapest, cost
+from penstock.kernels.linear.tile_sizes import GemmShape, candidates, cheapest, cost
 from penstock.kernels.linear.tuning_tables import packaged_tables
 from tests.kernels.compile_launches import GPUS
 

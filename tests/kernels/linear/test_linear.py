@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.elementwise import quantize, quantize_blocks
 from penstock.kernels.linear.linear import linear, linear_add, norm_linear, norm_swiglu
-from penstock.kernels.quantize.quantize import quantize, quantize_blocks
-from penstock.kernels.quantize.types import Quantized
+from penstock.kernels.matrices import Quantized
 
 SHAPES = [(5, 7), (64, 333), (256, 1024), (768, 256), (1024, 300), (1500, 64)]
 NUM_ROWS = [1, 2, 3, 7, 8, 15, 16, 17, 31, 64, 100, 129, 200]

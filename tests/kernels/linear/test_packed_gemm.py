@@ -5,8 +5,15 @@ import torch
 from torch.nn import functional
 
 from penstock.kernels.device import Device
-from penstock.kernels.linear import packed_gemm
-from penstock.kernels.linear.packed_gemm import (
+from penstock.kernels.packed import triton_packed as packed_gemm
+from penstock.kernels.packed.matrices import (
+    Packed,
+    num_groups,
+    pack_codes,
+    pack_groups,
+    unpack_codes,
+)
+from penstock.kernels.packed.triton_packed import (
     BN,
     MAX_ROWS,
     PackedTile,
@@ -15,13 +22,6 @@ from penstock.kernels.linear.packed_gemm import (
     multiply,
     packed_shared_bytes,
     step_columns,
-)
-from penstock.kernels.quantize.packed import (
-    Packed,
-    num_groups,
-    pack_codes,
-    pack_groups,
-    unpack_codes,
 )
 from tests.kernels.conftest import on_gpu
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.elementwise import quantize
 from penstock.kernels.linear import small_m_gemm
-from penstock.kernels.linear.gemm_config import Table
 from penstock.kernels.linear.small_m_gemm import (
     GemmConfig,
     Product,
@@ -13,9 +13,9 @@ from penstock.kernels.linear.small_m_gemm import (
     launch,
     multiply,
 )
+from penstock.kernels.linear.tile_sizes import Table
 from penstock.kernels.linear.tuning_tables import packaged_tables
-from penstock.kernels.quantize.quantize import quantize
-from penstock.kernels.quantize.types import Quantized
+from penstock.kernels.matrices import Quantized
 from tests.kernels.conftest import on_gpu
 
 EPS = 1e-6

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.elementwise import quantize, quantize_blocks
 from penstock.kernels.linear.small_m_gemm import GemmConfig
-from penstock.kernels.linear.triton_block_scales import block_product
-from penstock.kernels.quantize.quantize import quantize, quantize_blocks
-from penstock.kernels.quantize.types import Quantized
+from penstock.kernels.linear.triton_fp8_gemm import block_product
+from penstock.kernels.matrices import Quantized
 from tests.kernels.conftest import on_gpu
 from tests.kernels.linear.test_small_m_gemm import CONFIGS, GEMVS, SPLITS, check, product
 

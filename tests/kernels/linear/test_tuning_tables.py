@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.kernels.device import Device
 from penstock.kernels.linear import small_m_gemm, tuning_tables
-from penstock.kernels.linear.gemm_config import GemmConfig
 from penstock.kernels.linear.small_m_gemm import choose, multiply
+from penstock.kernels.linear.tile_sizes import GemmConfig
 from penstock.kernels.linear.tuning_tables import (
     MEASURED,
     Origin,

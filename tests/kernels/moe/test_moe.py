@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.moe.moe import norm_moe
-from penstock.kernels.moe.reference import route
+from penstock.kernels.moe import norm_moe, route
 
 EPS = 1e-6
 HIDDEN, SIZE, EXPERTS = 48, 20, 10

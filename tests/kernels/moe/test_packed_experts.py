@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.moe.triton_moe import experts
-from penstock.kernels.moe.triton_packed_experts import pairs_of_tile
-from penstock.kernels.quantize.packed import Packed
+from penstock.kernels.packed.matrices import Packed
+from penstock.kernels.packed.triton_packed import pairs_of_tile
+from penstock.kernels.triton_moe import experts
 from tests.kernels.conftest import on_gpu
 from tests.kernels.linear.test_packed_gemm import on, pack
 from tests.kernels.moe.test_triton_moe import expected

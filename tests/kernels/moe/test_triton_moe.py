@@ -7,19 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.elementwise.elementwise import rms_norm
-from penstock.kernels.moe import reference
-from penstock.kernels.moe import triton_moe as moe
-from penstock.kernels.moe.moe import norm_moe
-from penstock.kernels.moe.triton_moe import (
+from penstock.kernels import moe as reference
+from penstock.kernels import triton_moe as moe
+from penstock.kernels.elementwise import quantize, quantize_blocks, rms_norm
+from penstock.kernels.matrices import FP8, Matrix, Quantized
+from penstock.kernels.moe import norm_moe
+from penstock.kernels.triton_moe import (
     GemmTile,
     MoeTuning,
     choose_tuning,
     experts,
     sort_by_expert,
 )
-from penstock.kernels.quantize.quantize import quantize, quantize_blocks
-from penstock.kernels.quantize.types import FP8, Matrix, Quantized
 from tests.kernels.conftest import on_gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

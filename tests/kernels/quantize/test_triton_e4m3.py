@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.device import Device
+from penstock.kernels.elementwise import quantize, quantize_blocks
 from penstock.kernels.linear import linear
-from penstock.kernels.linear.triton_weight_only import weight_only_product
-from penstock.kernels.quantize.quantize import quantize, quantize_blocks
-from penstock.kernels.quantize.triton_e4m3 import narrow, widen
-from penstock.kernels.quantize.types import FP8, Quantized
+from penstock.kernels.linear.triton_fp8_gemm import weight_only_product
+from penstock.kernels.matrices import FP8, Quantized
+from penstock.kernels.triton_elementwise import narrow, widen
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def test_layers_without_fp8_units(
 ) -> None:
     """Products of a layer as sm_80 computes them: nothing but weights is quantized."""
     ampere = Device((8, 0), 163 << 10, 108)
-    for module in ("quantize.triton_e4m3", "linear.linear", "linear.small_m_gemm"):
+    for module in ("triton_elementwise", "linear.linear", "linear.small_m_gemm"):
         monkeypatch.setattr(f"penstock.kernels.{module}.this_device", lambda: ampere)
     x = torch.randn(rows, 1024, device="cuda").bfloat16()
     norm_weight = torch.ones(1024, device="cuda").bfloat16()

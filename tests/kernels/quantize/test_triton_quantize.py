@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels import triton_elementwise as kernel
 from penstock.kernels.device import this_device
-from penstock.kernels.elementwise.elementwise import rms_norm, silu_and_mul
+from penstock.kernels.elementwise import quantize, rms_norm, silu_and_mul
 from penstock.kernels.linear import linear
 from penstock.kernels.linear.small_m_gemm import choose
-from penstock.kernels.quantize import triton_quantize as kernel
-from penstock.kernels.quantize.quantize import quantize
-from penstock.kernels.quantize.types import LARGEST, Matrix, Quantized
+from penstock.kernels.matrices import LARGEST, Matrix, Quantized
 
 EPS = 1e-6
 SHAPES_8B = {"norm": (6144, 4096), "add": (4096, 12288), "swiglu": (24576, 4096)}

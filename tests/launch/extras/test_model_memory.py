@@ -4,9 +4,9 @@ import msgspec
 import pytest
 import torch
 
-from penstock.kernels.attention.backends import AttentionBackend
+from penstock.kernels.attention.backends import TorchAttention
 from penstock.kernels.cpu.types import MATRICES
-from penstock.kernels.quantize.types import FP8
+from penstock.kernels.matrices import FP8
 from penstock.launch.extras.models import Layout, needs, weight_bytes
 from penstock.models import allocation
 from penstock.models.allocation import with_integers
@@ -65,7 +65,7 @@ def test_weights_are_the_parameters(
     config = quantized(config, quantization)
     config = msgspec.structs.replace(config, num_hidden_layers=2)
     group = TensorParallel(0, layout.tp, torch.device("cuda" if layout.on_gpus else "cpu"))
-    attention = AttentionBackend(16, config.head_dim**-0.5)
+    attention = TorchAttention(16, config.head_dim**-0.5)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if layout.on_gpus else torch.float32)
     try:
@@ -110,7 +110,7 @@ def test_what_fits() -> None:
 def test_integers_are_the_compiled_ones(bits: int, quantize_lm_head: bool) -> None:
     config = read_model_config(DEMO)
     layout = Layout(on_gpus=False, integer_bits=bits, quantize_lm_head=quantize_lm_head)
-    attention = AttentionBackend(16, config.head_dim**-0.5)
+    attention = TorchAttention(16, config.head_dim**-0.5)
     model = Qwen3(config, TensorParallel(0, 1, torch.device("cpu")), attention, 16)
     load_weights(model, DEMO, lambda: None)
     start = sum(4 * one.numel() for one in model.parameters())

@@ -10,8 +10,8 @@ import torch
 from llguidance import LLTokenizer
 from safetensors.torch import load_file, save_file
 
+from penstock.kernels.back_ends import is_deterministic
 from penstock.kernels.cpu import compiled_layers
-from penstock.kernels.determinism import is_deterministic
 from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.layouts.sampling import BIAS, DEFERRED, MASK, PENALTIES
 from penstock.models.checkpoint_tensors import SINGLE_FILE

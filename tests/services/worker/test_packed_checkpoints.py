@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu import compiled_layers
-from penstock.kernels.quantize.integers import Integers
+from penstock.kernels.packed.matrices import Integers
 from penstock.models.qwen3 import Qwen3
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.cpu.decode_step import DecodeStep
+from penstock.kernels.cpu.compiled_step import DecodeStep
 from penstock.models.qwen3 import Qwen3
 from tests.services.worker.driver import NUM_DECODED, PROMPTS, Driver, make_runner, tables
 from tests.services.worker.plans import plan, row

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from penstock.kernels.quantize.types import FP8
+from penstock.kernels.matrices import FP8
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams

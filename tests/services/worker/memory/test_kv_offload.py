@@ -6,7 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from penstock.kernels.quantize.types import FP8
+from penstock.kernels.matrices import FP8
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack

@@ -1,8 +1,10 @@
-"""Weights of 8 bits whose blocks of 128 by 128 have scales (Qwen3-*-FP8, DeepSeek-V3).
+"""Products of many rows with weights of 8 bits.
 
-For few rows, and for experts, a tile of weights is dequantized in registers before the product
-(`scaled_tile`). For many rows, tensor cores multiply 8 bits, and the sum over a block is multiplied
-by its scale in float32 (`block_product`).
+Blocks of 128 by 128 may have the scales (Qwen3-*-FP8, DeepSeek-V3). Tensor cores multiply 8 bits,
+and the sum over a block is multiplied by its scale in float32 (`block_product`).
+
+For GPUs whose tensor cores don't multiply 8 bits, weights are widened to x's type in registers
+(`weight_only_product`).
 """
 
 import torch
@@ -11,33 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.device import Device, this_device
-from penstock.kernels.quantize.types import BLOCK, Quantized
+from penstock.kernels.linear.triton_small_m_gemm import weight_tile
+from penstock.kernels.matrices import BLOCK, Quantized
+from penstock.kernels.triton_elementwise import as_operand
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 _BLOCK = tl.constexpr(BLOCK)
 # rows and columns of a tile of the result, up to 128 columns; warps; stages
 Tile = tuple[int, int, int, int]
 GROUP = 8  # tiles of rows that read the same weights in turn, from the L2
-
-
-@triton.jit
-def scaled_tile(
-    tile, scale, rows, first, stride, K, BK: tl.constexpr, SLICES: tl.constexpr
-):  # fmt: skip
-    """Return the tile [BN, BK] or [SLICES, BN, BK] of a weight [.., K] in float32.
-
-    scale: of its blocks. rows: [BN], of the weight. first: the tile's first column, a multiple of
-    BK, a power of two. stride: from a slice to the next, a multiple of BK.
-    """
-    COLUMNS = tl.cdiv(K, _BLOCK)
-    NUM: tl.constexpr = BK // _BLOCK if BK > _BLOCK else 1
-    BN: tl.constexpr = rows.shape[0]
-    begin = first + tl.arange(0, SLICES)[:, None, None] * stride
-    column = begin // _BLOCK + tl.arange(0, NUM)[None, None, :]
-    at = (rows // _BLOCK)[None, :, None] * COLUMNS + tl.minimum(column, COLUMNS - 1)
-    factors = tl.load(scale + at)  # [SLICES, BN, NUM]
-    wide = tl.reshape(tile.to(tl.float32), (SLICES, BN, NUM, BK // NUM))
-    return tl.reshape(wide * factors[:, :, :, None], tile.shape)
 
 
 def tile_shared_bytes(tile: Tile) -> int:
@@ -115,6 +99,63 @@ def _block_product(
             weight_tile = tl.load(weight_at + begin, inside, 0.0)
         acc += tl.dot(x_tile, weight_tile.T) * tl.load(scale_at + block)
     acc *= tl.load(x_scale + row, row < num_rows, 0.0)[:, None]
+    exists = (row < num_rows)[:, None] & (column < N)[None, :]
+    at = row.to(tl.int64)[:, None] * N + column[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), exists)
+
+
+FEW_ROWS = 32
+# tile sizes of experts in 8 bits, measured on an H200; they take 32 KB of shared memory
+BN, BK, NUM_WARPS, NUM_STAGES = 128, 64, 4, 3
+
+
+def weight_only_product(
+    x: Tensor, weight: Quantized, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Compute `x @ weight.T`; x [num_rows, K], weight [N, K]; out_dtype: default x's.
+
+    out: memory of the result. All tensors are contiguous.
+    """
+    (num_rows, inner), num_columns = x.shape, len(weight)
+    if out is None:
+        out = x.new_empty(num_rows, num_columns, dtype=out_dtype)
+    bm = 16 if num_rows <= FEW_ROWS else 64
+    tiles = triton.cdiv(num_rows, bm) * triton.cdiv(num_columns, BN)
+    if tiles:
+        _weight_only_kernel[(tiles,)](
+            x, as_operand(weight.values), weight.scale, out, num_rows, num_columns, inner,
+            BM=bm, BN=BN, BK=BK, GROUP=GROUP, EVEN=inner % BK == 0, BLOCKS=weight.in_blocks,
+            num_warps=NUM_WARPS, num_stages=NUM_STAGES, **LAUNCH,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _weight_only_kernel(
+    x, weight, scale, out, num_rows, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile [BM, BN] of out in each program; scale: of weight's rows, or its blocks."""
+    launch_dependents()
+    first_row, first = place_of_tile(num_rows, N, BM, BN, GROUP)
+    row, column = first_row + tl.arange(0, BM), first + tl.arange(0, BN)
+    weight_row = tl.minimum(column, N - 1).to(tl.int64)
+    k = tl.arange(0, BK)
+    x_at = x + row.to(tl.int64)[:, None] * K + k[None, :]
+    weight_at = weight + weight_row[:, None] * K + k[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    wait()
+    for begin in tl.range(0, K, BK):
+        inside = begin + k[None, :] < K
+        exists = row[:, None] < num_rows
+        x_tile = tl.load(x_at + begin, exists if EVEN else exists & inside, 0.0)
+        tile = weight_tile(
+            weight_at + begin, inside, scale, weight_row, begin, K, EVEN, BLOCKS, BK, 1
+        )
+        acc = tl.dot(x_tile, tile.to(x_tile.dtype).T, acc, input_precision="ieee")
+    if not BLOCKS:
+        acc *= tl.load(scale + weight_row)[None, :]
     exists = (row < num_rows)[:, None] & (column < N)[None, :]
     at = row.to(tl.int64)[:, None] * N + column[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), exists)

@@ -1,4 +1,8 @@
-"""Products with packed integers of 4 or 8 bits (`penstock.kernels.quantize.packed`) in Triton.
+"""Products with packed integers (`penstock.kernels.packed.matrices`) in Triton, experts too.
+
+One kernel multiplies few rows; otherwise the weights are dequantized for cuBLAS. Reading the
+weights takes nearly all of the time of few rows. The inner dimension is split so that all SMs have
+several programs.
 
 The weights are the rows of a tile and the rows of x its columns, so that a product of one row
 wastes few columns of the tensor cores. Codes become 16 bits in registers: of 4 bits by writing them
@@ -6,15 +10,30 @@ into the mantissa of 128 or 1024, two at a time. A sum over the columns of a gro
 integers, and multiplied by the scale in float32.
 """
 
+import math
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from penstock.kernels.linear.triton_epilogue import load_residual, merge, store_result
-from penstock.kernels.quantize import packed
-from penstock.kernels.triton_pdl import PDL, launch_dependents, prefetch, wait
+from penstock.kernels.back_ends import is_deterministic
+from penstock.kernels.device import Device, this_device
+from penstock.kernels.linear.small_m_gemm import EARLY, MAX_TILES, workspace
+from penstock.kernels.linear.tile_sizes import MAX_PARTIALS
+from penstock.kernels.linear.triton_small_m_gemm import (
+    MAX_SPLIT_K,
+    load_residual,
+    merge,
+    store_result,
+)
+from penstock.kernels.packed.matrices import BLOCK, ZERO_BITS, Packed
+from penstock.kernels.triton_elementwise import rms_norm
+from penstock.kernels.triton_moe import TILE
+from penstock.kernels.triton_pdl import LAUNCH, PDL, launch_dependents, prefetch, wait
 
-BLOCK = tl.constexpr(packed.BLOCK)
-ZERO_BITS = tl.constexpr(packed.ZERO_BITS)
+_BLOCK, _ZERO_BITS = tl.constexpr(BLOCK), tl.constexpr(ZERO_BITS)
 ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)  # Triton's interpreter has no assembly
 PREFETCH = tl.constexpr(4)  # blocks of columns of a tile that are read before previous kernels end
 
@@ -23,8 +42,8 @@ PREFETCH = tl.constexpr(4)  # blocks of columns of a tile that are read before p
 def _prefetch(words, groups, rows, begin, end, R, GROUP: tl.constexpr, BITS: tl.constexpr):
     """Prefetch the first blocks of columns [begin, end) of rows into the L2."""
     if PDL:
-        column = tl.minimum(begin + tl.arange(0, PREFETCH) * BLOCK, end - 1)[:, None]
-        prefetch(words + (rows + column // BLOCK * R) * (4 * BITS))
+        column = tl.minimum(begin + tl.arange(0, PREFETCH) * _BLOCK, end - 1)[:, None]
+        prefetch(words + (rows + column // _BLOCK * R) * (4 * BITS))
         prefetch(groups + rows + column // GROUP * R)
 
 
@@ -115,8 +134,8 @@ def _for_sync(x_tile, BITS: tl.constexpr):
 @triton.jit
 def _group(words):
     """Return scale and zero point of groups' words, in float32."""
-    factor = (words & ~ZERO_BITS).to(tl.float32, bitcast=True)
-    return factor, (words & ZERO_BITS).to(tl.float32)
+    factor = (words & ~_ZERO_BITS).to(tl.float32, bitcast=True)
+    return factor, (words & _ZERO_BITS).to(tl.float32)
 
 
 @triton.jit
@@ -126,8 +145,8 @@ def _scaled(
 ):  # fmt: skip
     """Return acc plus the product of the BK columns of a step. group: words of groups, [BN]."""
     WORDS: tl.constexpr = BK * BITS // 32
-    block = step * BK // BLOCK
-    at = rows * (4 * BITS) + block * (R * (4 * BITS)) + (step * BK - block * BLOCK) * BITS // 32
+    block = step * BK // _BLOCK
+    at = rows * (4 * BITS) + block * (R * (4 * BITS)) + (step * BK - block * _BLOCK) * BITS // 32
     tile = tl.load(words + at[:, None] + tl.arange(0, WORDS)[None, :])
     factor, zero = _group(group)
     weight = integers(tile, zero, x_tile.dtype, BITS, SYNC)
@@ -258,8 +277,8 @@ def dequantize_kernel(
     rows = tl.minimum(row, R - 1)
     first = tl.program_id(1) * BK
     word = tl.arange(0, BK * BITS // 32)
-    block = first // BLOCK
-    at = (rows + block * R) * (4 * BITS) + (first - block * BLOCK) * BITS // 32
+    block = first // _BLOCK
+    at = (rows + block * R) * (4 * BITS) + (first - block * _BLOCK) * BITS // 32
     tile = tl.load(words + at[:, None] + word[None, :])
     factor, zero = _group(tl.load(groups + rows + first // GROUP * R))
     column = first + tl.arange(0, BK)
@@ -274,3 +293,235 @@ def dequantize_kernel(
     wait()
     place = row.to(tl.int64)[:, None] * K + column[None, :]
     tl.store(out + place, numbers.to(out.dtype.element_ty), exists)
+
+
+# rows up to which reading the weights once for 64 rows is faster than dequantizing them
+MAX_ROWS = 128
+BN = 64  # rows of a tile of the weight: those of an asynchronous product of compute capability 9.0
+# rows of a tile → programs of products with one and with two weights, measured on an H200
+PROGRAMS_PER_SM = {8: (4, 3), 16: (3, 3), 32: (2, 2), 64: (2, 2)}
+MAX_STAGES = {8: (5, 3), 16: (4, 3), 32: (3, 3), 64: (3, 3)}  # rows of a tile → stages, likewise
+MIN_STEPS = 4  # steps of a program, at least, where the inner dimension is split
+
+
+class PackedTile(NamedTuple):
+    """Tile sizes of a product."""
+
+    bm: int  # rows of x
+    bk: int  # columns of a step, all of one group
+    split_k: int
+    num_stages: int
+    num_warps: int
+    steps: int = 2  # steps of an iteration, 1 or 2
+
+
+def is_synchronous(device: Device) -> bool:
+    """Return whether Triton uses synchronous tensor cores."""
+    return device.capability[0] not in (9, 10)
+
+
+def min_tile_rows(device: Device) -> int:
+    """Return the fewest rows of x in a tile: Triton computes 8 with synchronous tensor cores."""
+    return 8 if is_synchronous(device) else 16
+
+
+def max_tile_rows(device: Device) -> int:
+    """Return the most rows of x in a tile whose sums fit into registers.
+
+    Synchronous tensor cores need more registers for the weights.
+    """
+    return 32 if is_synchronous(device) else 64
+
+
+def step_columns(weight: Packed) -> tuple[int, int]:
+    """Return the columns of a step, and of a group in kernels: a multiple of them."""
+    if weight.group_size >= weight.num_columns:
+        return BLOCK, -(-weight.num_columns // BLOCK) * BLOCK
+    return math.gcd(weight.group_size, BLOCK), weight.group_size
+
+
+def packed_shared_bytes(bits: int, num_weights: int, tile: PackedTile) -> int:
+    """Return the shared memory of a product with num_weights weights: tiles in flight.
+
+    Asynchronous tensor cores hold one more stage of x.
+    """
+    words_of_groups = num_weights * BN
+    codes = num_weights * BN * tile.bk * bits // 8
+    of_step = 2 * tile.bm * tile.bk + codes + 4 * words_of_groups
+    return (tile.num_stages - 1) * tile.steps * of_step
+
+
+def fitting(
+    device: Device, weight: Packed, num_weights: int, bm: int, split_k: int = 1, per_sm: int = 1
+) -> PackedTile:
+    """Return the tile of bm rows with the most stages of which per_sm programs fit an SM.
+
+    Fewer programs if not even two stages fit.
+    """
+    bk, _ = step_columns(weight)
+    # Larger tiles would spill registers.
+    num_warps = 8 if num_weights * bm > 64 and device.capability[0] != 9 else 4
+    steps = 1 if num_weights * bm > max_tile_rows(device) else 2
+    most = MAX_STAGES[bm][num_weights - 1]
+    tiles = [PackedTile(bm, bk, split_k, n, num_warps, steps) for n in range(most, 1, -1)]
+    more = 0 if is_synchronous(device) else steps * 2 * bm * bk
+
+    def shared_bytes(tile: PackedTile) -> int:
+        return packed_shared_bytes(weight.bits, num_weights, tile) + more
+
+    resident = [tile for tile in tiles if per_sm * shared_bytes(tile) <= device.shared_bytes]
+    return device.fitting([*resident, tiles[-1]], shared_bytes)
+
+
+def choose(
+    kind: str, num_rows: int, weight: Packed, device: Device | None = None
+) -> PackedTile | None:
+    """Return tile sizes that fit the device, or None if cuBLAS is faster.
+
+    With deterministic kernels, split_k is the same for every number of rows. kind: of a product.
+    device: default `this_device`.
+    """
+    always = is_deterministic()
+    if not 1 <= num_rows <= MAX_ROWS and not always:
+        return None
+    device = device or this_device()
+    num_weights = 2 if kind == "swiglu" else 1
+    num_columns = len(weight) // num_weights
+    bm = max(min_tile_rows(device), triton.next_power_of_2(num_rows))
+    bm = min(max_tile_rows(device), bm)
+    bk, _ = step_columns(weight)
+    tiles = triton.cdiv(num_columns, BN)
+    split_k = 1
+    per_sm = PROGRAMS_PER_SM[16 if always else bm][num_weights - 1]
+    if (num_rows <= bm or always) and tiles <= MAX_TILES:
+        rows = max_tile_rows(device) if always else num_rows
+        steps = triton.cdiv(weight.num_columns, bk)
+        wanted = per_sm * device.num_sms // tiles
+        sums = rows * num_columns * num_weights + rows
+        most = min(MAX_SPLIT_K.value, steps // MIN_STEPS, MAX_PARTIALS // sums)
+        split_k = max(1, min(wanted, most))
+    resident = min(per_sm, triton.cdiv(tiles * split_k, device.num_sms))
+    return fitting(device, weight, num_weights, bm, split_k, resident)
+
+
+def multiply(
+    kind: str,
+    x: Tensor,
+    weight: Packed,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    tile: PackedTile | None = None,
+) -> Tensor | None:
+    """Return the result; None if cuBLAS is faster. Parameters: see `small_m_gemm.multiply`.
+
+    x is in bfloat16 or float16. tile: default `choose`.
+    """
+    is_logits = kind == "logits"
+    if (is_logits and not is_deterministic()) or x.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    tile = tile or choose(kind, len(x), weight)
+    if tile is None:
+        return None
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
+    num_rows, inner = x.shape
+    swiglu = kind == "swiglu"
+    num_columns = len(weight) // (2 if swiglu else 1)
+    if out is None:
+        dtype = torch.float32 if is_logits else x.dtype
+        out = x.new_empty(num_rows, num_columns, dtype=dtype)
+    ranges = tile.split_k if num_rows > tile.bm else 1
+    is_split = tile.split_k > ranges
+    partials, counters = workspace(x.device) if is_split else (None, None)
+    _, group = step_columns(weight)
+    grid = triton.cdiv(num_columns, BN), tile.split_k // ranges, triton.cdiv(num_rows, tile.bm)
+    packed_gemm_kernel[grid](
+        x, weight.words, weight.groups, weight.order, residual, out,
+        partials, counters, num_rows, num_columns, inner,
+        SWIGLU=swiglu, ADD=residual is not None, SPLIT=is_split, RANGES=ranges, GROUP=group,
+        BITS=weight.bits, BM=tile.bm, BN=BN, BK=tile.bk, EVEN=inner % (tile.steps * tile.bk) == 0,
+        EARLY=weight.words.nbytes <= EARLY, SYNC=is_synchronous(this_device()), STEPS=tile.steps,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **LAUNCH,
+    )  # fmt: skip
+    return out
+
+
+def dequantized(weight: Packed, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of a matrix on a GPU, rounded once: [num_rows, num_columns]."""
+    num_rows, num_columns = weight.shape
+    out = torch.empty(num_rows, num_columns, dtype=dtype, device=weight.device)
+    bk, group = step_columns(weight)
+    grid = triton.cdiv(num_rows, BN), triton.cdiv(num_columns, bk)
+    dequantize_kernel[grid](
+        weight.words, weight.groups, weight.order, out, num_rows, num_columns,
+        GROUP=group, BITS=weight.bits, BN=BN, BK=bk, num_warps=4, **LAUNCH,
+    )  # fmt: skip
+    return out
+
+
+def pairs_of_tile(num_pairs: int, num_experts: int) -> int:
+    """Return the pairs of a token and an expert in a tile; most experts then have one."""
+    per_expert = num_pairs / num_experts
+    largest = max_tile_rows(this_device())
+    return next((bm for most, bm in ((8, 16), (24, 32)) if per_expert <= most), largest)
+
+
+def packed_grouped(
+    x: Tensor, sources: Tensor, tiles: Tensor, weight: Packed, swiglu: bool, bm: int
+) -> Tensor:
+    """Compute `triton_moe.grouped` with tiles of bm pairs."""
+    inner = x.shape[1]
+    columns = weight.shape[1] // (2 if swiglu else 1)
+    out = x.new_empty(len(sources), columns)
+    bk, group = step_columns(weight)
+    tile = fitting(this_device(), weight, 2 if swiglu else 1, bm)
+    grid = ((len(tiles) - 1) * triton.cdiv(columns, BN),)
+    multiply_packed[grid](
+        x, sources, tiles, weight.words, weight.groups, weight.order, out,
+        columns, inner, SWIGLU=swiglu, GROUP=group, BITS=weight.bits, BM=bm, BN=BN, BK=bk,
+        EVEN=inner % (tile.steps * bk) == 0, SYNC=is_synchronous(this_device()), STEPS=tile.steps,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **LAUNCH,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def multiply_packed(
+    x, sources, tiles, words, groups, order, out, N, K,
+    SWIGLU: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    SYNC: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Compute BN columns of one tile's pairs, out [num_pairs, N], in each program.
+
+    The arguments are those of `triton_moe_kernels.multiply`, and of a packed weight.
+    """
+    wait()
+    columns = tl.cdiv(N, BN)
+    number = tl.program_id(0) // columns
+    column = tl.program_id(0) % columns * BN + tl.arange(0, BN)
+    if number < tl.load(tiles):
+        tile = tiles + (number + 1) * TILE
+        expert = tl.load(tile).to(tl.int64)
+        pair = tl.load(tile + 1) + tl.arange(0, BM)[None, :]
+        exists = pair < tl.load(tile + 2)
+        row = pair
+        if SWIGLU:
+            row = tl.load(sources + pair, exists, 0)
+        R = 2 * N if SWIGLU else N
+        words += expert * tl.cdiv(K, _BLOCK) * R * (4 * BITS)
+        groups += expert * tl.cdiv(K, GROUP) * R
+        if order is not None:
+            order += expert * K
+        acc, acc_up = packed_sums(
+            x + row.to(tl.int64) * K, exists, words, groups, order,
+            tl.minimum(column, N - 1), 0, tl.cdiv(K, BK), N, R, K,
+            SWIGLU, GROUP, BITS, BM, BK, EVEN, SYNC, STEPS,
+        )  # fmt: skip
+        if SWIGLU:
+            acc = acc / (1 + tl.exp(-acc)) * acc_up
+        at = pair.to(tl.int64) * N + column[:, None]
+        tl.store(out + at, acc.to(out.dtype.element_ty), exists & (column < N)[:, None])

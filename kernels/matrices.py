@@ -5,13 +5,13 @@ activations are tokens, quantized in each step. Weights of Qwen3-*-FP8 checkpoin
 of their blocks of 128 by 128.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from penstock.kernels.quantize.packed import Packed
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
@@ -69,7 +69,54 @@ class Quantized:
 
 
 Rows = Tensor | Quantized  # activations, or a weight that is not packed
-Matrix = Rows | Packed
+
+
+class CustomMatrix(Protocol):
+    """A weight in a format that an extra brings, with the products that it takes."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[..., num_rows, num_columns]."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def is_cuda(self) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int | slice) -> "CustomMatrix":
+        """Return a view of one matrix, or of a range of rows of a matrix."""
+
+    def split(self, sizes: list[int]) -> "Sequence[CustomMatrix]":
+        """Return views of N rows each, of a matrix."""
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ValueError unless the weight has this shape (-1: any size)."""
+
+    def rounded(self, dtype: torch.dtype) -> Tensor:
+        """Return the numbers of a matrix, rounded once."""
+
+    def multiply(
+        self,
+        kind: str,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        eps: float,
+        residual: Tensor | None,
+        out: Tensor | None,
+    ) -> Tensor | None:
+        """Compute `penstock.kernels.linear.small_m_gemm.multiply`; None: `rounded` is faster."""
+
+    def pairs_of_tile(self, num_pairs: int, num_experts: int) -> int:
+        """Return the pairs of a token and an expert in a tile of `grouped`."""
+
+    def grouped(self, x: Tensor, sources: Tensor, tiles: Tensor, swiglu: bool, bm: int) -> Tensor:
+        """Compute `penstock.kernels.triton_moe.grouped` with tiles of bm pairs."""
+
+
+Matrix = Rows | CustomMatrix
 
 
 def parts(matrix: Rows) -> tuple[Tensor, Tensor | None]:

@@ -1,17 +1,38 @@
 """A mixture of experts in place of an MLP: a router chooses a few experts for each token.
 
-All tensors must be contiguous. Experts in 8 bits are dequantized in the products.
+All tensors must be contiguous. Experts in 8 bits are dequantized in the products. On a CPU a row's
+bits do not depend on the number of rows: see `penstock.kernels.linear`.
 """
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
-from penstock.kernels.elementwise.elementwise import rms_norm
+from penstock.kernels.elementwise import rms_norm, silu_and_mul
 from penstock.kernels.linear.linear import linear
-from penstock.kernels.moe.reference import experts_outputs, route
-from penstock.kernels.quantize.packed import Packed, check_packed
-from penstock.kernels.quantize.types import FP8, Matrix, Quantized, parts, scale_shape
+from penstock.kernels.matrices import FP8, Matrix, Quantized, parts, scale_shape
+
+
+def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Return each token's experts, int64 [num_tokens, top_k], and weights, largest first."""
+    weights, experts = logits.float().softmax(-1).topk(top_k)
+    return experts, weights / weights.sum(-1, keepdim=True) if normalize else weights
+
+
+def experts_outputs(
+    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix
+) -> Tensor:
+    """Sum the weighted outputs of the experts in [0, len(gate_up)); others are on other ranks."""
+    outputs = x.new_zeros(*experts.shape, x.shape[1])
+    for expert in sorted(set(experts.flatten().tolist())):
+        if 0 <= expert < len(gate_up):
+            tokens, places = (experts == expert).nonzero(as_tuple=True)
+            activated = silu_and_mul(linear(x[tokens], gate_up[expert]))
+            outputs[tokens, places] = linear(activated, down[expert])
+    total = x.new_zeros(x.shape)
+    for place, weight in enumerate(weights.to(x.dtype).unbind(1)):  # always in this order
+        total += weight[:, None] * outputs[:, place]
+    return total
 
 
 def norm_moe(
@@ -48,7 +69,7 @@ def norm_moe(
         )
     normed = rms_norm(x, norm_weight, eps)
     if x.is_cuda:
-        from penstock.kernels.moe.triton_moe import experts, router_logits
+        from penstock.kernels.triton_moe import experts, router_logits
 
         logits = router_logits(normed, router)
         residual = x if add else None
@@ -80,8 +101,8 @@ def _check(
 
 
 def _check_experts(name: str, weight: Matrix, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if isinstance(weight, Packed):
-        check_packed(name, weight, shape)
+    if not isinstance(weight, Tensor | Quantized):
+        weight.check(name, shape)
         return
     values, scale = parts(weight)
     check_tensor(name, values, shape, dtype if scale is None else FP8)

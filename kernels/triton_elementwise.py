@@ -1,11 +1,58 @@
-"""RMSNorm, SwiGLU's activation and embedding lookup in Triton."""
+"""RMSNorm, SwiGLU's activation, embedding lookup and quantization to 8 bits in Triton.
+
+GPUs without instructions for e4m3 (sm_80, sm_86) convert it by integer operations. Their kernels
+read and write e4m3 as uint8: Triton has no such type there.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.device import this_device
+from penstock.kernels.matrices import FP8, LARGEST, SMALLEST
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
+
+_LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
+_SUBNORMAL = tl.constexpr(2**-6)  # lower bound of e4m3's normal numbers
+_STEPS = tl.constexpr(16384.0)  # float32 has steps of 2**-9 here, as subnormal numbers of e4m3 have
+_STEPS_BITS = tl.constexpr(0x46800000)
+
+
+def as_operand(values: Tensor) -> Tensor:
+    """Return the values as kernels take them: e4m3 as uint8 where the GPU can't convert it."""
+    if values.dtype == FP8 and not this_device().has_fp8:
+        return values.view(torch.uint8)
+    return values
+
+
+@triton.jit
+def widen(tile):
+    """Return e4m3 in uint8 as float16, which holds all its numbers; other types as they are."""
+    if tile.dtype == tl.uint8:
+        bits = tile.to(tl.uint16)
+        magnitude = bits & 127
+        nan = ((magnitude + 1) & 128) * 248  # float16's largest exponent for 127, otherwise 0
+        half = ((bits & 128) << 8) | (magnitude << 7) | nan
+        return half.to(tl.float16, bitcast=True) * 256.0  # the exponents' biases differ by 8
+    else:
+        return tile
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """Return x in dtype; uint8: float32 as e4m3, to nearest even, of up to 448 or NaN."""
+    if dtype == tl.uint8:
+        sign = (x.to(tl.uint32, bitcast=True) >> 24) & 128
+        magnitude = tl.minimum(tl.abs(x), _LARGEST)
+        bits = magnitude.to(tl.uint32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # biases differ by 120
+        subnormal = (magnitude + _STEPS).to(tl.uint32, bitcast=True) - _STEPS_BITS
+        code = tl.where(magnitude < _SUBNORMAL, subnormal, normal)
+        return (sign | tl.where(x == x, code, 127)).to(tl.uint8)
+    else:
+        return x.to(dtype)
+
 
 NORM_MAX_SIZE = 16384  # columns of a row, which one program holds in registers
 NORM_TILE = 1024  # minimum elements of a program, which takes several rows where rows are short
@@ -97,3 +144,58 @@ def _embedding_kernel(ids_ptr, weight_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: t
     row = tl.load(ids_ptr + token)
     values = tl.load(weight_ptr + row * SIZE + columns, columns < SIZE)
     tl.store(out_ptr + token * SIZE + columns, values, columns < SIZE)
+
+
+MAX_SIZE = 32768  # columns of a row, which one program holds in registers
+ELEMENTS_PER_WARP = 512
+
+
+def quantize(
+    x: Tensor, norm_weight: Tensor | None, eps: float, swiglu: bool
+) -> tuple[Tensor, Tensor]:
+    """Return values float8_e4m3fn [num_rows, size] and scales float32 [num_rows].
+
+    x contiguous [num_rows, size], with swiglu [num_rows, 2 * size]; ValueError if size is above
+    MAX_SIZE.
+    """
+    num_rows, size = x.shape[0], x.shape[1] // (2 if swiglu else 1)
+    if size > MAX_SIZE:
+        raise ValueError(f"x: got {size} columns, expected at most {MAX_SIZE}")
+    values = torch.empty(num_rows, size, dtype=FP8, device=x.device)
+    scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    if num_rows:
+        block = triton.next_power_of_2(size)
+        num_warps = min(32, max(1, block // ELEMENTS_PER_WARP))
+        _quantize_kernel[(num_rows,)](
+            x, norm_weight, as_operand(values), scale, eps, size, block, swiglu,
+            num_warps=num_warps, **LAUNCH,
+        )  # fmt: skip
+    return values, scale
+
+
+@triton.jit
+def _quantize_kernel(
+    x, norm_weight, values, scale, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, SWIGLU: tl.constexpr,
+):  # fmt: skip
+    """Quantize one row in each program."""
+    launch_dependents()
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    factor = 1.0
+    if norm_weight is not None:
+        factor = tl.load(norm_weight + columns, inside, 0).to(tl.float32)
+    wait()
+    row = tl.program_id(0).to(tl.int64)
+    at = x + row * (2 * SIZE if SWIGLU else SIZE) + columns
+    result = tl.load(at, inside, 0).to(tl.float32)
+    if SWIGLU:
+        result = result / (1 + tl.exp(-result)) * tl.load(at + SIZE, inside, 0).to(tl.float32)
+    if norm_weight is not None:
+        result *= tl.rsqrt(tl.sum(result * result) / SIZE + eps)
+        # rounded before the weight, as Qwen3's own implementation does
+        result = result.to(x.dtype.element_ty).to(tl.float32) * factor
+    row_scale = tl.maximum(tl.max(tl.abs(result)), _SMALLEST) / _LARGEST
+    stored = narrow(result / row_scale, values.dtype.element_ty)
+    tl.store(values + row * SIZE + columns, stored, inside)
+    tl.store(scale + row, row_scale)

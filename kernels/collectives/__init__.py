@@ -1,1 +1,0 @@
-"""All-reduce over NVLink."""

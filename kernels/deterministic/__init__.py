@@ -1,0 +1,1 @@
+"""Kernels for GPUs whose rows have the same bits in every batch."""

@@ -1,1 +1,0 @@
-"""RMSNorm, activation and embedding lookup."""

@@ -1,0 +1,1 @@
+"""Weights of packed integers, and their products."""

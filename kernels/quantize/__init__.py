@@ -1,1 +1,0 @@
-"""Quantization to fp8."""
