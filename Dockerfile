@@ -8,7 +8,7 @@ COPY . .
 RUN python -m venv /opt/penstock \
     && /opt/penstock/bin/pip install --no-cache-dir --constraint constraints.txt \
         --no-deps --index-url "${TORCH_CPU_INDEX}" torch \
-    && /opt/penstock/bin/pip install --no-cache-dir --constraint constraints.txt .
+    && /opt/penstock/bin/pip install --no-cache-dir --constraint constraints.txt '.[cpu]'
 
 FROM python:3.12-slim-bookworm
 RUN useradd --create-home --uid 1000 penstock

@@ -72,7 +72,8 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 		export PIP_RETRIES=1; $(INSTALL) --no-deps --index-url $(TORCH_CPU_INDEX) torch; } || \
 		echo 'The CPU build of torch was not found. The default build follows, several GB with' \
 			'CUDA; `make serve TORCH_CPU_INDEX=URL` names another index.'
-	@$(INSTALL) --editable .
+	@package='.[cpu]'; if nvidia-smi -L >/dev/null 2>&1; then package=.; fi; \
+		$(INSTALL) --editable "$$package"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.serve

@@ -273,7 +273,7 @@ def right_candidates(shape: GemmShape, rows: int, pool: Tensor) -> list[GemmConf
     first = operands(shape, rows, cut(pool, shape))
     wanted = expected(first)
     ways = candidates(shape, rows, pool.itemsize)
-    return [one for one in ways if is_right(first, one, wanted)]
+    return [config for config in ways if is_right(first, config, wanted)]
 
 
 def tune_layers(size: str, rows: int, pool: Tensor) -> Configs:

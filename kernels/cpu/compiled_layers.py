@@ -74,9 +74,11 @@ class CompiledLayers:
         for layer in layers:
             check_layer(layer, shape)
         matrices = [getattr(layer, name) for layer in layers for name in MATRICES]
-        num_weights = sum(math.prod(one.shape) for one in matrices if one is not None)
+        num_weights = sum(math.prod(matrix.shape) for matrix in matrices if matrix is not None)
         self._half_weights = num_weights // (2 * len(layers))
-        of_layers = tuple(dict.fromkeys(kind_of(one) for one in matrices if one is not None))
+        of_layers = tuple(
+            dict.fromkeys(kind_of(matrix) for matrix in matrices if matrix is not None)
+        )
         self._head_kind = kind_of(layers[0].qkv if head is None else head)
         self._embedding_dtype = torch.float32 if embedding is None else embedding.dtype
         self._layers = layers  # keeps the memory

@@ -132,7 +132,7 @@ def emit_rope_store(k: Kernel, target: Target, head_dim: int) -> None:
     """
     (qkv, heads, kv_heads, q_norm, k_norm, eps, scale, rope, positions, slots,
      k_cache, v_cache, block_size, begin, end) = k.arguments  # fmt: skip
-    one = k.real(1.0)
+    unit = k.real(1.0)
     with k.range(begin, end) as token:
         row = qkv + token * ((heads + kv_heads * 2) * head_dim)
         angles = rope + positions[token] * head_dim
@@ -144,7 +144,7 @@ def emit_rope_store(k: Kernel, target: Target, head_dim: int) -> None:
             block, offset = slots[token] // block_size, slots[token] % block_size
             place = ((block * kv_heads + head) * block_size + offset) * head_dim
             key = row + (heads + head) * head_dim
-            rotate(key, k_norm, one, k_cache + place)
+            rotate(key, k_norm, unit, k_cache + place)
             value = row + (heads + kv_heads + head) * head_dim
             for at in range(0, head_dim, 16):
                 v_cache[place + at] = value.vector(at, 16)

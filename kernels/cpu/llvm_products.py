@@ -242,7 +242,7 @@ def dot(target: Target, bits: int, sums: Value, weights: Value, codes: Value) ->
         return sums.call(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", sums, weights, codes)
     if lanes > LANES:  # instructions of fewer lanes
         halves = [
-            dot(target, bits, *(_half(one, index) for one in (sums, weights, codes)))
+            dot(target, bits, *(_half(vector, index) for vector in (sums, weights, codes)))
             for index in range(2)
         ]
         return halves[0].lanes(range(lanes), halves[1])
@@ -255,8 +255,8 @@ def dot(target: Target, bits: int, sums: Value, weights: Value, codes: Value) ->
         return sums + sums.call("llvm.x86.avx2.pmadd.wd", pairs, pairs.constant(1))
     if target.has("dotprod"):
         name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
-        parts = [[_half(one, index) for one in (sums, weights, codes)] for index in range(2)]
-        low, high = (one[0].call(name, *one) for one in parts)
+        parts = [[_half(vector, index) for vector in (sums, weights, codes)] for index in range(2)]
+        low, high = (part[0].call(name, *part) for part in parts)
         return low.lanes(range(lanes), high)
     products = weights.widened(INT32) * codes.widened(INT32)
     for first in range(4):

@@ -167,9 +167,9 @@ class _Scores:
 
 def emit_sample_rows(module: ir.Module, target: Target) -> None:
     """Emit the function `sample`, whose arguments are the SampleFields."""
-    one = Kernel(module, "sample_row", "f32 int int int f32 f32 i64")
-    emit_sample(one, target)
-    one.end()
+    sampler = Kernel(module, "sample_row", "f32 int int int f32 f32 i64")
+    emit_sample(sampler, target)
+    sampler.end()
     k = Kernel(module, "sample", "i64", public=True)
     (fields,) = k.arguments
     at = {name: fields + index for index, name in enumerate(SampleFields._fields)}
@@ -184,7 +184,7 @@ def emit_sample_rows(module: ir.Module, target: Target) -> None:
         with k.when(slot >= 0):
             own = logits + row * at["stride"][0]
             rest = temperature + slot, thresholds + row, tokens + row
-            k.call(one, own, at["vocab_size"][0], seeds[slot], positions[row], *rest)
+            k.call(sampler, own, at["vocab_size"][0], seeds[slot], positions[row], *rest)
             token = tokens[row]
             last[slot] = (token > 0).choose(token, 0)
     k.end()

@@ -153,7 +153,7 @@ class Value:
         raw = [argument.raw for argument in arguments]
         function = self._builder.module.globals.get(name)
         if function is None:
-            kind = ir.FunctionType(self.raw.type, [one.type for one in raw])
+            kind = ir.FunctionType(self.raw.type, [argument.type for argument in raw])
             function = ir.Function(self._builder.module, kind, name)
         return Value(self._builder, self._builder.call(function, raw))
 
@@ -263,8 +263,8 @@ class Pointer:
 def splat(builder: Any, scalar: Any, size: int) -> Any:
     """Return a vector that has the scalar in every lane."""
     empty = ir.Constant(ir.VectorType(scalar.type, size), ir.Undefined)
-    one = builder.insert_element(empty, scalar, INT32(0))
-    return builder.shuffle_vector(one, empty, ir.Constant(ir.VectorType(INT32, size), [0] * size))
+    first = builder.insert_element(empty, scalar, INT32(0))
+    return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(INT32, size), [0] * size))
 
 
 def intrinsic(
@@ -330,7 +330,9 @@ class Kernel:
         self.builder.ret_void()
 
     def call(self, kernel: "Kernel", *arguments: "Value | Pointer | int") -> None:
-        raw = [INT64(one) if isinstance(one, int) else one.raw for one in arguments]
+        raw = [
+            INT64(argument) if isinstance(argument, int) else argument.raw for argument in arguments
+        ]
         self.builder.call(kernel.function, raw)
 
     def integer(self, value: int) -> Value:

@@ -229,8 +229,8 @@ def num_ranges(shape: GemmShape) -> int:
     if has_four_ranges(shape):
         return NUM_RANGES
     tiles = triton.cdiv(shape.num_columns, BN)
-    possible = [one for one in (1, 2, NUM_RANGES) if shape.inner % (2 * BK * one) == 0]
-    enough = (one for one in possible if tiles * one >= MIN_PROGRAMS)
+    possible = [number for number in (1, 2, NUM_RANGES) if shape.inner % (2 * BK * number) == 0]
+    enough = (number for number in possible if tiles * number >= MIN_PROGRAMS)
     return next(enough, max(possible, default=1))
 
 

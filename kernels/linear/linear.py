@@ -249,12 +249,12 @@ def _scaled_logits(
         product = _linear_reference(rms_norm(x, norm_weight, eps).float(), weight)
         return product if out is None else out.copy_(product)
     quantized = quantize(x, norm_weight, eps)
-    one = torch.ones((), device=x.device)
+    unit = torch.ones((), device=x.device)
     product = torch._scaled_mm(
         quantized.values,
         weight.values.t(),
-        one,
-        one,
+        unit,
+        unit,
         out_dtype=torch.float32,
         use_fast_accum=True,
         out=out,

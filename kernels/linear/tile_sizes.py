@@ -103,14 +103,18 @@ def candidates(
     """
     device = device or this_device()
     ways = [
-        one for one in _tensor_cores(shape, rows) if _fits(shape, rows, one, weight_bytes, device)
+        config
+        for config in _tensor_cores(shape, rows)
+        if _fits(shape, rows, config, weight_bytes, device)
     ]
-    outside = [one for one in ways if one.num_warps > 2]
+    outside = [config for config in ways if config.num_warps > 2]
     if weight_bytes == 1:  # a norm is outside: see `penstock.kernels.linear.small_m_gemm.choose`
         return (_gemvs(shape, 256) if rows == 1 else []) + outside
     if rows == 1:
-        return _gemvs(shape, 128) + [one for one in ways if one.kernel == "slices"]
-    return outside + [one._replace(norm_inside=True) for one in ways if _may_norm(shape, one)]
+        return _gemvs(shape, 128) + [config for config in ways if config.kernel == "slices"]
+    return outside + [
+        config._replace(norm_inside=True) for config in ways if _may_norm(shape, config)
+    ]
 
 
 def _may_norm(shape: GemmShape, config: GemmConfig) -> bool:
@@ -228,11 +232,15 @@ def cheapest(shape: GemmShape, rows: int, weight_bytes: int, device: Device) -> 
     if device.capability[0] == 10:  # spills registers with as many sums as others hold
         max_sums = min(max_sums, 64)
     ways = [
-        one
-        for one in candidates(shape, rows, weight_bytes, device)
-        if not one.norm_inside and one.kernel != "ranges" and _sums(shape, rows, one) <= max_sums
+        config
+        for config in candidates(shape, rows, weight_bytes, device)
+        if not config.norm_inside
+        and config.kernel != "ranges"
+        and _sums(shape, rows, config) <= max_sums
     ]
-    return min(ways, key=lambda one: cost(shape, rows, weight_bytes, one, device), default=None)
+    return min(
+        ways, key=lambda config: cost(shape, rows, weight_bytes, config, device), default=None
+    )
 
 
 def _sums(shape: GemmShape, rows: int, config: GemmConfig) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from penstock.kernels.extras import use_rank_memory
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import read_model_config
 from tests.models.forward import load_model, prefill_logits, random_prompts
@@ -31,6 +32,7 @@ def main() -> None:
         if config.expert_count:
             model = load_model(Path(folder), tp, expert_parallel=True)
             logits[f"{folder}-ep"] = prefill_logits(model, prompts)
+    use_rank_memory()
     tp.reserve(NUM_ELEMENTS, torch.float32)
     assert tp.shared
     for folder in folders:
