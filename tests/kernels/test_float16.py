@@ -29,6 +29,7 @@ from tests.kernels.linear.test_small_m_gemm import (
 )
 from tests.kernels.moe.test_triton_moe import SMALL, expected, operands
 from tests.kernels.moe.test_triton_moe import in_8_bits as experts_in_8_bits
+from tests.search import diagonal
 
 pytestmark = pytest.mark.slow
 HALF = torch.float16
@@ -36,17 +37,16 @@ LARGE = 3000.0
 """a number of a residual stream, whose square exceeds float16"""
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("rows", "config"),
-    [(1, GEMVS["whole"]), (1, GEMVS["in turn"]), (3, CONFIGS["mma"]), (17, SPLITS["mma by 2"])],
-)
-def test_products(kind: str, rows: int, config: GemmConfig, device: str) -> None:
+WAYS = (1, GEMVS["whole"]), (1, GEMVS["in turn"]), (3, CONFIGS["mma"]), (17, SPLITS["mma by 2"])
+
+
+@pytest.mark.parametrize(("kind", "way"), diagonal(KINDS, WAYS))
+def test_products(kind: str, way: tuple[int, GemmConfig], device: str) -> None:
+    rows, config = way
     check(product(kind, rows, 160, 48, HALF), config, device)
 
 
-@pytest.mark.parametrize("kind", ["add", "norm", "swiglu"])
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(("kind", "rows"), diagonal(["add", "norm", "swiglu"], [1, 5]))
 def test_products_with_weights_in_8_bits(kind: str, rows: int, device: str) -> None:
     operands = product(kind, rows, 160, 48, HALF)
     weight = quantize(operands.weight.float())  # type: ignore[union-attr]

@@ -11,6 +11,7 @@ from penstock.kernels.elementwise import rms_norm_reference, silu_and_mul_refere
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.models.rope_table import rope_table
 from tests.kernels.conftest import in_8_bits, on
+from tests.search import diagonal
 
 kernels = pytest.importorskip("penstock.kernels.triton_elementwise")
 rope = pytest.importorskip("penstock.kernels.attention.triton_rope")
@@ -33,8 +34,9 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
     assert difference <= limit * expected.nan_to_num().norm()
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 3, 17])
-@pytest.mark.parametrize("size", [48, 128, 1024, 2560, 16384])
+@pytest.mark.parametrize(
+    ("num_rows", "size"), diagonal([0, 1, 3, 17], [48, 128, 1024, 2560, 16384])
+)
 def test_rms_norm(num_rows: int, size: int, device: str, dtype: torch.dtype) -> None:
     x = (torch.randn(num_rows, size) * torch.rand(num_rows, 1) * 10).to(dtype)
     weight = torch.rand(size).to(dtype)
@@ -108,19 +110,15 @@ def behind_first_block(kv_cache: KVCache) -> KVCache:
 
 
 HEADS_AND_SLOTS = [(16, 8, [5]), (32, 8, [95, -1, 0, 33]), (5, 1, [3, 4, -1]), (40, 10, [-1, 7])]
+HeadsAndSlots = tuple[int, int, list[int]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "slots"), HEADS_AND_SLOTS)
+@pytest.mark.parametrize(("heads", "head_dim"), diagonal(HEADS_AND_SLOTS, [64, 128]))
 def test_qk_norm_rope_store(
-    num_heads: int,
-    num_kv_heads: int,
-    slots: list[int],
-    head_dim: int,
-    device: str,
-    dtype: torch.dtype,
+    heads: HeadsAndSlots, head_dim: int, device: str, dtype: torch.dtype
 ) -> None:
+    num_heads, num_kv_heads, slots = heads
     expected = KVCache(*torch.full((2, 7, 16, num_kv_heads, head_dim), torch.nan).to(dtype))
     stored = store_by_both(expected, num_heads, slots, device, dtype)
     assert_near(stored.k, expected.k)
@@ -128,17 +126,11 @@ def test_qk_norm_rope_store(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block_size", [16, 48])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "slots"), HEADS_AND_SLOTS)
+@pytest.mark.parametrize(("heads", "block_size"), diagonal(HEADS_AND_SLOTS, [16, 48]))
 def test_8_bits_are_stored(
-    num_heads: int,
-    num_kv_heads: int,
-    slots: list[int],
-    block_size: int,
-    device: str,
-    dtype: torch.dtype,
-    e4m3: str,
+    heads: HeadsAndSlots, block_size: int, device: str, dtype: torch.dtype, e4m3: str
 ) -> None:
+    num_heads, num_kv_heads, slots = heads
     kv_cache = KVCache(*torch.full((2, 7, block_size, num_kv_heads, 64), torch.nan).to(dtype))
     expected = in_8_bits(kv_cache)
     stored = store_by_both(expected, num_heads, slots, device, dtype)

@@ -22,7 +22,7 @@ from penstock.kernels.linear.small_m_gemm import Product, launch
 from penstock.kernels.linear.tile_sizes import SIZES, GemmConfig, GemmShape, shapes
 from penstock.kernels.matrices import BLOCK, Quantized
 from tests.kernels.compile_launches import GPUS
-from tests.kernels.conftest import on_gpu
+from tests.search import diagonal
 
 pytestmark = pytest.mark.usefixtures("tensor_cores")
 ROWS = (1, 3, 17, 64)
@@ -41,16 +41,15 @@ def weight_of(name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.T
     return numbers.to(dtype)
 
 
-@pytest.mark.parametrize("split_k", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("kind", "weights"),
-    [("add", "16 bits"), ("swiglu", "16 bits"), ("logits", "rows"), on_gpu("swiglu", "blocks")],
-)
+WEIGHTS = ("add", "16 bits"), ("swiglu", "16 bits"), ("logits", "rows"), ("swiglu", "blocks")
+
+
+@pytest.mark.parametrize(("split_k", "case"), diagonal([1, 2, 4], WEIGHTS))
 def test_a_row_has_the_same_bits_for_every_number_of_rows(
-    device: str, dtype: torch.dtype, kind: str, weights: str, split_k: int
+    device: str, dtype: torch.dtype, case: tuple[str, str], split_k: int
 ) -> None:
     """In the kernel of few rows with any tile sizes, and in the kernel of many rows."""
-    columns, inner = 40, 256
+    (kind, weights), columns, inner = case, 40, 256
     swiglu = kind == "swiglu"
     weight = weight_of(weights, columns * (2 if swiglu else 1), inner, dtype)
     if isinstance(weight, Quantized):
@@ -77,8 +76,7 @@ def test_a_row_has_the_same_bits_for_every_number_of_rows(
         assert torch.equal(few.out, out[-rows:]), rows
 
 
-@pytest.mark.parametrize("kind", ["add", "norm", "swiglu"])
-@pytest.mark.parametrize("inner", [512, 1536])
+@pytest.mark.parametrize(("kind", "inner"), diagonal(["add", "norm", "swiglu"], [512, 1536]))
 def test_small_weights_have_a_warp_for_each_range(
     device: str, dtype: torch.dtype, kind: str, inner: int
 ) -> None:

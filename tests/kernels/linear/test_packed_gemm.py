@@ -1,5 +1,7 @@
 """Products with packed integers, by Triton, against what the integers stand for."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn import functional
@@ -24,6 +26,7 @@ from penstock.kernels.packed.triton_packed import (
     step_columns,
 )
 from tests.kernels.conftest import on_gpu
+from tests.search import diagonal
 
 
 def pack(
@@ -68,14 +71,19 @@ CASES = [
     (4, 70, 256, 4, 128, True, True),
     (4, 70, 352, 8, 32, True, True),
     (70, 70, 128, 4, 128, True, False),
-    on_gpu((64, 4096, 4096, 4, 128, True, False)),
-    on_gpu((128, 2560, 9728, 4, 128, True, False)),
-    on_gpu((33, 2048, 6144, 8, 128, False, False)),
 ]
+LARGE_CASES = [
+    (64, 4096, 4096, 4, 128, True, False),
+    (128, 2560, 9728, 4, 128, True, False),
+    (33, 2048, 6144, 8, 128, False, False),
+]
+KINDS = ["add", "norm", "swiglu"]
 
 
-@pytest.mark.parametrize("kind", ["add", "norm", "swiglu"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [*diagonal(KINDS, CASES), *(on_gpu(*case) for case in product(KINDS, LARGE_CASES))],
+)
 def test_equals_the_product_with_what_it_stands_for(
     kind: str, case: tuple[int, int, int, int, int, bool, bool], device: str
 ) -> None:
