@@ -8,9 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.launch.bench import events, options, pipeline
+from penstock.launch.bench import options
+from penstock.launch.bench.figures import latency_table, offline_table, serve_table
 from penstock.launch.bench.model import bench_latency, bench_offline, bench_serve
-from penstock.launch.bench.report import latency_table, offline_table, serve_table
+from penstock.launch.bench.pipeline import (
+    bench_events,
+    bench_pipeline,
+    events_table,
+    pipeline_table,
+)
 from penstock.launch.commands.status import as_json
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import add_options, add_pipeline_options, given_options
@@ -39,14 +45,14 @@ SUBJECTS = {
     "pipeline": Subject(
         "the cost of everything but the model",
         options.PipelineOptions,
-        pipeline.bench_pipeline,
-        pipeline.as_table,
+        bench_pipeline,
+        pipeline_table,
     ),
     "events": Subject(
         "the cost of server-sent events, with a stand-in for the model",
         options.EventsOptions,
-        events.bench_events,
-        events.as_table,
+        bench_events,
+        events_table,
     ),
     "offline": Subject(
         "throughput: many requests at once, of many lengths",

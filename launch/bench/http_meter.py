@@ -16,8 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.launch.bench.figures import Figures, Stamps, stream_figures, usage_figures
-from penstock.launch.bench.options import ModelOptions
-from penstock.launch.bench.workload import MAX_TOKEN_ID, Item
+from penstock.launch.bench.options import MAX_TOKEN_ID, Item, ModelOptions
 from penstock.launch.commands.api_key import read_api_key
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.client.session import ClientError

@@ -1,31 +1,38 @@
 """`launch bench offline`, `latency` and `serve`: the model with the whole pipeline around it.
 
-Requests go through gateway, tokenizer, scheduler, workers and detokenizer, as any client's do. One
-pipeline serves all runs of a command.
+Requests go through gateway, tokenizer, scheduler, workers and detokenizer, as those
+of any client do. One pipeline serves all runs of a command.
 """
 
+import contextlib
 import itertools
 import math
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 import msgspec
+from msgspec import Struct
 
-from penstock.launch.bench.figures import Figures, load_figures, median, stream_figures
+from penstock.launch.bench.figures import (
+    Figures,
+    Stamps,
+    hardware,
+    load_figures,
+    median,
+    run_figures,
+    stream_figures,
+    versions,
+)
 from penstock.launch.bench.http_meter import KEY_FIELDS, HttpMeter, server_key
-from penstock.launch.bench.measure import Meter
 from penstock.launch.bench.options import (
+    Item,
     LatencyOptions,
     ModelOptions,
     OfflineOptions,
     ServeOptions,
-)
-from penstock.launch.bench.report import hardware, versions
-from penstock.launch.bench.target import measured
-from penstock.launch.bench.workload import (
-    Item,
     arrival_times,
     given_lengths,
     random_kinds,
@@ -33,11 +40,170 @@ from penstock.launch.bench.workload import (
     variant,
 )
 from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.hub import resolve
 from penstock.launch.pipeline.options import flag, given_options
+from penstock.launch.pipeline.run_folder import model_name
+from penstock.launch.pipeline.target import LocalClient, check_no_options, target, vocab_size
+from penstock.protocol.client.session import Answer
 from penstock.protocol.config import Config
+from penstock.protocol.messages.client import ErrorReply, GenerateReply, GenerateRequest
+from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 
 WARM_UP_TOKENS = 16
 IDLE_REQUESTS = 5  # of each kind, sent one by one before the load
+OWN_DEFAULTS: dict[str, Any] = {
+    "http": 0,
+    "enable_prefix_caching": False,
+    "log_level": "warning",
+}
+# seconds to wait for the scheduler's report of the end; it reports every half second
+REPORT_TIMEOUT = 5.0
+
+
+class Target(Struct):
+    """The pipeline that gets the requests."""
+
+    endpoint: str
+    model: str
+    vocab_size: int
+    config: Config | None = None  # None where only endpoint and model are known
+    # from the start to `ready`, of a pipeline of the benchmark's own
+    ready_seconds: float | None = None
+    keys: str = ""  # folder of keys, if the gateway has some
+
+
+@contextlib.contextmanager
+def measured(arguments: Namespace) -> Iterator[Target]:
+    """Yield a running pipeline if `name` or `endpoint` is given, else one that ends with the block.
+
+    Raises LaunchError for options that can't be.
+    """
+    options = given_options(arguments, Config)
+    endpoint, start = options.pop("endpoint"), time.perf_counter()
+    if not (endpoint or "name" in options):
+        with target(options, "bench", OWN_DEFAULTS) as config:
+            yield _target(config, time.perf_counter() - start)
+        return
+    model, keys = options.pop("model", None), options.pop("curve_keys", "")
+    if "name" in options:
+        with target(options, "bench", {}) as config:
+            yield _target(msgspec.structs.replace(config, curve_keys=keys or config.curve_keys))
+        return
+    check_no_options(options)
+    if model is None:
+        raise LaunchError("--endpoint needs --model, for the size of its vocabulary")
+    fields = resolve({"model": model}, weights=False)
+    found = _target(Config(endpoint=endpoint, curve_keys=keys, **fields))
+    found.config = None
+    yield found
+
+
+def _target(config: Config, ready_seconds: float | None = None) -> Target:
+    where = config.endpoint, model_name(config), vocab_size(config)
+    return Target(*where, config, ready_seconds, config.curve_keys)
+
+
+class Meter:
+    """Measures with a client."""
+
+    def __init__(self, pipeline: Target, options: ModelOptions) -> None:
+        """Connect. Every request has the sampling parameters: the model may have other defaults."""
+        name = pipeline.config.name if pipeline.config else None
+        self.client = LocalClient(pipeline.endpoint, name, pipeline.keys)
+        sampling = ("temperature", "top_k", "top_p")
+        self.sampling: dict[str, Any] = {name: getattr(options, name) for name in sampling}
+        self.sampling["min_p"] = 0.0
+        self.report = self.client.status(wait=True)  # of the last idle moment
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+
+    @property
+    def gpu_idle_us(self) -> tuple[float, float]:
+        """Median and 99th percentile of the GPU's wait between two of the last 1,024 steps."""
+        return self._scheduler().gpu_idle_us
+
+    def run(self, items: list[Item]) -> Figures:
+        """All at once, not streaming."""
+        start = time.perf_counter()
+        return self._finish(start, [self.send(item) for item in items])
+
+    def run_streams(self, items: list[Item]) -> Figures:
+        """All at once, each token as it comes."""
+        stamps = [self._stream(item) for item in items]
+        self._finish(stamps[0].start, [stream.answer for stream in stamps])
+        return stream_figures(stamps)
+
+    def run_one_by_one(self, items: list[Item]) -> Figures:
+        """Measure streams; each request is sent when the stream before has ended."""
+        stamps = []
+        for item in items:
+            stamps.append(self._stream(item))
+            self.client.wait_for(stamps[-1].answer, GenerateReply)
+        return stream_figures(stamps)
+
+    def run_load(
+        self, items: list[Item], times: list[float], max_concurrency: int = 0
+    ) -> tuple[Figures, list[Stamps]]:
+        """Measure streams, sent at `times` in seconds, the first at 0.
+
+        max_concurrency: unanswered requests at which a next one waits; 0: any number.
+        """
+        start, stamps = time.perf_counter(), []
+        open_answers: list[Answer] = []
+        for item, seconds in zip(items, times, strict=True):
+            self.client.take_until(start + seconds)
+            while max_concurrency and len(open_answers) >= max_concurrency:
+                self.client.wait()
+                open_answers = [answer for answer in open_answers if not answer.final]
+            stamps.append(self._stream(item))
+            open_answers.append(stamps[-1].answer)
+        for stream in stamps:
+            while not stream.answer.final:
+                self.client.wait()
+        failed = [stream for stream in stamps if isinstance(stream.answer.final, ErrorReply)]
+        for stream in failed:
+            stream.times.clear()
+        run = self._finish(start, [stream.answer for stream in stamps if stream.times])
+        return run | {"failed": len(failed)}, stamps
+
+    def send(self, item: Item, *, stream: bool = False) -> Answer:
+        return self.client.ask(
+            GenerateRequest(
+                prompt=item.prompt,
+                max_tokens=item.num_output_tokens,
+                ignore_eos=True,
+                stream=stream,
+                **self.sampling,
+            )
+        )
+
+    def _stream(self, item: Item) -> Stamps:
+        return Stamps(time.perf_counter(), self.send(item, stream=True))
+
+    def _finish(self, start: float, answers: list[Answer]) -> Figures:
+        """Wait for the answers, and until nothing runs."""
+        replies = [self.client.wait_for(answer, GenerateReply) for answer in answers]
+        seconds, before = time.perf_counter() - start, self._scheduler()
+        self.report = self._report_of_the_end()
+        preemptions = self._scheduler().num_preemptions - before.num_preemptions
+        return run_figures(replies, seconds, preemptions)
+
+    def _scheduler(self) -> SchedulerStatus:
+        return self.report.scheduler or SchedulerStatus(epoch=0, ready=False)
+
+    def _report_of_the_end(self) -> StatusReply:
+        """Return the first report in which nothing runs."""
+        deadline = time.monotonic() + REPORT_TIMEOUT
+        while True:
+            status = self.client.status(fresh=True)
+            scheduler = status.scheduler
+            is_over = scheduler and not scheduler.num_running + scheduler.num_waiting
+            if is_over or time.monotonic() > deadline:  # others may use the pipeline, too
+                return status
 
 
 def bench_offline(options: OfflineOptions, arguments: Namespace) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""The options of `launch bench`, a struct for each subject."""
+"""Options of the benchmarks, and the requests that follow from them."""
 
+import itertools
 from argparse import ArgumentTypeError
-from typing import Annotated
+from random import Random
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta, Struct
 
@@ -10,6 +12,7 @@ from penstock.protocol.messages.sampling import Share
 
 Count = Annotated[int, Meta(ge=1)]
 GOODPUT = ("ttft", "tpot", "e2el")
+MAX_TOKEN_ID = 10_000
 
 
 class BenchOptions(Struct, kw_only=True):
@@ -118,3 +121,57 @@ def limit(text: str) -> tuple[str, float]:
     if not number.replace(".", "", 1).isdecimal() or not float(number):
         raise ArgumentTypeError(f"got {number!r}, expected a finite number above 0")
     return name, float(number)
+
+
+class Item(NamedTuple):
+    """One request."""
+
+    prompt: list[int]
+    num_output_tokens: int
+
+
+def random_lengths(num_requests: int, min_tokens: int, max_tokens: int, seed: int) -> list[Item]:
+    """Return prompts and outputs of `min_tokens` to `max_tokens`, all equally likely.
+
+    The draws are those of bench.py of https://github.com/GeeeekExplorer/nano-vllm, in its order:
+    256 requests of 100 to 1,024 tokens with seed 0 have 142,827 prompt tokens and 133,966 output
+    tokens.
+    """
+    draw = Random(seed).randint  # noqa: S311  to be repeatable, not secret
+    prompts = [
+        [draw(0, MAX_TOKEN_ID) for _ in range(draw(min_tokens, max_tokens))]
+        for _ in range(num_requests)
+    ]
+    return [Item(prompt, draw(min_tokens, max_tokens)) for prompt in prompts]
+
+
+def given_lengths(input_tokens: list[int], output_tokens: int, seed: int) -> list[Item]:
+    """Return prompts of these lengths, and outputs of one length."""
+    draw = Random(seed).randint  # noqa: S311
+    prompts = [[draw(0, MAX_TOKEN_ID) for _ in range(length)] for length in input_tokens]
+    return [Item(prompt, output_tokens) for prompt in prompts]
+
+
+def arrival_times(num_requests: int, rate: float, seed: int) -> list[float]:
+    """Return the seconds of arrivals, the first at 0: a Poisson process of `rate` a second."""
+    draw = Random(f"arrivals {seed}").expovariate  # noqa: S311
+    return list(itertools.accumulate((draw(rate) for _ in range(num_requests - 1)), initial=0.0))
+
+
+def random_kinds(num_requests: int, long_share: float, seed: int) -> list[str]:
+    """ "short" or "long" for each request: the share is kept, the order is random."""
+    num_long = round(long_share * num_requests)
+    kinds = ["long"] * num_long + ["short"] * (num_requests - num_long)
+    Random(f"kinds {seed}").shuffle(kinds)  # noqa: S311
+    return kinds
+
+
+def variant(items: list[Item], number: int, vocab_size: int) -> list[Item]:
+    """Return items of the same lengths with other tokens of the vocabulary; 0 keeps valid ones.
+
+    The draws know nothing of the vocabulary, so that the lengths are the same for every model.
+    """
+    size = min(MAX_TOKEN_ID + 1, vocab_size)
+    return [
+        item._replace(prompt=[(token + number) % size for token in item.prompt]) for item in items
+    ]

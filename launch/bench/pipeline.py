@@ -1,10 +1,12 @@
-"""`launch bench pipeline`: what the pipeline costs around a model that takes no time.
+"""`launch bench pipeline` and `events`: the cost of everything but the model.
 
-Requests go through gateway, tokenizer, scheduler, detokenizer and back; the worker is a stand-in
-that returns tokens at once. So the figures are of this code and its sockets alone.
+In `events`, a stand-in worker has steps of a given length; each step gives each stream a token. The
+client reads sockets and counts the ends of events: it parses nothing, so it costs little.
 """
 
 import os
+import select
+import socket
 import statistics
 import sys
 import time
@@ -14,13 +16,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import httpx
 import psutil
+from msgspec import json
 
-from penstock.launch.bench.figures import median
-from penstock.launch.bench.options import PipelineOptions
-from penstock.launch.bench.report import table
+from penstock.launch.bench.figures import median, table
+from penstock.launch.bench.options import EventsOptions, PipelineOptions
 from penstock.launch.pipeline.control_client import list_processes
-from penstock.launch.pipeline.target import private_pipeline
+from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.target import free_port, private_pipeline
 from penstock.protocol.client.client import Client
 
 PROMPT = "x" * 100
@@ -28,6 +32,10 @@ STAND_IN = "python -P -m penstock.launch.bench.standin_worker"
 MIN_SECONDS = 2.0
 Result = dict[str, Any]
 KINDS = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer", "client")
+KINDS_WITH_HTTP = ("http", "gateway", "detokenizer", "scheduler", "worker", "client")
+EVENT_END, LAST_CHUNK = b"\n\n", b"0\r\n\r\n"
+CONNECT_RETRIES = 7  # of httpx, which waits twice as long before each: half a minute in all
+READ_BYTES = 1 << 18
 
 
 def bench_pipeline(options: PipelineOptions, _: Namespace) -> list[Result]:
@@ -44,10 +52,10 @@ def bench_pipeline(options: PipelineOptions, _: Namespace) -> list[Result]:
                 for stream in (False, True):
                     run = partial(_run, client, batch, options.max_tokens, stream=stream)
                     costs = median_costs(config.name, run, options.runs)
-                    one = {"batch": batch, "stream": stream, "detokenizers": number, **costs}
+                    result = {"batch": batch, "stream": stream, "detokenizers": number, **costs}
                     # CPU time of its process, sockets included, for one token of each request
-                    one["scheduler_us_per_step"] = costs["cpu_us_per_token"]["scheduler"] * batch
-                    results.append(one)
+                    result["scheduler_us_per_step"] = costs["cpu_us_per_token"]["scheduler"] * batch
+                    results.append(result)
     print(file=sys.stderr)
     return results
 
@@ -58,7 +66,7 @@ def _run(client: Client, batch: int, output_tokens: int, *, stream: bool) -> int
         client.submit(PROMPT, max_tokens=output_tokens, ignore_eos=True, stream=stream)
         for _ in range(batch)
     ]
-    return sum(len(one.result().token_ids) for one in streams)
+    return sum(len(stream.result().token_ids) for stream in streams)
 
 
 def median_costs(name: str, run: Callable[[], int], num_runs: int) -> Result:
@@ -82,20 +90,117 @@ def median_costs(name: str, run: Callable[[], int], num_runs: int) -> Result:
 def cpu_seconds(name: str) -> Counter[str]:
     """CPU time used so far, by kind of process."""
     used: Counter[str] = Counter()
-    pids = {one.pid: one.name for one in list_processes(name)}
-    for pid, process in (pids | {os.getpid(): "client"}).items():
+    pids = {process.pid: process.name for process in list_processes(name)}
+    for pid, process_name in (pids | {os.getpid(): "client"}).items():
         times = psutil.Process(pid).cpu_times()
-        used[process.partition(".")[0]] += times.user + times.system
+        used[process_name.partition(".")[0]] += times.user + times.system
     return used
 
 
-def as_table(results: list[Result]) -> str:
+def pipeline_table(results: list[Result]) -> str:
     """Return the results as a markdown table."""
     titles = ("batch", "stream", "detokenizers", "tokens/s", "scheduler µs/step", *KINDS)
     rows = []
-    for one in results:
-        speed = f"{one['tokens_per_second']:,.0f}", f"{one['scheduler_us_per_step']:.0f}"
-        costs = [f"{one['cpu_us_per_token'][kind]:.2f}" for kind in KINDS]
-        stream = "yes" if one["stream"] else "no"
-        rows.append([str(one["batch"]), stream, str(one["detokenizers"]), *speed, *costs])
+    for result in results:
+        speed = f"{result['tokens_per_second']:,.0f}", f"{result['scheduler_us_per_step']:.0f}"
+        costs = [f"{result['cpu_us_per_token'][kind]:.2f}" for kind in KINDS]
+        stream = "yes" if result["stream"] else "no"
+        rows.append([str(result["batch"]), stream, str(result["detokenizers"]), *speed, *costs])
+    return "\n".join(table(titles, rows))
+
+
+def bench_events(options: EventsOptions, _: Namespace) -> list[Result]:
+    """Measure each step length; 0 is a worker that never waits."""
+    results = []
+    for step_ms in options.step_ms:
+        port = free_port()
+        own = {
+            "http": options.http,
+            "http_port": port,
+            "log_level": "warning",
+            "detokenizers": options.detokenizers,
+            "max_num_seqs": options.streams,
+        }
+        with private_pipeline("bench", own, worker=f"{STAND_IN} {step_ms}") as config:
+            wait_for_http(port)
+            EventClient(port, options.streams, options.max_tokens).run()  # warms up
+            client = EventClient(port, options.streams, options.max_tokens)
+            costs = median_costs(config.name, client.run, options.runs)
+            speed, cpu = costs["tokens_per_second"], costs["cpu_us_per_token"]
+            figures = {
+                "step_ms": step_ms,
+                "streams": options.streams,
+                "events_per_second": speed * client.num_events / client.num_tokens,
+                "ttft_ms": statistics.median(client.ttft) * 1e3,
+                "cores": speed * sum(cpu[kind] for kind in KINDS_WITH_HTTP) / 1e6,
+            }
+            results.append(figures | costs)
+    print(file=sys.stderr)
+    return results
+
+
+class EventClient:
+    """Streams of completions on connections that are kept."""
+
+    def __init__(self, port: int, num_streams: int, max_tokens: int) -> None:
+        body = json.encode(
+            {
+                "prompt": "x" * 100,
+                "max_tokens": max_tokens,
+                "ignore_eos": True,
+                "stream": True,
+            }
+        )
+        head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json"
+        self._request = b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head.encode(), len(body), body)
+        self._num_tokens = num_streams * max_tokens  # of a run
+        self.num_events = self.num_tokens = 0  # of all runs
+        self.ttft: list[float] = []  # seconds to the first event of each stream
+        self._poll = select.epoll()
+        self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_streams)]
+        self._by_fd = {stream.fileno(): stream for stream in self._sockets}
+        for file in self._by_fd:
+            self._poll.register(file, select.EPOLLIN)
+        self._buffer = bytearray(READ_BYTES)
+
+    def run(self) -> int:
+        """Send a request on each connection, and read all answers; return the tokens of a run."""
+        first: dict[int, float] = {}
+        tails = dict.fromkeys(self._by_fd, b"")
+        start = time.perf_counter()
+        for stream in self._sockets:
+            stream.sendall(self._request)
+        while tails:
+            for file, _ in self._poll.poll():
+                size = self._by_fd[file].recv_into(self._buffer)
+                if not size:
+                    raise LaunchError("the server closed a stream")
+                data = tails[file] + self._buffer[:size]
+                num_new = data.count(EVENT_END) - tails[file].count(EVENT_END)
+                if num_new and file not in first:
+                    first[file] = time.perf_counter() - start
+                self.num_events += num_new
+                tails[file] = bytes(data[-len(LAST_CHUNK) + 1 :])  # what ends there may be cut
+                if data.endswith(LAST_CHUNK):
+                    del tails[file]
+        self.num_tokens += self._num_tokens
+        self.ttft += first.values()
+        return self._num_tokens
+
+
+def wait_for_http(port: int) -> None:
+    """Return when a server listens; the pipeline may be ready before. Raises httpx.ConnectError."""
+    with httpx.Client(transport=httpx.HTTPTransport(retries=CONNECT_RETRIES)) as http:
+        http.get(f"http://127.0.0.1:{port}/health").raise_for_status()
+
+
+def events_table(results: list[Result]) -> str:
+    """Return the results as a markdown table."""
+    titles = ("step ms", "streams", "events/s", "tokens/s", "TTFT ms", "cores", *KINDS_WITH_HTTP)
+    rows = []
+    for result in results:
+        speeds = (f"{result[name]:,.0f}" for name in ("events_per_second", "tokens_per_second"))
+        costs = [f"{result['cpu_us_per_token'][kind]:.2f}" for kind in KINDS_WITH_HTTP]
+        times = f"{result['ttft_ms']:.1f}", f"{result['cores']:.2f}"
+        rows.append([f"{result['step_ms']:g}", str(result["streams"]), *speeds, *times, *costs])
     return "\n".join(table(titles, rows))

@@ -1,19 +1,20 @@
-"""The load: a fixed number of requests in flight, from a small set whose answers are known."""
+"""The load of `launch chaos`: requests in flight, from a small set whose answers are known."""
 
 import asyncio
 import contextlib
+import json
 import math
 import time
+from collections.abc import AsyncIterator
 from random import Random
+from typing import Any
 
 import httpx
 import msgspec
+from msgspec import Struct, field
 
-from penstock.launch.chaos.check import Content, Received
-from penstock.launch.chaos.http_answers import read_answer
 from penstock.launch.chaos.mix import Call, HttpCall
-from penstock.launch.chaos.processes import Changes
-from penstock.launch.chaos.schedule import ChaosOptions
+from penstock.launch.chaos.processes import Changes, ChaosOptions
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.messages.client import (
@@ -23,8 +24,233 @@ from penstock.protocol.messages.client import (
     GenerateRequest,
 )
 
+NO_ANSWER = "no answer"
+Data = dict[str, Any]
 MAX_TOKENS_BEFORE_ABORT = 1000
 NO_EVENT = -1
+
+
+class Content(Struct):
+    """An answer in the form in which it is compared: sequences by name, and its end."""
+
+    parts: dict[str, Any] = {}  # list or str by name: `tokens`, `text`, `0.content`, `0.logprobs`
+    finish: Any = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, or characters of all parts of an answer whose tokens are not known."""
+        if "tokens" in self.parts:
+            return len(self.parts["tokens"])
+        return sum(len(part) for part in self.parts.values() if isinstance(part, str))
+
+    def extend(self, name: str, more: list[Any] | str) -> None:
+        """Append to a part; a missing one begins."""
+        if more:
+            self.parts[name] = self.parts.get(name, more[:0]) + more
+
+    def begins(self, whole: "Content") -> bool:
+        """Return whether each part is the beginning of that of another answer."""
+        return all(
+            whole.parts.get(name, part[:0])[: len(part)] == part
+            for name, part in self.parts.items()
+        )
+
+
+class Received(Struct):
+    """Stream and reply that a client received for one request."""
+
+    is_stream: bool
+    streamed: Content = field(default_factory=Content)
+    reply: Content | None = None  # None: no answer yet
+    error: str = ""  # why the request failed
+    is_aborted: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.reply is not None or bool(self.error)
+
+    def finish(self, reply: GenerateReply | ErrorReply) -> None:
+        """Set the reply of the gateway."""
+        if isinstance(reply, ErrorReply):
+            self.error = f"{reply.code}: {reply.message}"
+        else:
+            self.reply = content_of(reply)
+            self.is_aborted = reply.finish_reason == "abort"
+
+
+class Verdict(Struct):
+    """Faults of an answer; the defaults are those of a correct one."""
+
+    lost: str = ""  # why there is no answer
+    tokens_lost: int = 0
+    tokens_doubled: int = 0
+    is_torn: bool = False  # the stream differs from the reply that follows it
+    is_different: bool = False  # another token, character or number than undisturbed
+
+
+def content_of(reply: GenerateReply) -> Content:
+    """Return the content of a reply of the gateway."""
+    parts = {
+        "tokens": reply.token_ids,
+        "text": reply.text,
+        "logprobs": reply.logprobs,
+        "prompt_logprobs": reply.prompt_logprobs,
+        "pooled": reply.pooled,
+    }
+    given = {name: part for name, part in parts.items() if part is not None}
+    return Content(given, (reply.finish_reason, reply.stop_reason))
+
+
+def check(received: Received, expected: Content) -> Verdict:
+    """Compare stream and reply with each other and with what they should be.
+
+    Tokens are counted: in a stream that is too short as many are lost, in one that is too long
+    doubled. One lost and one doubled in the same stream make it different. An aborted request
+    has the beginning of its answer: how much is not known.
+    """
+    reply = received.reply
+    if reply is None:
+        return Verdict(lost=received.error or NO_ANSWER)
+    streamed = received.streamed if received.is_stream else reply
+    if received.is_aborted:
+        return Verdict(
+            is_torn=not (reply.begins(streamed) or streamed.begins(reply)),
+            is_different=not (reply.begins(expected) and streamed.begins(expected)),
+        )
+    lengths = reply.num_tokens, streamed.num_tokens
+    return Verdict(
+        tokens_lost=max(expected.num_tokens - min(lengths), 0),
+        tokens_doubled=max(max(lengths) - expected.num_tokens, 0),
+        is_torn=not _agree(streamed, reply),
+        is_different=reply != expected or not _agree(streamed, expected),
+    )
+
+
+def _agree(streamed: Content, whole: Content) -> bool:
+    """Return whether a stream says the whole answer.
+
+    Prompt logprobs and pooled numbers are in replies only.
+    """
+    parts = streamed.parts
+    return (
+        all(
+            part == parts.get(name, part[:0])
+            for name, part in whole.parts.items()
+            if name not in ("prompt_logprobs", "pooled")
+        )
+        and parts.keys() <= whole.parts.keys()
+    )
+
+
+async def read_answer(client: httpx.AsyncClient, call: HttpCall, received: Received) -> Any:
+    """Yield after each piece of an answer that was added to `received`."""
+    try:
+        async with client.stream("POST", call.path, json=call.body) as reply:
+            if reply.status_code != httpx.codes.OK:
+                received.error = f"{reply.status_code}: {(await reply.aread()).decode()[:300]}"
+            elif not call.stream:
+                received.reply = _whole(call.path, json.loads(await reply.aread()))
+            else:
+                async for data in _events(reply):
+                    _add(call.path, data, received)
+                    yield
+                if not received.is_over:  # chats and messages repeat nothing at their end
+                    received.reply = received.streamed
+    except httpx.HTTPError as error:
+        received.error = f"{type(error).__name__}: {error}"
+    yield
+
+
+async def _events(reply: httpx.Response) -> AsyncIterator[Data]:
+    """Yield the data of each event. Lines end with "\\n" alone: a text may have U+2028."""
+    rest = b""
+    async for piece in reply.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield json.loads(line[6:])
+
+
+def _add(path: str, data: Data, received: Received) -> None:
+    """Add an event of a stream."""
+    if error := data.get("error") or (data["type"] == "error" if "type" in data else None):
+        received.error = json.dumps(error if isinstance(error, dict) else data)[:300]
+    elif path == "/v1/responses":
+        _add_response_event(data, received)
+    elif path == "/v1/messages":
+        _add_message_event(data, received.streamed)
+    else:
+        for choice in data["choices"]:
+            _add_choice(choice, choice["delta"], received.streamed)
+
+
+def _add_choice(choice: Data, message: Data, content: Content) -> None:
+    """Add a choice of a chat, or a part of one."""
+    index = choice["index"]
+    content.extend(f"{index}.reasoning", message.get("reasoning_content") or "")
+    content.extend(f"{index}.content", message.get("content") or "")
+    for position, call in enumerate(message.get("tool_calls") or []):
+        place = f"{index}.call.{call.get('index', position)}"
+        content.extend(f"{place}.name", call["function"].get("name") or "")
+        content.extend(f"{place}.arguments", call["function"].get("arguments") or "")
+    content.extend(f"{index}.logprobs", (choice.get("logprobs") or {}).get("content") or [])
+    if choice.get("finish_reason"):
+        content.finish = (content.finish or {}) | {index: choice["finish_reason"]}
+
+
+def _add_response_event(data: Data, received: Received) -> None:
+    """Add an event of the Responses API; the last one has the whole answer."""
+    parts = {
+        "response.output_text.delta": "text",
+        "response.reasoning_text.delta": "reasoning",
+        "response.function_call_arguments.delta": "arguments",
+    }
+    if part := parts.get(data["type"]):
+        received.streamed.extend(f"{data['output_index']}.{part}", data["delta"])
+    elif data["type"] in ("response.completed", "response.incomplete"):
+        received.reply = _response(data["response"])
+    elif data["type"] == "response.failed":
+        received.error = json.dumps(data["response"].get("error"))
+
+
+def _add_message_event(data: Data, content: Content) -> None:
+    """Add an event of the Messages API."""
+    match data:
+        case {"type": "content_block_start", "index": index, "content_block": {"name": str(name)}}:
+            content.extend(f"{index}.name", name)
+        case {"type": "content_block_delta", "index": index, "delta": delta}:
+            for part in ("text", "thinking", "partial_json"):
+                content.extend(f"{index}.{part}", delta.get(part, ""))
+        case {"type": "message_delta", "delta": delta}:
+            content.finish = delta["stop_reason"], delta["stop_sequence"]
+
+
+def _whole(path: str, data: Data) -> Content:
+    """Return the content of a reply that is not streamed."""
+    content = Content()
+    if path == "/v1/responses":
+        return _response(data)
+    if path == "/v1/messages":
+        for index, block in enumerate(data["content"]):
+            for part in ("text", "thinking", "name"):
+                content.extend(f"{index}.{part}", block.get(part, ""))
+            content.extend(f"{index}.input", json.dumps(block.get("input", "")))
+        content.finish = data["stop_reason"], data["stop_sequence"]
+        return content
+    for choice in data["choices"]:
+        _add_choice(choice, choice["message"], content)
+    return content
+
+
+def _response(data: Data) -> Content:
+    """Return the content of a response of the Responses API."""
+    content = Content(finish=(data["status"], data.get("incomplete_details")))
+    for index, item in enumerate(data["output"]):
+        part = "reasoning" if item["type"] == "reasoning" else "text"
+        for piece in item.get("content") or []:
+            content.extend(f"{index}.{part}", piece.get("text", ""))
+        content.extend(f"{index}.arguments", item.get("arguments", ""))
+    return content
 
 
 class Flight:

@@ -10,8 +10,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from penstock.launch.bench.workload import random_lengths, variant
-from penstock.launch.chaos.schedule import ChaosOptions
+from penstock.launch.bench.options import random_lengths, variant
+from penstock.launch.chaos.processes import ChaosOptions
 from penstock.protocol.messages.client import ChatMessage, GenerateRequest
 from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.structured import StructuredOutputs

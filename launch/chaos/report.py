@@ -8,10 +8,9 @@ from typing import Any
 import psutil
 from msgspec import Struct
 
-from penstock.launch.bench.report import table
-from penstock.launch.chaos.check import Content, Verdict, check
-from penstock.launch.chaos.load import Flight
-from penstock.launch.chaos.schedule import KINDS, SEVERAL, Event
+from penstock.launch.bench.figures import table
+from penstock.launch.chaos.load import Content, Flight, Verdict, check
+from penstock.launch.chaos.processes import KINDS, SEVERAL, Event
 from penstock.launch.pipeline.procfile import kind_of
 
 BEFORE = "before the first kill"

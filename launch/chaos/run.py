@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable
@@ -14,17 +13,23 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from penstock.launch.bench.report import hardware, versions
+from penstock.launch.bench.figures import hardware, versions
 from penstock.launch.chaos.load import Flight, Load
 from penstock.launch.chaos.mix import END_OF_THOUGHT, HTTP_KINDS, MIX, Model, make_calls
-from penstock.launch.chaos.processes import Changes, Processes
+from penstock.launch.chaos.processes import (
+    KINDS,
+    Changes,
+    ChaosOptions,
+    Event,
+    Processes,
+    make_schedule,
+)
 from penstock.launch.chaos.report import Outcome, Recovery, as_table, faults, make_report
-from penstock.launch.chaos.schedule import KINDS, ChaosOptions, Event, make_schedule
 from penstock.launch.commands.status import as_json
 from penstock.launch.pipeline.options import add_options, add_pipeline_options, given_options
 from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import base_url, is_running, model_name
-from penstock.launch.pipeline.target import target
+from penstock.launch.pipeline.target import free_port, target
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import Config, run_folder
@@ -113,7 +118,7 @@ async def run_chaos(
         http_client(config) as http,
     ):
         before = await client.status(wait=True)
-        models = [await model_of(one, client) for one in config.by_model()]
+        models = [await model_of(model, client) for model in config.by_model()]
         load = Load(client, http, make_calls(options, models, mix), options, changes)
         expected = await load.expected()
         memory = processes.memory()
@@ -160,12 +165,6 @@ async def model_of(config: Config, client: AsyncClient) -> Model:
         is_embedding=checkpoint.is_embedding_model,
         end_of_thought=thought.token_ids[0] if len(thought.token_ids) == 1 else None,
     )
-
-
-def free_port() -> int:
-    """Return a port that nobody uses now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Chaos(Struct):
@@ -241,14 +240,18 @@ class Chaos(Struct):
         await self.changes.until(true, self.options.recovery_timeout)
 
     def _show(self, number: int) -> None:
-        one = self.recoveries[-1]
-        kills = " and ".join(f"{kill.process} {kill.how}" for kill in one.event.kills)
-        if one.event.again:
-            again, moment = one.event.again, one.event.moment
+        recovery = self.recoveries[-1]
+        kills = " and ".join(f"{kill.process} {kill.how}" for kill in recovery.event.kills)
+        if recovery.event.again:
+            again, moment = recovery.event.again, recovery.event.moment
             kills += f", {again.process} {again.how} at the first {moment}"
-        end = f"longest silence {one.silence:.1f} s" if one.is_over else self._what_is_missing()
+        end = self._what_is_missing()
+        if recovery.is_over:
+            end = f"longest silence {recovery.silence:.1f} s"
         place = f"{len(self.recoveries)}/{number}"
-        print(f"{place} {kills}: {one.num_running} running, {end}", file=sys.stderr, flush=True)
+        print(
+            f"{place} {kills}: {recovery.num_running} running, {end}", file=sys.stderr, flush=True
+        )
 
     def _what_is_missing(self) -> str:
         if not is_running(self.config.name):
@@ -275,18 +278,19 @@ def _present(status: StatusReply) -> set[str]:
         return set()
     present = set(status.tokenizers)
     for model in status.by_model:
-        present |= set.intersection(*(set(one.detokenizers) for one in model.schedulers))
+        present |= set.intersection(*(set(its.detokenizers) for its in model.schedulers))
     return present
 
 
 def _used_blocks(status: StatusReply) -> int:
-    one = status.scheduler
-    return one.num_blocks - one.num_free_blocks if one else 0
+    scheduler = status.scheduler
+    return scheduler.num_blocks - scheduler.num_free_blocks if scheduler else 0
 
 
 def _num_open(status: StatusReply) -> int:
-    one = status.scheduler
-    return status.num_requests + (one.num_waiting + one.num_running if one else 0)
+    scheduler = status.scheduler
+    num_known = scheduler.num_waiting + scheduler.num_running if scheduler else 0
+    return status.num_requests + num_known
 
 
 def shared_memory() -> set[str]:

@@ -11,38 +11,60 @@ import contextlib
 import itertools
 import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import msgspec
 from msgspec import Struct
 from tqdm import tqdm
 
-from penstock.launch.offline.beam_search import BeamSearchMethods
-from penstock.launch.offline.bounded_concurrency import replies_to, submit_all
-from penstock.launch.offline.outputs import RequestOutput, prompts_of, request_of
-from penstock.launch.offline.pooling import PoolingMethods
+from penstock.launch.offline.beam_search import Beam, BeamSearch, BeamSearchParams
+from penstock.launch.offline.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    by_token,
+    prompts_of,
+    request_of,
+)
 from penstock.launch.pipeline.options import OTHER_NAMES
 from penstock.launch.pipeline.target import LocalClient, target
-from penstock.protocol.client.session import answer_requests, num_answers
+from penstock.protocol.checkpoint import read_model_config
+from penstock.protocol.client.client import Client
+from penstock.protocol.client.scoring import LABELS, Scoring, label_id, result_of
+from penstock.protocol.client.session import Answer, Done, Final, answer_requests, num_answers
 from penstock.protocol.config import Config
 from penstock.protocol.decoding import explain
 from penstock.protocol.messages.chat import Conversation, chat_messages
 from penstock.protocol.messages.client import (
+    AbortRequest,
     ChatMessage,
+    DetokenizeReply,
+    DetokenizeRequest,
+    ErrorReply,
     GenerateReply,
+    GenerateRequest,
+    Request,
     TokenizePromptRequest,
     TokenizeReply,
 )
-from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.sampling import Pooling, SamplingParams
+from penstock.protocol.tokenizer_file import read_eos_token_ids
 
 OWN_DEFAULTS = {"log_level": "warning"}
+Kind = TypeVar("Kind", bound=Done)
 Prompt = str | list[int] | dict[str, Any]
 Messages = list[dict[str, Any]]
 
 
-class LLM(PoolingMethods, BeamSearchMethods):
+class LLM:
     """A model in a pipeline of its own; for one thread."""
 
     def __init__(
@@ -89,7 +111,7 @@ class LLM(PoolingMethods, BeamSearchMethods):
         The results are in the order of the prompts. Raises RequestError for what is refused.
         Without a `seed` the noise follows from the number of the prompt in this `LLM`.
         """
-        several: list[dict[str, Any]] = [{"prompt": one} for one in prompts_of(prompts)]
+        several: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts_of(prompts)]
         return self._run(several, sampling_params, use_tqdm)
 
     def chat(
@@ -109,13 +131,110 @@ class LLM(PoolingMethods, BeamSearchMethods):
         several = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [
             {
-                "messages": _messages(one),
+                "messages": _messages(conversation),
                 "tools": tools,
                 "chat_template_kwargs": chat_template_kwargs or {},
             }
-            for one in several
+            for conversation in several
         ]
         return self._run(prompts, sampling_params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Any,
+        *,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt; prompts are those of `generate`.
+
+        dimensions: numbers to keep. truncate_prompt_tokens: the first tokens to keep of a longer
+        prompt. Raises RequestError for what is refused.
+        """
+        fields = {"pooling": Pooling(dimensions=dimensions), "truncation_side": "right"}
+        fields["truncate_prompt_tokens"] = truncate_prompt_tokens
+        requests = [{"prompt": prompt, **fields} for prompt in prompts_of(prompts)]
+        return [
+            EmbeddingRequestOutput(
+                request_id=reply.request_id,
+                outputs=EmbeddingOutput(embedding=result_of(reply)),
+                num_prompt_tokens=reply.usage.prompt_tokens,
+                num_cached_tokens=reply.usage.cached_tokens,
+            )
+            for reply in self._pool(requests, len(requests), "embeddings", use_tqdm)
+        ]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """Return the score of each pair of texts; one first text may stand for all pairs.
+
+        instruction: the task, for the model's prompt. Raises ValueError, RequestError.
+        """
+        first = [data_1] if isinstance(data_1, str) else list(data_1)
+        second = [data_2] if isinstance(data_2, str) else list(data_2)
+        if len(first) not in (1, len(second)):
+            raise ValueError(f"data_1: got {len(first)} texts, expected 1 or {len(second)}")
+        pairs = list(zip(itertools.cycle(first), second, strict=False))
+        scoring = Scoring(pairs, self._labels(), instruction)
+        number = len(scoring.parts)
+        scores = scoring.scores(self._pool(scoring.requests, number, "scores", use_tqdm))
+        return [
+            ScoringRequestOutput(
+                request_id=str(next(self._numbers)), outputs=ScoringOutput(score=score)
+            )
+            for score in scores
+        ]
+
+    def beam_search(self, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Return the best continuations of each prompt, which are those of `generate`.
+
+        Each step requests one token for each beam of all prompts, whose KV is in the prefix cache.
+        Raises RequestError for what is refused, ValueError if the pipeline aborts a request.
+        """
+        outputs = self._outputs([{"prompt": prompt} for prompt in prompts_of(prompts)])
+        eos = read_eos_token_ids(self.config.model_folder)
+        searches = [BeamSearch(output.prompt_token_ids, params, eos) for output in outputs]
+        while steps := [
+            (search, requests) for search in searches if (requests := search.requests())
+        ]:
+            asked = itertools.chain.from_iterable(requests for _, requests in steps)
+            replies = iter(replies_to(self._client, asked, self._window, GenerateReply))
+            for search, requests in steps:
+                search.step([next(replies) for _ in requests])
+        best = [(search, search.best()) for search in searches]
+        tokens = [
+            [*search.prompt_token_ids, *beam.token_ids] for search, beams in best for beam in beams
+        ]
+        questions = [DetokenizeRequest(token_ids=token_ids) for token_ids in tokens]
+        texts = replies_to(self._client, questions, self._window, DetokenizeReply)
+        sequences = map(_sequence, (beam for _, beams in best for beam in beams), tokens, texts)
+        return [
+            BeamSearchOutput(sequences=list(itertools.islice(sequences, len(beams))))
+            for _, beams in best
+        ]
+
+    def _labels(self) -> list[int] | None:
+        if read_model_config(self.config.model_folder).is_embedding_model:
+            return None
+        ask = self._client.tokenize
+        return [label_id(label, ask(label, add_special_tokens=False).token_ids) for label in LABELS]
+
+    def _pool(
+        self, requests: Iterable[dict[str, Any]], number: int, name: str, shows: bool
+    ) -> list[GenerateReply]:
+        """Return the replies, in the order of the requests, which are taken as they are sent."""
+        questions = (
+            GenerateRequest(request_id=str(next(self._numbers)), **fields) for fields in requests
+        )
+        with tqdm(total=number, desc=name, dynamic_ncols=True, disable=not shows) as bar:
+            return replies_to(self._client, questions, self._window, GenerateReply, bar.update)
 
     def _run(
         self,
@@ -126,7 +245,9 @@ class LLM(PoolingMethods, BeamSearchMethods):
         """`prompts`: fields of TokenizePromptRequest."""
         params = _one_for_each(params, len(prompts))
         places = [
-            (one, index) for one, its in enumerate(params) for index in range(num_answers(its))
+            (number, index)
+            for number, its in enumerate(params)
+            for index in range(num_answers(its))
         ]
         outputs = self._outputs(prompts)
         requests = itertools.chain.from_iterable(
@@ -138,8 +259,8 @@ class LLM(PoolingMethods, BeamSearchMethods):
         ):
             for place, reply in replies:
                 assert isinstance(reply, GenerateReply)  # noqa: S101  for mypy
-                one, index = places[place]
-                outputs[one].add(index, reply, params[one].n)
+                number, index = places[place]
+                outputs[number].add(index, reply, params[number].n)
                 progress.count(reply)
         return outputs
 
@@ -192,13 +313,24 @@ class _Progress:
         self._bar.update()
 
 
+def _sequence(beam: Beam, token_ids: list[int], reply: DetokenizeReply) -> BeamSearchSequence:
+    return BeamSearchSequence(
+        tokens=token_ids,
+        logprobs=by_token(list(beam.logprobs)) or [],
+        cum_logprob=beam.cum_logprob,
+        text=reply.text,
+        finish_reason=beam.finish_reason,
+        stop_reason=beam.stop_reason,
+    )
+
+
 def _one_for_each(
     params: SamplingParams | Sequence[SamplingParams] | None, number: int
 ) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * number
     if not isinstance(params, list | tuple) or not all(
-        isinstance(one, SamplingParams) for one in params
+        isinstance(sampling, SamplingParams) for sampling in params
     ):
         kind = type(params).__name__
         raise TypeError(f"sampling_params: got {kind}, expected SamplingParams or a list of them")
@@ -232,3 +364,80 @@ def _config_fields(options: dict[str, Any]) -> dict[str, Any]:
             message = message.replace("tp", "tensor_parallel_size", 1)
         raise ValueError(message) from None
     return fields
+
+
+def replies_to(
+    client: Client,
+    requests: Iterable[Request],
+    size: int,
+    kind: type[Kind],
+    on_reply: Callable[[], Any] = lambda: None,
+) -> list[Kind]:
+    """Return the replies in the order of their requests, as `submit_all` sends them.
+
+    on_reply: called when one has come. Raises RequestError.
+    """
+    found: dict[int, Kind] = {}
+    with contextlib.closing(submit_all(client, requests, size)) as replies:
+        for place, reply in replies:
+            assert isinstance(reply, kind)  # noqa: S101  for mypy
+            found[place] = reply
+            on_reply()
+    return [found[place] for place in range(len(found))]
+
+
+def submit_all(
+    client: Client, requests: Iterable[Request], size: int
+) -> Generator[tuple[int, Done], None, None]:
+    """Yield each reply when it comes, with the place of its request; up to `size` are open.
+
+    Where the pipeline is `overloaded` all the same, nothing is sent until another reply has come,
+    or, where none is open, for as long as it said. What is open when this ends early is aborted.
+    Raises RequestError.
+    """
+    waiting = enumerate(requests)
+    refused: deque[tuple[int, Request]] = deque()
+    open_answers: dict[int, Answer] = {}
+    ended: deque[int] = deque()
+
+    def note_end(place: int) -> None:
+        if open_answers[place].final:
+            ended.append(place)
+
+    def send(num_free: int) -> None:
+        while num_free and (pair := refused.popleft() if refused else next(waiting, None)):
+            place, request = pair
+            answer = open_answers[place] = client.ask(request)
+            answer.on_change = partial(note_end, place)
+            note_end(place)  # what came while it was sent
+            num_free -= 1
+
+    try:
+        send(size)
+        while open_answers:
+            while not ended:
+                client.wait()
+            place = ended.popleft()
+            answer = open_answers.pop(place)
+            if (seconds := _retry_after(answer.final)) is None:
+                yield place, answer.result()
+                send(size - len(open_answers))
+                continue
+            refused.append((place, answer.question))
+            if not open_answers:
+                client.take_until(time.perf_counter() + seconds)
+                send(size)
+    finally:
+        _abort(client, open_answers.values())
+
+
+def _retry_after(final: Final | None) -> float | None:
+    """Return the seconds after which to send again; None if the pipeline was not overloaded."""
+    is_overloaded = isinstance(final, ErrorReply) and final.code == "overloaded"
+    return getattr(final, "retry_after", None) or 1.0 if is_overloaded else None
+
+
+def _abort(client: Client, answers: Iterable[Answer]) -> None:
+    for answer in answers:
+        if answer.request_id:
+            client.ask(AbortRequest(request_id=answer.request_id))

@@ -75,12 +75,59 @@ class RequestOutput(Struct, kw_only=True):
                 stop_reason=reply.stop_reason,
             )
         )
-        self.outputs.sort(key=lambda one: one.index)
+        self.outputs.sort(key=lambda output: output.index)
         self.finished = len(self.outputs) == n
         if index == 0:
             self.prompt_logprobs = by_token(reply.prompt_logprobs)
             self.num_cached_tokens = reply.usage.cached_tokens
             self.metrics = _stats(reply)
+
+
+class EmbeddingOutput(Struct, kw_only=True):
+    """Numbers of an embedding, of length 1."""
+
+    embedding: list[float]
+
+
+class EmbeddingRequestOutput(Struct, kw_only=True):
+    """One prompt with its embedding."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    finished: bool = True
+
+
+class ScoringOutput(Struct, kw_only=True):
+    """The score of a pair of texts."""
+
+    score: float
+
+
+class ScoringRequestOutput(Struct, kw_only=True):
+    """One pair of texts with its score."""
+
+    request_id: str
+    outputs: ScoringOutput
+    finished: bool = True
+
+
+class BeamSearchSequence(Struct, kw_only=True):
+    """One of the best continuations of a prompt."""
+
+    tokens: list[int]  # of the prompt and of the output
+    logprobs: list[ByToken | None]  # of the output's tokens
+    cum_logprob: float
+    text: str  # of `tokens`
+    finish_reason: FinishReason
+    stop_reason: int | None
+
+
+class BeamSearchOutput(Struct, kw_only=True):
+    """The best continuations of one prompt, the best one first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 def request_of(output: RequestOutput, params: SamplingParams) -> GenerateRequest:
@@ -100,7 +147,7 @@ def prompts_of(prompts: Any) -> list[str | list[int]]:
     if not isinstance(several, Sequence):
         kind = type(prompts).__name__
         raise TypeError(f"prompts: got {kind}, expected text, token ids, a map, or a list of them")
-    return [_prompt_of(one) for one in several]
+    return [_prompt_of(prompt) for prompt in several]
 
 
 def _prompt_of(prompt: Any) -> str | list[int]:
@@ -111,7 +158,7 @@ def _prompt_of(prompt: Any) -> str | list[int]:
                 f"prompt: got a map of {list(given)}, expected one of {' and '.join(PROMPT_KEYS)}"
             )
         prompt = given.get("prompt_token_ids", given.get("prompt"))
-    if isinstance(prompt, list | tuple) and all(isinstance(one, int) for one in prompt):
+    if isinstance(prompt, list | tuple) and all(isinstance(token, int) for token in prompt):
         return list(prompt)
     if not isinstance(prompt, str):
         raise TypeError(f"prompt: got {type(prompt).__name__}, expected text, token ids or a map")
@@ -135,16 +182,18 @@ def _stats(reply: GenerateReply) -> RequestStateStats | None:
 
 
 def _sum(positions: list[TokenLogprobs | None] | None) -> float | None:
-    return None if positions is None else sum(one.logprob for one in positions if one)
+    if positions is None:
+        return None
+    return sum(position.logprob for position in positions if position)
 
 
 def by_token(positions: list[TokenLogprobs | None] | None) -> list[ByToken | None] | None:
     """Return the logprobs of consecutive tokens by token id; None without any."""
     if positions is None:
         return None
-    return [None if one is None else _tokens(one) for one in positions]
+    return [None if position is None else _tokens(position) for position in positions]
 
 
 def _tokens(position: TokenLogprobs) -> ByToken:
     """Return the logprobs by token, the sampled token first."""
-    return {one.token_id: one for one in (position, *position.top)}
+    return {token.token_id: token for token in (position, *position.top)}

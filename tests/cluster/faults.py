@@ -19,12 +19,10 @@ from pathlib import Path
 
 import httpx
 
-from penstock.launch.bench.report import hardware
-from penstock.launch.chaos.check import Content, Verdict, check
-from penstock.launch.chaos.load import Flight, Load
+from penstock.launch.bench.figures import hardware
+from penstock.launch.chaos.load import Content, Flight, Load, Verdict, check
 from penstock.launch.chaos.mix import Call
-from penstock.launch.chaos.processes import Changes
-from penstock.launch.chaos.schedule import ChaosOptions
+from penstock.launch.chaos.processes import Changes, ChaosOptions
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.messages.client import GenerateRequest
 from tests.cluster.machines import Cluster, Machine, wait_for_ray

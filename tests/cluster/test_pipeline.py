@@ -17,7 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from penstock import LLM, SamplingParams
-from penstock.launch.chaos.check import Content, Received, Verdict, check, content_of
+from penstock.launch.chaos.load import Content, Received, Verdict, check, content_of
 from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.client import Client

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
+from penstock.launch.bench import figures as module
 from penstock.launch.bench import pipeline
-from penstock.launch.bench import report as module
 from penstock.launch.bench.commands import _show
-from penstock.launch.bench.figures import Figures, median, percentile
-from penstock.launch.bench.measure import Meter
-from penstock.launch.bench.options import ModelOptions
-from penstock.launch.bench.report import (
+from penstock.launch.bench.figures import (
+    Figures,
     hardware,
     latency_table,
+    median,
     offline_table,
+    percentile,
     versions,
 )
-from penstock.launch.bench.target import Target
-from penstock.launch.bench.workload import Item, given_lengths, random_lengths, variant
+from penstock.launch.bench.model import Meter, Target
+from penstock.launch.bench.options import Item, ModelOptions, given_lengths, random_lengths, variant
 from penstock.launch.commands.cli import main
 from penstock.launch.commands.gpus import physical_gpus
 from penstock.launch.commands.status import as_json

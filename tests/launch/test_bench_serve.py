@@ -13,14 +13,13 @@ from penstock.launch.bench.figures import (
     arrivals,
     load_figures,
     median,
+    serve_table,
     stream_figures,
 )
-from penstock.launch.bench.measure import Meter
-from penstock.launch.bench.options import ModelOptions
-from penstock.launch.bench.report import serve_table
-from penstock.launch.bench.target import Target
-from penstock.launch.bench.workload import (
+from penstock.launch.bench.model import Meter, Target
+from penstock.launch.bench.options import (
     Item,
+    ModelOptions,
     arrival_times,
     given_lengths,
     random_kinds,

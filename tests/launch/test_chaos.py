@@ -6,11 +6,10 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.launch.chaos.check import Content, Received
-from penstock.launch.chaos.load import Flight
+from penstock.launch.chaos.load import Content, Flight, Received
+from penstock.launch.chaos.processes import KINDS, ChaosOptions, Event, Kill, make_schedule
 from penstock.launch.chaos.report import Outcome, Recovery, as_table, faults, make_report
 from penstock.launch.chaos.run import left_behind, shared_memory
-from penstock.launch.chaos.schedule import KINDS, ChaosOptions, Event, Kill, make_schedule
 from penstock.launch.commands.cli import main
 from penstock.protocol.config import run_folder
 

@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.launch.chaos.check import Content, Received
-from penstock.launch.chaos.http_answers import read_answer
+from penstock.launch.chaos.load import Content, Received, read_answer
 from penstock.launch.chaos.mix import HttpCall
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"

@@ -8,11 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.launch.chaos.check import Content, Received, Verdict, check, content_of
-from penstock.launch.chaos.load import Load
+from penstock.launch.chaos.load import Content, Load, Received, Verdict, check, content_of
 from penstock.launch.chaos.mix import HTTP_KINDS, MIX, HttpCall, Model, make_calls
-from penstock.launch.chaos.processes import Changes
-from penstock.launch.chaos.schedule import ChaosOptions
+from penstock.launch.chaos.processes import Changes, ChaosOptions
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.messages.client import (

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
-from penstock.launch.bench.report import hardware, table
+from penstock.launch.bench.figures import hardware, table
 from penstock.launch.chaos.processes import Changes
 from penstock.launch.pipeline.control_client import list_processes, send_signal
 from penstock.protocol.client.async_client import AsyncClient

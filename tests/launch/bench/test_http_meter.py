@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.launch.bench.http_meter import HttpMeter
-from penstock.launch.bench.options import ServeOptions
-from penstock.launch.bench.workload import Item
+from penstock.launch.bench.options import Item, ServeOptions
 from penstock.launch.commands.cli import main
 from penstock.launch.pipeline.errors import LaunchError
 

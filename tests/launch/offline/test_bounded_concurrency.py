@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.offline.bounded_concurrency import replies_to, submit_all
+from penstock.launch.offline.llm import replies_to, submit_all
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.session import NoAnswer, RequestError
 from penstock.protocol.messages.client import (

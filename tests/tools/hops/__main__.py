@@ -26,9 +26,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.launch.bench.events import wait_for_http
-from penstock.launch.bench.pipeline import STAND_IN
-from penstock.launch.bench.report import table
+from penstock.launch.bench.figures import table
+from penstock.launch.bench.pipeline import STAND_IN, wait_for_http
 from penstock.launch.pipeline.control_client import list_processes
 from penstock.launch.pipeline.target import free_port, private_pipeline
 from penstock.protocol.client.client import Client
