@@ -1,20 +1,29 @@
-"""The command line. A command's module is imported when it runs, so that `launch` starts fast."""
+"""The command line of `launch`: an argument parser whose errors are one sentence.
 
+The module of a command is imported when it runs, so that `launch` starts fast.
+"""
+
+import argparse
 import errno
+import itertools
 import os
+import re
 import signal
 import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
 from io import TextIOWrapper
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from penstock.launch.commands.api_key import hide_api_key
-from penstock.launch.commands.parser import Parser, PrintVersion
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.launch.pipeline.options import add_options
+from penstock.launch.pipeline.options import OTHER_NAMES, add_options, flag
 from penstock.launch.pipeline.procfile import read_procfile
 from penstock.protocol.client.session import ClientError
-from penstock.protocol.config import Config
+from penstock.protocol.config import DISTRIBUTION, Config
 
+MAX_SHOWN_OPTIONS = 12  # options that a usage line lists
 # name: description
 COMMANDS = {
     "all": "start a pipeline and keep it running",
@@ -37,10 +46,14 @@ COMMANDS = {
     "completion": "print a script that completes commands in bash, zsh or fish",
     "help": "print the help of a command",
 }
-# within `penstock.launch`, where it is not `commands.NAME`
+# within `penstock.launch`, the module and the function that adds the arguments, where it is not
+# `commands.NAME` and `add_arguments`
 MODULES = {
-    **dict.fromkeys(read_procfile(), "commands.service"),
     **dict.fromkeys(("all", "serve"), "commands.start"),
+    **dict.fromkeys(read_procfile(), "commands.processes:add_service"),
+    **{name: f"commands.processes:add_{name}" for name in ("scale", "restart", "stop", "keys")},
+    **{name: f"commands.client:add_{name}" for name in ("ask", "chat")},
+    **{name: f"commands.completion:add_{name}" for name in ("completion", "help")},
     # extras, which nothing else imports
     "batch": "extras.batch",
     "models": "extras.models",
@@ -61,6 +74,121 @@ Penstock serves Qwen3 models from a pipeline of small processes.
   launch chat                 chat in the terminal
   launch status               print the processes and the queues
   launch help                 list all commands; launch help COMMAND, its options"""
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of `launch` and, by argparse's rules, of each of its commands."""
+
+    # `MODULE` or `MODULE:FUNCTION`, which adds the arguments when they are needed
+    module = ""
+
+    def load(self) -> None:
+        """Add the arguments of `module`, once."""
+        module, _, function = self.module.partition(":")
+        self.module = ""
+        if module:
+            getattr(import_module(module), function or "add_arguments")(self)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise LaunchError."""
+        message = re.sub(r"^argument (\S+): ", r"\1: ", message)
+        message = re.sub(r"invalid int value: (.*)$", r"got \1, expected an integer", message)
+        message = re.sub(
+            "^the following arguments are required: (.*)$",
+            r"\1: got nothing, expected a value",
+            message,
+        )
+        raise LaunchError(message)
+
+    def format_help(self) -> str:
+        """Return the help; a usage line of many options names the positional arguments only."""
+        optional = [action for action in self._actions if action.option_strings]
+        if self.usage is None and len(optional) > MAX_SHOWN_OPTIONS:
+            positional = [action for action in self._actions if action not in optional]
+            self.usage = " ".join(["%(prog)s [options]", *map(_shown, positional)])
+        return super().format_help()
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse as argparse does; refuse unknown arguments here, where alternatives are known."""
+        self.load()
+        args = sys.argv[1:] if args is None else args
+        if self._subparsers:
+            self._check_leading_options(args)
+        parsed, unknown = super().parse_known_args(args, namespace)
+        self._check_options(unknown)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+    def _check_leading_options(self, args: Sequence[str]) -> None:
+        """Refuse unknown options before the command: argparse would take a value for a command."""
+        known = self._option_string_actions
+        words = iter(args)
+        for word in itertools.takewhile(lambda word: word.startswith("-"), words):
+            name, _, value = word.partition("=")
+            if name not in known and name in self._options_of_commands():
+                command = f"`{self.prog} COMMAND {name}`"
+                self.error(f"option {name!r} belongs after the command: {command}")
+            self._check_options([word])
+            if known[name].nargs is None and not value:
+                next(words, None)
+
+    def _options_of_commands(self) -> set[str]:
+        parsers = [action.choices for action in self._actions if isinstance(action.choices, dict)]
+        commands = [*itertools.chain.from_iterable(choices.values() for choices in parsers)]
+        for command in commands:
+            command.load()
+        return set().union(*(command._option_string_actions for command in commands))
+
+    def _check_options(self, args: Sequence[str]) -> None:
+        known = self._option_string_actions
+        for name in (word.partition("=")[0] for word in args if word.startswith("-")):
+            if name not in known:
+                hint = _hint(_other_name(name), list(known))
+                self.error(f"unknown option {name!r}{hint}; `{self.prog} --help` lists what it has")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        names = list(map(str, action.choices))
+        if isinstance(action, argparse._SubParsersAction):
+            hint = _hint(str(value), names)
+            self.error(f"unknown command {value!r}{hint}; `{self.prog} --help` lists them all")
+        name = "/".join(action.option_strings) or action.metavar or action.dest
+        self.error(f"{name}: got {value!r}, expected one of {', '.join(names)}")
+
+
+def _shown(positional: argparse.Action) -> str:
+    """Return a positional argument as usage lines show it."""
+    name = str(positional.metavar or positional.dest)
+    return {"?": f"[{name}]", "*": f"[{name} ...]"}.get(str(positional.nargs), name)
+
+
+class PrintVersion(argparse.Action):
+    """A flag that prints the version; the slow import is left until then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **more)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        from importlib.metadata import version
+
+        print(f"penstock {version(DISTRIBUTION)}")
+        parser.exit()
+
+
+def _other_name(option: str) -> str:
+    """Our flag for an option of another server."""
+    field = option.removeprefix("--").replace("-", "_")
+    return flag(OTHER_NAMES.get(field, field))
+
+
+def _hint(word: str, known: list[str]) -> str:
+    bare = {name.lstrip("-"): name for name in known}
+    near = get_close_matches(word.lstrip("-"), bare, n=1)
+    return f" (did you mean {bare[near[0]]!r}?)" if near else ""
 
 
 def main() -> NoReturn:

@@ -1,4 +1,4 @@
-"""`launch completion`: a script for a shell, made from the parser of the command line."""
+"""`launch completion`: a script for a shell, made from the parser; and `launch help`."""
 
 import argparse
 import shlex
@@ -6,8 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from penstock.launch.commands.cli import make_parser
-from penstock.launch.commands.parser import Parser
+from penstock.launch.commands.cli import Parser, make_parser
 
 # the place on the command line, such as " bench serve", after the words before the cursor
 FIND = """\
@@ -76,9 +75,8 @@ class Command(NamedTuple):
     words: list[str]  # choices of a positional argument
 
 
-def add_arguments(command: ArgumentParser) -> None:
-    """Add the arguments."""
-    command.set_defaults(run=_run)
+def add_completion(command: ArgumentParser) -> None:
+    command.set_defaults(run=_completion)
     shells = ("bash", "zsh", "fish")
     command.add_argument("shell", choices=shells, metavar="SHELL", help=", ".join(shells))
     command.epilog = (
@@ -88,7 +86,7 @@ def add_arguments(command: ArgumentParser) -> None:
     )
 
 
-def _run(arguments: Namespace) -> int:
+def _completion(arguments: Namespace) -> int:
     commands = list(_commands(make_parser()))
     if arguments.shell == "fish":
         print(_fish(commands), end="")
@@ -173,3 +171,14 @@ def _fish(commands: list[Command]) -> str:
 def _fish_quoted(text: str) -> str:
     escaped = " ".join(text.split()).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{' ' * text.startswith(' ')}{escaped}'"
+
+
+def add_help(command: ArgumentParser) -> None:
+    command.set_defaults(run=_help)
+    text = "a command, such as `status` or `bench serve` (default: all)"
+    command.add_argument("words", metavar="COMMAND", nargs="*", help=text)
+
+
+def _help(arguments: Namespace) -> int:
+    make_parser().parse_args([*arguments.words, "--help"])  # exits
+    return 0

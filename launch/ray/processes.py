@@ -39,8 +39,8 @@ from penstock.launch.supervisor.processes import (
     ManagedProcess,
     Policy,
     Processes,
+    Tasks,
 )
-from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
 from penstock.protocol.transport.context import CLIENTS, SERVER, attend, leave
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node

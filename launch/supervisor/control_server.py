@@ -1,6 +1,7 @@
-"""Server of the supervisor's control socket, to which `launch` commands connect."""
+"""Status of the processes for the gateway, and the control socket for `launch` commands."""
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -11,13 +12,12 @@ import zmq
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.procfile import check_open_files, kind_of, numbers_at_start, stem_of
 from penstock.launch.pipeline.run_folder import control_endpoint
-from penstock.launch.supervisor.processes import ManagedProcess, Processes
-from penstock.launch.supervisor.report import Report
-from penstock.launch.supervisor.tasks import Tasks
+from penstock.launch.supervisor.processes import ManagedProcess, Processes, Tasks
+from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import MAX_PROCESSES, Config
 from penstock.protocol.messages.client import StatusRequest
-from penstock.protocol.messages.status import StatusReply
+from penstock.protocol.messages.status import ProcessStatus, StatusReply
 from penstock.protocol.messages.supervisor import (
     ControlReply,
     ControlRequest,
@@ -26,10 +26,71 @@ from penstock.protocol.messages.supervisor import (
     ScaleProcesses,
     SignalProcess,
     Spawned,
+    SupervisorReport,
 )
-from penstock.protocol.transport.context import Context, attend, drain, leave
+from penstock.protocol.poison import PoisonList
+from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
+from penstock.protocol.transport.context import Context, attend, drain, endpoints, leave
 
 Step = Callable[[], Awaitable[None]]
+
+
+class Report:
+    """Sends the state of the supervisor's processes to the gateway every heartbeat."""
+
+    def __init__(
+        self,
+        config: Config,
+        kinds: list[str],
+        processes: Processes,
+        watchdog: Watchdog,
+        poison: PoisonList,
+    ) -> None:
+        """kinds: of processes, in the order of the procfile."""
+        self.kinds = kinds
+        self._processes = processes
+        self._watchdog = watchdog
+        self._poison = poison
+        self._loop = asyncio.get_running_loop()
+        at = endpoints(config.by_model()[0]).results
+        # one report waits at most for a gateway that is not there; newer ones are dropped
+        self._channel = processes.context.connect(zmq.PUSH, at, max_queue=1, wait=False)
+        self._is_draining = False
+        self._timer = self._loop.call_later(HEARTBEAT_INTERVAL, self._send)
+
+    def drain(self) -> None:
+        """Report from now on that the pipeline is to stop."""
+        self._is_draining = True
+        self._timer.cancel()
+        self._send()
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self._channel.socket.close(linger=0)
+
+    def processes(self) -> list[ProcessStatus]:
+        """Return the processes that run, in the order of the procfile, and their usage now."""
+        running = [one for one in self._processes.by_name.values() if one.pid]
+        running.sort(key=lambda one: self.kinds.index(kind_of(one.name)))
+        return [self._status(one) for one in running]
+
+    def _status(self, process: ManagedProcess) -> ProcessStatus:
+        heartbeat = self._watchdog.newest_heartbeat(process.name)
+        return ProcessStatus(
+            name=process.name,
+            pid=process.pid,
+            node=process.node,
+            uptime=time.monotonic() - process.started_at,
+            restarts=process.num_starts - 1,
+            cpu_seconds=heartbeat.cpu_seconds,
+            rss_bytes=heartbeat.rss_bytes,
+            counters=heartbeat.counters,
+        )
+
+    def _send(self) -> None:
+        self._timer = self._loop.call_later(HEARTBEAT_INTERVAL, self._send)
+        digests = self._poison.digests()
+        self._channel.send(SupervisorReport(self.processes(), self._is_draining, digests))
 
 
 class ControlServer:

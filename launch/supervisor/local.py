@@ -3,28 +3,60 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+import signal
+import socket
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
 from types import MappingProxyType
+from typing import NamedTuple
+
+import msgspec
 
 from penstock.launch.pipeline.procfile import kind_of, read_procfile
 from penstock.launch.pipeline.run_folder import environment
-from penstock.launch.supervisor.child_process import ChildEvents, ChildProcess, vitals
-from penstock.launch.supervisor.fork_server import ForkServer
-from penstock.launch.supervisor.memory_server import MemoryServer
+from penstock.launch.supervisor.child_process import (
+    ChildEvents,
+    ChildProcess,
+    adopting,
+    describe_exit,
+    vitals,
+)
 from penstock.launch.supervisor.output import Log
-from penstock.launch.supervisor.processes import GRACE, ManagedProcess, Policy, Processes
-from penstock.launch.supervisor.tasks import Tasks
+from penstock.launch.supervisor.processes import GRACE, ManagedProcess, Policy, Processes, Tasks
 from penstock.protocol.config import Config
+from penstock.protocol.messages.supervisor import (
+    DropMemory,
+    Forked,
+    ForkRequest,
+    KeepMemory,
+    MemoryReply,
+    TakeMemory,
+    ToMemoryServer,
+)
 from penstock.protocol.transport.context import Context
 from penstock.protocol.transport.process import (
     INCARNATION_VARIABLE,
     PROCESS_VARIABLE,
     SUPERVISOR_VARIABLE,
 )
-from penstock.protocol.transport.socket_pairs import MEMORY_VARIABLE, socket_pair
+from penstock.protocol.transport.socket_pairs import (
+    FORKS_VARIABLE,
+    MAX_FORK_MESSAGE,
+    MAX_MEMORY_MESSAGE,
+    MEMORY_VARIABLE,
+    socket_pair,
+)
 
+# in which the last user of memory must have exited, or the memory is dropped
+MAX_EXIT_SECONDS = 5.0
+# ends of processes that have written nothing wrong before; a shell reports crashes as 128 + N
+ORDERLY = ("exit code 0", "exit code 1", "signal 9", "signal 15")
+MAX_FORK_SECONDS = 5.0  # in which a fork server that is ready must reply
+KILLED = describe_exit(-signal.SIGKILL)
+MAX_KILLS = 5
+# NumPy would start threads when it is imported, and a process with threads should not fork
+SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 SERVE_FORKS = "python -P -m penstock.services"  # command of a fork server, without its services
 # services of each fork server; only the worker imports torch
@@ -32,6 +64,228 @@ FORKED = (("gateway", "tokenizer", "scheduler", "detokenizer", "http"), ("worker
 # of --hang-timeout: seconds after which a process that was stopped (SIGSTOP) is killed
 STOPPED_SHARE = 1 / 100
 KEEPERS = ("worker", "scheduler")  # kinds of processes with memory that outlives them
+
+
+class _Peer(NamedTuple):
+    socket: socket.socket
+    end: "asyncio.Future[str]"  # how the process ended
+
+
+class _Region(NamedTuple):
+    manifest: bytes
+    descriptor: int
+    user: "asyncio.Future[str]"  # the end of the process that uses it, or used it last
+
+
+class MemoryServer:
+    """Persistent memory by name, in the running event loop."""
+
+    def __init__(self, tasks: Tasks, say: Callable[[str], None]) -> None:
+        """tasks: reports exceptions. say: takes a line for the log."""
+        self._tasks = tasks
+        self._say = say
+        self._regions: dict[str, _Region] = {}
+        self._peers: set[_Peer] = set()
+
+    def serve(self, connection: socket.socket, end: "asyncio.Future[str]") -> None:
+        """Serve a process over its socket pair; end: of the process."""
+        peer = _Peer(connection, end)
+        self._peers.add(peer)
+        asyncio.get_running_loop().add_reader(connection, self._receive, peer)
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self._leave(peer)
+        for name in list(self._regions):
+            self._drop(name)
+
+    def _receive(self, peer: _Peer) -> None:
+        descriptors: list[int] = []
+        try:
+            flags = socket.MSG_CMSG_CLOEXEC
+            data, descriptors, _, _ = socket.recv_fds(peer.socket, MAX_MEMORY_MESSAGE, 1, flags)
+            message = msgspec.msgpack.decode(data, type=ToMemoryServer) if data else None
+        except (OSError, msgspec.DecodeError):
+            message = None
+        match message:
+            case TakeMemory(name, shares=True):
+                self._reply(peer, self._regions.get(name))
+            case TakeMemory(name):
+                self._tasks.start(self._pass_on(name, peer))
+            case KeepMemory(name, manifest) if descriptors:
+                self._drop(name)
+                self._regions[name] = _Region(manifest, descriptors.pop(), peer.end)
+                self._reply(peer)
+            case DropMemory(name):
+                self._drop(name)
+                self._reply(peer)
+            case _:
+                self._leave(peer)
+        for one in descriptors:  # that no message may have
+            os.close(one)
+
+    async def _pass_on(self, name: str, peer: _Peer) -> None:
+        """Reply with the memory, if its last user has exited and can't have damaged it."""
+        while (region := self._regions.get(name)) and region.user is not peer.end:
+            await asyncio.wait([region.user], timeout=MAX_EXIT_SECONDS)
+            if self._regions.get(name) is not region:
+                continue  # dropped, or passed on to another process
+            how = region.user.result() if region.user.done() else "no exit"
+            if how in ORDERLY:
+                self._regions[name] = region._replace(user=peer.end)
+            else:
+                self._say(f"memory {name} is not used again: its process ended with {how}")
+                self._drop(name)
+        self._reply(peer, region)
+
+    def _reply(self, peer: _Peer, region: _Region | None = None) -> None:
+        """Reply, with memory if there is some to pass on."""
+        reply = MemoryReply(region.manifest if region else b"")
+        descriptors = [region.descriptor] if region else []
+        try:
+            socket.send_fds(peer.socket, [msgspec.msgpack.encode(reply)], descriptors)
+        except OSError:  # it has exited
+            self._leave(peer)
+
+    def _drop(self, name: str) -> None:
+        if region := self._regions.pop(name, None):
+            os.close(region.descriptor)
+
+    def _leave(self, peer: _Peer) -> None:
+        if peer in self._peers:
+            self._peers.remove(peer)
+            asyncio.get_running_loop().remove_reader(peer.socket)
+            peer.socket.close()
+
+
+class ForkServer:
+    """Fork server of some services, restarted when it dies; in the running event loop."""
+
+    def __init__(
+        self, command: str, environment: Mapping[str, str], tasks: Tasks, say: Callable[[str], None]
+    ) -> None:
+        """Prepare it; the first `fork` starts it.
+
+        command: of the fork server. environment: the processes share it. tasks: reports
+        exceptions. say: takes a line for the log.
+        """
+        self._command = command
+        self._environment = {**environment, **SINGLE_THREADED}
+        self._tasks = tasks
+        self._say = say
+        self._log: Log
+        self._turn = asyncio.Lock()
+        self._child: ChildProcess | None = None
+        self._socket: socket.socket
+        self._is_ready = self._is_useless = False
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid if self._child and not self._child.end.done() else 0
+
+    async def fork(
+        self, service: str, environment: Mapping[str, str], log: Log, descriptors: Mapping[str, int]
+    ) -> ChildProcess | None:
+        """Return a process as `ChildProcess.start` does; None: it must be started that way."""
+        # the caller closes its own when it is cancelled
+        numbers = [os.dup(number) for number in (log.writer, *descriptors.values())]
+        changes = dict(environment.items() - self._environment.items())
+        request = ForkRequest(service, changes, list(descriptors))
+        asking = asyncio.ensure_future(self._fork(request, numbers))
+        try:
+            pid = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(_kill_forked)
+            raise
+        return ChildProcess.adopt(pid, log) if pid else None
+
+    def kill(self) -> None:
+        if self._child:
+            self._child.kill()
+
+    async def close(self) -> None:
+        self._is_useless = True
+        self.kill()
+        if self._child:
+            await asyncio.wait([self._child.end])
+
+    async def _fork(self, request: ForkRequest, descriptors: list[int]) -> int:
+        """Close the descriptors and return the pid of a forked process, or 0."""
+        try:
+            async with self._turn:
+                return await self._fork_in_turn(request, descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    async def _fork_in_turn(self, request: ForkRequest, descriptors: list[int]) -> int:
+        if self._child is None and not self._is_useless:
+            self._log = Log(lambda line: self._say(f"fork server: {line}"))
+            self._start()
+            self._tasks.start(self._keep())
+        if self._is_useless or not (self._is_ready or await self._receive()):
+            return 0
+        self._is_ready = True
+        reply = None
+        try:
+            with adopting():
+                socket.send_fds(self._socket, [msgspec.msgpack.encode(request)], descriptors)
+                async with asyncio.timeout(MAX_FORK_SECONDS):
+                    reply = await self._receive()
+        except (OSError, TimeoutError) as error:
+            self._say(f"fork server: {str(error) or 'no reply'}")
+        if reply is None:
+            self.kill()
+        return reply.pid if reply else 0
+
+    async def _receive(self) -> Forked | None:
+        """Return the next reply; None when the fork server has exited."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):
+            if data := await loop.sock_recv(self._socket, MAX_FORK_MESSAGE):
+                return msgspec.msgpack.decode(data, type=Forked)
+        return None
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self._is_ready = False
+        with theirs:
+            descriptors = {FORKS_VARIABLE: theirs.fileno()}
+            start = ChildProcess.start
+            self._child = start(self._command, self._environment, self._log, descriptors)
+
+    async def _keep(self) -> None:
+        """Start another fork server when one has died.
+
+        If its imports fail, or it was killed MAX_KILLS times in a row before it was ready, there is
+        none.
+        """
+        num_kills = 0
+        while self._child and not self._is_useless:
+            await asyncio.wait([self._child.end])
+            async with self._turn:
+                # it may have been ready without a request
+                was_ready = self._is_ready or await self._receive() is not None
+                self._socket.close()
+                how = self._child.end.result()
+                if self._is_useless:
+                    break
+                num_kills = 0 if was_ready else num_kills + 1
+                if was_ready or (how == KILLED and num_kills < MAX_KILLS):
+                    self._say(f"the fork server died with {how}; restarted")
+                    self._start()
+                else:
+                    self._say(f"the fork server died with {how}; processes start without it")
+                    self._is_useless = True
+        self._log.close()
+
+
+def _kill_forked(asking: "asyncio.Future[int]") -> None:
+    """Kill a process for which nobody waits any more."""
+    if not asking.cancelled() and not asking.exception() and (pid := asking.result()):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 class LocalProcess(ManagedProcess):

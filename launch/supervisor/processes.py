@@ -6,17 +6,51 @@ The supervisor decides (`Policy`); `Processes` carries out.
 import asyncio
 import contextlib
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
 from penstock.launch.supervisor.output import NUM_LAST_LINES
-from penstock.launch.supervisor.tasks import Tasks
 from penstock.protocol.config import Config
 from penstock.protocol.transport.context import Context
 
+OnError = Callable[[BaseException], None]
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+
+
+class Tasks:
+    """The one way in which the supervisor starts tasks: it holds them until they end."""
+
+    def __init__(self, on_error: OnError) -> None:
+        """on_error: takes every exception that ends a task, except its cancellation."""
+        self._on_error = on_error
+        self._running: set[asyncio.Task[None]] = set()
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def cancel(self) -> None:
+        for task in self._running:
+            task.cancel()
+
+    async def wait(self) -> None:
+        if self._running:
+            await asyncio.wait(self._running)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._on_error(error)
+
+
+def traceback_lines(error: BaseException) -> list[str]:
+    """Format an exception for a log."""
+    return "".join(traceback.format_exception(error)).rstrip().splitlines()
 
 
 class ManagedProcess(ABC):

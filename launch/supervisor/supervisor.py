@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import time
+from collections import OrderedDict, defaultdict, deque
 from functools import partial
 from typing import Any
 
@@ -17,20 +18,60 @@ from penstock.launch.pipeline.owner import notify_ready, watch_owner
 from penstock.launch.pipeline.procfile import kind_of, process_names, read_procfile
 from penstock.launch.pipeline.run_folder import base_url, model_name, restore_config
 from penstock.launch.supervisor.child_process import describe_exit
-from penstock.launch.supervisor.control_server import ControlServer
-from penstock.launch.supervisor.deaths import CRASH_WINDOW, Deaths
+from penstock.launch.supervisor.control_server import ControlServer, Report
 from penstock.launch.supervisor.local import LocalProcesses
 from penstock.launch.supervisor.output import LogToOutput, Output, as_json, prefixed
-from penstock.launch.supervisor.processes import MakeProcesses, ManagedProcess
-from penstock.launch.supervisor.report import Report
-from penstock.launch.supervisor.tasks import Tasks, traceback_lines
+from penstock.launch.supervisor.processes import (
+    MakeProcesses,
+    ManagedProcess,
+    Tasks,
+    traceback_lines,
+)
 from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.config import Config
+from penstock.protocol.messages.supervisor import PoisonFound, ProcessesDied, SuspectsCleared
+from penstock.protocol.poison import PoisonList
 from penstock.protocol.transport.context import endpoints
 from penstock.protocol.transport.process import text_line
 
+CRASH_WINDOW = 60.0  # seconds within which deaths are counted
+MAX_DEATHS = 1 << 10  # deaths whose suspects are remembered, the newest
 MAX_EARLY_DEATHS = 3  # deaths of one process that stop a pipeline which was never ready
+
+
+class Deaths:
+    """Counts of deaths. A death that a request may explain does not count."""
+
+    def __init__(self) -> None:
+        self.poison = PoisonList()  # requests that were given up
+        # name → times and pids
+        self._recent: defaultdict[str, deque[tuple[float, int]]] = defaultdict(deque)
+        # name and pid → digests of the suspects that are not cleared
+        self._suspects: OrderedDict[tuple[str, int], set[bytes]] = OrderedDict()
+
+    def count(self, name: str, pid: int) -> int:
+        """Count a death; return how many of this process within the window have no explanation."""
+        now, recent = time.monotonic(), self._recent[name]
+        recent.append((now, pid))
+        while recent[0][0] < now - CRASH_WINDOW:
+            recent.popleft()
+        return sum((name, one) not in self._suspects for _, one in recent)
+
+    def handle(self, message: ProcessesDied | PoisonFound | SuspectsCleared) -> None:
+        match message:
+            case ProcessesDied(processes, suspects):
+                for death in processes:
+                    self._suspects.setdefault(death, set()).update(suspects)
+                while len(self._suspects) > MAX_DEATHS:
+                    self._suspects.popitem(last=False)
+            case SuspectsCleared(digests):
+                for death, left in list(self._suspects.items()):
+                    left.difference_update(digests)
+                    if not left:
+                        del self._suspects[death]
+            case PoisonFound(digest):
+                self.poison.put(digest, 1)  # it is never cleared: the death stays explained
 
 
 class Supervisor:

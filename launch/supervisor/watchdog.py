@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping
 
 import zmq
 
-from penstock.launch.supervisor.processes import ManagedProcess
-from penstock.launch.supervisor.tasks import Tasks
+from penstock.launch.supervisor.processes import ManagedProcess, Tasks
 from penstock.protocol.config import Config
 from penstock.protocol.messages.supervisor import (
     PoisonFound,

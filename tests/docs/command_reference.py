@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 
 from penstock.launch.commands import cli
-from penstock.launch.commands.parser import Parser
+from penstock.launch.commands.cli import Parser
 from penstock.launch.pipeline.options import flag
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams

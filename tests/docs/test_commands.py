@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.launch.commands import cli
-from penstock.launch.commands.parser import Parser
+from penstock.launch.commands.cli import Parser
 from penstock.launch.pipeline.errors import LaunchError
 from tests.docs.pages import ROOT, blocks, prose
 

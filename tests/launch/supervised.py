@@ -11,8 +11,7 @@ import pytest
 import zmq
 
 from penstock.launch.supervisor.child_process import vitals
-from penstock.launch.supervisor.processes import ManagedProcess
-from penstock.launch.supervisor.tasks import Tasks
+from penstock.launch.supervisor.processes import ManagedProcess, Tasks
 from penstock.launch.supervisor.watchdog import Watchdog
 from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.messages.supervisor import SupervisorHeartbeat

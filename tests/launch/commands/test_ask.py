@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.launch.commands import client_input
+from penstock.launch.commands import client
 from penstock.protocol.messages.client import (
     AbortReply,
     AbortRequest,
@@ -112,13 +112,13 @@ def test_an_input_may_be_longer_than_a_pipe_and_is_limited(
 ) -> None:
     assert launch("ask", input=b"x" * 300_000).returncode == 0
     assert contents(heard) == [["x" * 300_000]]
-    monkeypatch.setattr(client_input, "MAX_BYTES", 4)
+    monkeypatch.setattr(client, "MAX_BYTES", 4)
     (tmp_path / "input").write_bytes(b"12345")
     before, file = os.dup(0), os.open(tmp_path / "input", os.O_RDONLY)
     try:
         os.dup2(file, 0)
-        with pytest.raises(client_input.LaunchError, match="standard input: got more than"):
-            client_input.read_input()
+        with pytest.raises(client.LaunchError, match="standard input: got more than"):
+            client.read_input()
     finally:
         os.dup2(before, 0)
         os.close(before)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.commands import cli, client_options, gpus
+from penstock.launch.commands import cli, client, gpus
 from penstock.launch.commands.cli import main
 from penstock.launch.commands.start import start
 from penstock.launch.pipeline.errors import LaunchError
@@ -167,11 +167,11 @@ def test_a_question_waits_for_a_gateway_and_reports_it(tmp_path: Path) -> None:
 def test_a_waiting_client_reports_once_and_aborts_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(client_options, "SILENCE", 0.01)
-    with client_options.WaitingClient(f"ipc://{tmp_path}/none", None, "client") as client:
-        stream = client.submit("hello")
+    monkeypatch.setattr(client, "SILENCE", 0.01)
+    with client.WaitingClient(f"ipc://{tmp_path}/none", None, "client") as waiting:
+        stream = waiting.submit("hello")
         for _ in range(3):
-            client.wait()
+            waiting.wait()
         stream.abort()
     assert capsys.readouterr().err.count("\n") == 1
 

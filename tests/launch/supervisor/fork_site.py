@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 
 from penstock.launch.supervisor.child_process import ChildEvents, ChildProcess
-from penstock.launch.supervisor.fork_server import ForkServer
+from penstock.launch.supervisor.local import ForkServer
 from penstock.launch.supervisor.output import Log
-from penstock.launch.supervisor.tasks import Tasks
+from penstock.launch.supervisor.processes import Tasks
 
 SERVE = """
 import os, signal, sys

@@ -2,8 +2,8 @@
 
 import pytest
 
-from penstock.launch.supervisor import deaths as module
-from penstock.launch.supervisor.deaths import Deaths
+from penstock.launch.supervisor import supervisor as module
+from penstock.launch.supervisor.supervisor import Deaths
 from penstock.protocol.messages.supervisor import PoisonFound, ProcessesDied, SuspectsCleared
 
 

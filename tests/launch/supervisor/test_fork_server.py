@@ -7,7 +7,7 @@ import signal
 import psutil
 import pytest
 
-from penstock.launch.supervisor import fork_server
+from penstock.launch.supervisor import local as fork_server
 from penstock.launch.supervisor.child_process import ChildProcess, adopting
 from penstock.launch.supervisor.output import Log
 from tests.launch.supervisor.fork_site import SERVE, command, run, site, started
@@ -234,8 +234,8 @@ def test_the_fork_server_ends_with_its_supervisor() -> None:
         async with site() as one:
             code = f"""
 import asyncio, os, sys
-from penstock.launch.supervisor.fork_server import ForkServer
-from penstock.launch.supervisor.tasks import Tasks
+from penstock.launch.supervisor.local import ForkServer
+from penstock.launch.supervisor.processes import Tasks
 from penstock.launch.supervisor.output import Log
 async def run():
     server = ForkServer({command(SERVE + "signal.pause()")!r}, os.environ, Tasks(print), print)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from penstock.launch.supervisor.child_process import describe_exit
-from penstock.launch.supervisor.memory_server import MemoryServer
-from penstock.launch.supervisor.tasks import Tasks
+from penstock.launch.supervisor.local import MemoryServer
+from penstock.launch.supervisor.processes import Tasks
 from penstock.protocol.transport.socket_pairs import MEMORY_VARIABLE, socket_pair
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")

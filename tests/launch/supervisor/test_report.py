@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.launch.supervisor.report import Report
+from penstock.launch.supervisor.control_server import Report
 from penstock.protocol.config import Config, make_run_folder
 from penstock.protocol.messages.supervisor import SupervisorHeartbeat, SupervisorReport
 from penstock.protocol.poison import PoisonList

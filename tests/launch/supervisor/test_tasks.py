@@ -2,7 +2,7 @@
 
 import asyncio
 
-from penstock.launch.supervisor.tasks import Tasks, traceback_lines
+from penstock.launch.supervisor.processes import Tasks, traceback_lines
 
 
 def test_an_exception_is_seen_and_a_cancellation_is_none() -> None:
