@@ -20,7 +20,6 @@ from penstock.launch.commands.api_key import hide_api_key
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import OTHER_NAMES, add_options, flag
 from penstock.launch.pipeline.procfile import read_procfile
-from penstock.protocol.client.session import ClientError
 from penstock.protocol.config import DISTRIBUTION, Config
 
 MAX_SHOWN_OPTIONS = 12  # options that a usage line lists
@@ -210,9 +209,6 @@ def main() -> NoReturn:
     except LaunchError as error:
         print(f"launch: {error}", file=sys.stderr)
         code = 2
-    except ClientError as error:
-        print(f"launch: {error}", file=sys.stderr)
-        code = 1
     except KeyboardInterrupt:
         code = 0 if is_server else 128 + signal.SIGINT
     except BrokenPipeError:  # `launch ask … | head`
@@ -224,7 +220,18 @@ def main() -> NoReturn:
         print(f"launch: {error.strerror}", file=sys.stderr)
         _drop_stdout()
         code = 1
+    except Exception as error:
+        if not _is_of_client(error):
+            raise
+        print(f"launch: {error}", file=sys.stderr)
+        code = 1
     sys.exit(code)
+
+
+def _is_of_client(error: Exception) -> bool:
+    """Return whether it is a ClientError, without an import of the client, which is slow."""
+    client = sys.modules.get("penstock.protocol.client.session")
+    return client is not None and isinstance(error, client.ClientError)
 
 
 def _drop_stdout() -> None:
