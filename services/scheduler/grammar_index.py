@@ -133,8 +133,14 @@ class GrammarIndex:
     # ---- the worker --------------------------------------------------------------------------
 
     def take_message(self, epoch: int, alone: Sequence | None = None) -> CompileGrammars | None:
-        """Return what the worker must get, if anything; alone: compile only this one's grammar."""
+        """Return what the worker must get, if anything.
+
+        alone: compile only the grammar of this suspect, which nobody else may share: otherwise a
+        death would not show whose grammar is the cause.
+        """
         added = []
+        if alone in self._of and not self._of[alone].number:
+            self.isolate(alone)
         while grammar := self._of.get(alone) if alone else self._next():
             if grammar.number:
                 break

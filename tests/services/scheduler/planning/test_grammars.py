@@ -157,16 +157,17 @@ def test_the_next_worker_compiles_again_while_others_continue(
     sim.run()
 
 
-def test_a_grammar_that_kills_the_workers_is_found(sim: Simulation) -> None:
-    """The grammar is compiled alone, when nothing runs; the others then continue."""
-    poison, plain = sim.add(structured_outputs=A), sim.add(ignore_eos=True, max_tokens=20)
+@pytest.mark.parametrize("num_equal", [1, 2])
+def test_a_grammar_that_kills_the_workers_is_found(sim: Simulation, num_equal: int) -> None:
+    """The grammar is compiled alone, for one request, when nothing runs; others then continue."""
+    poison = [sim.add(structured_outputs=A) for _ in range(num_equal)]
+    plain = sim.add(ignore_eos=True, max_tokens=20)
     for _ in range(2):
         asked(sim)
         sim.send()
         sim.restart(keeps_memory=True)
-    assert poison.is_suspect
-    assert plain.is_suspect
-    while poison.finish_reason is None:
+    assert all(sequence.is_suspect for sequence in [*poison, plain])
+    while any(sequence.finish_reason is None for sequence in poison):
         message = sim.scheduler.next_grammars()
         if message:
             sim.compiling += [number for number, _ in message.added]
@@ -174,7 +175,7 @@ def test_a_grammar_that_kills_the_workers_is_found(sim: Simulation) -> None:
             sim.restart(keeps_memory=True)
         else:
             assert sim.step() is not None
-    assert poison.finish_reason == "abort"
+    assert {sequence.finish_reason for sequence in poison} == {"abort"}
     sim.run()
     assert plain.finish_reason == "length"
 
