@@ -1,17 +1,23 @@
-"""Poison requests: those that end the processes that work at them.
+"""Poison requests, which end the processes that work at them.
 
-A request is known by a digest of its content, so that it is recognized when it is sent again.
+`Suspects` finds them: any work that a process had when it died may be the cause. A request is known
+by a digest of its content, so that it is recognized when it is sent again.
 The supervisor does not count deaths that a poison request explains.
 """
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Collection, Iterable
 from time import monotonic
+from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 MEMORY = 600.0  # seconds for which a digest is remembered
 MAX_KNOWN = 1024  # digests that are remembered, the newest
+MAX_DEATHS = 2  # at trials of a suspect, the last one alone
+Work = TypeVar("Work")
 REFUSED = (
     "the same request, its prompt and parameters, has ended processes of the pipeline within the "
     f"last {MEMORY / 60:.0f} minutes; it is not tried again, change it"
@@ -26,6 +32,28 @@ def digest_of(*parts: object) -> bytes:
 def comparable(value: object) -> object:
     """Return `value` with sorted strings as keys. Raises TypeError for None and bytes as keys."""
     return msgspec.to_builtins(value, str_keys=True, order="deterministic", builtin_types=(bytes,))
+
+
+class Suspects(WeakKeyDictionary[Work, int]):
+    """Work that processes had when they died → the deaths at its trials.
+
+    A suspect is tried without work that is not suspect. A death at a trial counts for each piece of
+    work that was tried. Work that is alone at MAX_DEATHS deaths is poison; work that is done is
+    removed.
+    """
+
+    def add(self, lost: Iterable[Work]) -> None:
+        """Suspect the work of a process that died."""
+        for work in lost:
+            self.setdefault(work, 0)
+
+    def blame(self, trial: Collection[Work]) -> list[Work]:
+        """Count a death at a trial. Return the poison."""
+        for work in trial:
+            if work in self:  # otherwise it was closed meanwhile
+                self[work] += 1
+        is_alone = len(trial) == 1
+        return [work for work in trial if is_alone and self.get(work, 0) >= MAX_DEATHS]
 
 
 class PoisonList(OrderedDict[bytes, tuple[int, float]]):

@@ -1,15 +1,19 @@
 """Peers that registered with this process.
 
 They follow the Paranoid Pirate pattern of the ZeroMQ guide, chapter 4: a peer registers with a
-heartbeat, and any message counts as a heartbeat.
+heartbeat, and any message counts as a heartbeat. A peer that falls silent is busy, or dead: only
+the registration of its successor shows a death.
 """
 
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
+from penstock.protocol.transport.process import predecessors
 
+MAX_SILENT = 16  # silent peers that are remembered, the newest: not each one has a successor
 Work = TypeVar("Work")
+Memory = TypeVar("Memory")
 
 
 class Peer(Generic[Work]):
@@ -22,11 +26,12 @@ class Peer(Generic[Work]):
         self.num_missed = 0  # heartbeats of this process since the peer's latest message
 
 
-class Peers(Generic[Work]):
-    """All peers of one kind, by identity."""
+class Peers(Generic[Work, Memory]):
+    """All peers of one kind, by identity, and what is remembered of silent ones."""
 
     def __init__(self) -> None:
         self._peers: dict[bytes, Peer[Work]] = {}
+        self.remembered: dict[bytes, Memory] = {}
 
     def __iter__(self) -> Iterator[Peer[Work]]:
         return iter(list(self._peers.values()))
@@ -39,6 +44,7 @@ class Peers(Generic[Work]):
 
     def alive(self, identity: bytes, name: str) -> bool:
         """Note a message of a peer. Return True if it is the first one."""
+        self.remembered.pop(identity, None)
         known = self._peers.get(identity)
         if known is None:
             self._peers[identity] = Peer(identity, name)
@@ -58,6 +64,16 @@ class Peers(Generic[Work]):
         for peer in self._peers.values():
             peer.num_missed += 1
         return [peer.identity for peer in self if peer.num_missed > MAX_MISSED_HEARTBEATS]
+
+    def remember(self, identity: bytes, memory: Memory) -> None:
+        """Remember a silent peer until it returns, or its successor registers."""
+        self.remembered[identity] = memory
+        while len(self.remembered) > MAX_SILENT:
+            del self.remembered[next(iter(self.remembered))]
+
+    def predecessors(self, identity: bytes) -> list[bytes]:
+        """Return earlier incarnations of a peer that registered: they have died."""
+        return predecessors(identity, [*self._peers, *self.remembered])
 
     def least_loaded(self) -> Peer[Work] | None:
         """Return the peer with the least work, or None without peers."""

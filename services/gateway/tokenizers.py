@@ -36,7 +36,7 @@ class Tokenizers:
 
         on_defect: fails work, in an `except` block.
         """
-        self.peers: Peers[Work] = Peers()
+        self.peers: Peers[Work, list[Work]] = Peers()
         self.unassigned: FairQueue[Work] = FairQueue()
         self._num_losses = 0
         self._num_bytes: dict[bytes, int] = {}  # bytes of each tokenizer's work

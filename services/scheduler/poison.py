@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from penstock.protocol.poison import PoisonList, digest_of
+from penstock.protocol.poison import MAX_DEATHS, PoisonList, Suspects, digest_of
 from penstock.protocol.transport.heartbeat import DeathReports
 from penstock.protocol.transport.process import Identity
 from penstock.services.scheduler.sequence import MAX_WORKER_DEATHS, TOKEN_BYTES, Sequence
@@ -24,10 +24,8 @@ WORKERS_DIED = (
     f"the workers died {MAX_WORKER_DEATHS} times in a row while the request ran, each time before "
     "it got another token; it is not tried again"
 )
-MAX_DETOKENIZER_DEATHS = 2  # of detokenizers at failed trials of a sequence, the last one alone
 DETOKENIZERS_DIED = (
-    f"{MAX_DETOKENIZER_DEATHS} detokenizers died while they made the text of the request; it is "
-    "not tried again"
+    f"{MAX_DEATHS} detokenizers died while they made the text of the request; it is not tried again"
 )
 TRIAL_BATCH = 64  # streams of one trial
 
@@ -36,31 +34,30 @@ class DetokenizerTrials:
     """The queue of suspects, and the trial that is running."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, Sequence] = {}  # by stream id
+        self.suspects: Suspects[Sequence] = Suspects()
+        self.waiting: dict[Sequence, None] = {}
         self.at = b""  # routing id of the detokenizer that must confirm a message; empty: none
         # of the running trial; empty while the detokenizer confirms earlier messages
         self.batch: list[Sequence] = []
-        self.num_deaths: dict[int, int] = {}  # at trials of each suspect, by stream id
 
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Queue sequences that were open at a detokenizer that died."""
         for sequence in sequences:
-            self.waiting[sequence.stream_id] = sequence
-            self.num_deaths.setdefault(sequence.stream_id, 0)
+            self.waiting[sequence] = None
+            self.suspects.add([sequence])
 
     def next_batch(self) -> list[Sequence]:
-        """Take the next suspects out of the queue; one of a failed trial is alone."""
-        waiting = list(self.waiting.values())
-        known = [one for one in waiting if self.num_deaths[one.stream_id]]
-        self.batch = known[:1] or waiting[:TRIAL_BATCH]
+        """Take the next suspects out of the queue; a suspect of a failed trial is alone."""
+        failed = [sequence for sequence in self.waiting if self.suspects[sequence]]
+        self.batch = failed[:1] or list(self.waiting)[:TRIAL_BATCH]
         for sequence in self.batch:
-            del self.waiting[sequence.stream_id]
+            del self.waiting[sequence]
         return self.batch
 
     def passed(self) -> None:
         """End the trial: its batch is confirmed, or was closed."""
         for sequence in self.batch:
-            self.num_deaths.pop(sequence.stream_id, None)
+            self.suspects.pop(sequence, None)
         self.at, self.batch = b"", []
 
     def failed(self) -> list[Sequence]:
@@ -70,26 +67,17 @@ class DetokenizerTrials:
 
     def blame(self, batch: list[Sequence]) -> list[Sequence]:
         """Count the death at a trial of a batch. Return the sequences that are given up."""
+        given_up = self.suspects.blame(batch)
         for sequence in batch:
-            if self.has(sequence):  # otherwise it was closed meanwhile
-                self.num_deaths[sequence.stream_id] += 1
-                if sequence not in self.batch:
-                    self.waiting[sequence.stream_id] = sequence
-        given_up = [
-            one
-            for one in batch
-            if len(batch) == 1 and self.num_deaths.get(one.stream_id, 0) >= MAX_DETOKENIZER_DEATHS
-        ]
+            if sequence in self.suspects and sequence not in self.batch:
+                self.waiting[sequence] = None
         for sequence in given_up:
             self.close(sequence)
         return given_up
 
-    def has(self, sequence: Sequence) -> bool:
-        return sequence.stream_id in self.num_deaths
-
     def close(self, sequence: Sequence) -> None:
-        self.waiting.pop(sequence.stream_id, None)
-        self.num_deaths.pop(sequence.stream_id, None)
+        self.waiting.pop(sequence, None)
+        self.suspects.pop(sequence, None)
 
 
 class SequencePoison:
@@ -101,7 +89,7 @@ class SequencePoison:
     def __init__(self, reports: DeathReports) -> None:
         self._known = PoisonList()
         self._reports = reports
-        # those in flight when workers died, without a token since; and their digests
+        # sequences in flight when workers died, without a token since, and their digests
         self._suspects: dict[Sequence, bytes] = {}
 
     def admits(self, sequence: Sequence) -> bool:
@@ -122,7 +110,7 @@ class SequencePoison:
 
     def clear(self) -> None:
         """Report the suspects that have got a token: they did not kill the workers."""
-        if cleared := [one for one in self._suspects if not one.num_deaths]:
+        if cleared := [sequence for sequence in self._suspects if not sequence.num_deaths]:
             self._reports.clear(map(self._suspects.pop, cleared))
 
     def report_workers(self, workers: list[tuple[str, int]], suspects: set[Sequence]) -> None:
@@ -134,7 +122,7 @@ class SequencePoison:
     def report_detokenizer(self, detokenizer: bytes, suspects: list[Sequence]) -> None:
         """Report a detokenizer that died, by routing id, and its suspects."""
         dead = Identity.decode(detokenizer)
-        self._reports.died([(dead.name, dead.pid)], [_digest(one) for one in suspects])
+        self._reports.died([(dead.name, dead.pid)], [_digest(sequence) for sequence in suspects])
 
     def report_found(self, sequence: Sequence) -> None:
         """Remember and report a sequence that is given up."""

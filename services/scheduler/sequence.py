@@ -45,7 +45,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """Tokens, blocks and progress of one request.
 

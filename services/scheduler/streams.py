@@ -6,14 +6,11 @@ from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.packed import PackedLogprobs, pack
 from penstock.protocol.messages.pipeline import StepTokens, StreamOpened
 from penstock.protocol.transport.peers import Peers
-from penstock.protocol.transport.process import predecessors
 from penstock.services.scheduler.in_flight_plan import PlanOutput
 from penstock.services.scheduler.poison import DetokenizerTrials
 from penstock.services.scheduler.sequence import Sequence
 
 MAX_CHARACTER_TOKENS = 4  # a character has at most 4 bytes, and a token at least one
-# detokenizers, the newest, whose streams are remembered: not each one has a successor
-MAX_SILENT = 16
 
 
 class Outbox:
@@ -40,7 +37,10 @@ class Outbox:
         """Return a message that opens only these streams and must be confirmed."""
         self._num_taken += 1
         return StepTokens(
-            epoch, [_opened(one) for one in sequences], number=self._num_taken, confirm=True
+            epoch,
+            [_opened(sequence) for sequence in sequences],
+            number=self._num_taken,
+            confirm=True,
         )
 
     def take(self, epoch: int, confirm: bool = False) -> StepTokens | None:
@@ -72,7 +72,8 @@ class Streams:
     """
 
     def __init__(self, epoch: int) -> None:
-        self.detokenizers: Peers[Sequence] = Peers()
+        # of a silent detokenizer: whether its streams were a trial's, and these streams
+        self.detokenizers: Peers[Sequence, tuple[bool, dict[int, Sequence]]] = Peers()
         self._outboxes: dict[bytes, Outbox] = {}
         self._epoch = epoch
         self._num_streams = 0
@@ -82,8 +83,6 @@ class Streams:
         self._trials = DetokenizerTrials()
         # the next message of a trial, and its detokenizer
         self._trial: tuple[bytes, StepTokens] | None = None
-        # by detokenizer that fell silent: whether its streams were a trial's, and these streams
-        self._silent: dict[bytes, tuple[bool, dict[int, Sequence]]] = {}
 
     def open(self, sequence: Sequence) -> None:
         self._number(sequence)
@@ -100,7 +99,7 @@ class Streams:
     def close(self, sequence: Sequence) -> None:
         stream_id = sequence.stream_id
         self._unassigned.pop(stream_id, None)
-        if self._trials.num_deaths:
+        if self._trials.suspects:
             self._trials.close(sequence)
         if peer := self.detokenizers.get(sequence.detokenizer):
             del peer.work[stream_id]
@@ -161,7 +160,6 @@ class Streams:
 
     def alive(self, identity: bytes, name: str) -> bool:
         """Note a heartbeat. Return whether it is the first one, which registers the detokenizer."""
-        self._silent.pop(identity, None)
         if not self.detokenizers.alive(identity, name):
             return False
         self._outboxes[identity] = Outbox()
@@ -184,20 +182,22 @@ class Streams:
 
     def predecessors(self, identity: bytes) -> list[bytes]:
         """Return earlier incarnations of a detokenizer that registered: they have died."""
-        return predecessors(identity, [*self._outboxes, *self._silent])
+        return self.detokenizers.predecessors(identity)
 
     def lose_silent(self) -> list[bytes]:
         """Move the sequences of detokenizers that missed heartbeats; called at each heartbeat."""
         trials, silent = self._trials, self.detokenizers.silent()
         for identity in silent:
             is_trial = identity == trials.at and bool(trials.batch) and not self._trial
-            had = self.detokenizers.get(identity).work.values()  # type: ignore[union-attr]
-            work = trials.batch if is_trial else had
-            opened = {one.stream_id: one for one in work if one.stream_id not in self._unopened}
+            peer = self.detokenizers.get(identity)
+            had = peer.work.values() if peer else []
+            opened = {
+                sequence.stream_id: sequence
+                for sequence in (trials.batch if is_trial else had)
+                if sequence.stream_id not in self._unopened
+            }
             self.lost(identity)
-            self._silent[identity] = is_trial, opened
-        while len(self._silent) > MAX_SILENT:
-            del self._silent[next(iter(self._silent))]
+            self.detokenizers.remember(identity, (is_trial, opened))
         return silent
 
     def lost(
@@ -208,13 +208,15 @@ class Streams:
         If it `has_died`, suspects are tried first. Return the suspects, and those of them that are
         given up, which have no detokenizer.
         """
-        if identity in self._silent:
+        if identity in self.detokenizers.remembered:
             return self._blame(identity)
         self._outboxes.pop(identity, None)
         lost = self.detokenizers.lost(identity)
         trials = self._trials
         is_tried = identity == trials.at
-        suspects = [one for one in lost if has_died and one.stream_id not in self._unopened]
+        suspects = [
+            sequence for sequence in lost if has_died and sequence.stream_id not in self._unopened
+        ]
         given_up: list[Sequence] = []
         if is_tried and has_died and trials.batch and not self._trial:
             suspects, given_up = trials.batch, trials.failed()
@@ -227,18 +229,20 @@ class Streams:
             self._trial = None
         for sequence in suspects:
             sequence.detokenizer = None
-        gone = {one.stream_id for one in given_up} | trials.waiting.keys()
-        self._assign(one for one in lost if one.stream_id not in gone)
+        gone = trials.waiting.keys() | set(given_up)
+        self._assign(sequence for sequence in lost if sequence not in gone)
         return suspects, given_up
 
     def _blame(self, identity: bytes) -> tuple[list[Sequence], list[Sequence]]:
         """Try the streams with which a detokenizer fell silent that died. Return as `lost`."""
-        is_trial, opened = self._silent.pop(identity)
-        suspects = [one for stream_id, one in opened.items() if self._is_open(one, stream_id)]
+        is_trial, opened = self.detokenizers.remembered.pop(identity)
+        suspects = [
+            sequence for stream_id, sequence in opened.items() if self._is_open(sequence, stream_id)
+        ]
         if is_trial:
             return suspects, self._trials.blame(suspects)
         for sequence in suspects:
-            if not self._trials.has(sequence):
+            if sequence not in self._trials.suspects:
                 self.close(sequence)
                 sequence.detokenizer = None
                 self._number(sequence)  # its detokenizer may get the trial before the closing
@@ -248,7 +252,7 @@ class Streams:
     def _is_open(self, sequence: Sequence, stream_id: int) -> bool:
         peer = self.detokenizers.get(sequence.detokenizer)
         has_peer = peer is not None and stream_id in peer.work
-        is_open = has_peer or stream_id in self._unassigned or self._trials.has(sequence)
+        is_open = has_peer or stream_id in self._unassigned or sequence in self._trials.suspects
         return is_open and sequence.stream_id == stream_id
 
     # ---- trials --------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class WorkerGroup:
         # identities by rank of a standby group; empty while there is none
         self.standby: list[bytes] = []
         self._states: dict[bytes, WorkerState] = {}  # the newest state of each worker, by identity
-        self._peers: Peers[None] = Peers()
+        self._peers: Peers[None, None] = Peers()
         self._assignments: list[WorkerMessage] = []  # the latest ones to the members
         self._standby_assignments: list[WorkerMessage] = []
         self._num_blocks_before = 0  # of the last group that was ready

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from penstock.protocol.messages.pipeline import Heartbeat
+from penstock.protocol.poison import MAX_DEATHS
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
+from penstock.protocol.transport.peers import MAX_SILENT
 from penstock.protocol.transport.process import Identity
-from penstock.services.scheduler.poison import MAX_DETOKENIZER_DEATHS, SequencePoison
+from penstock.services.scheduler.poison import SequencePoison
 from penstock.services.scheduler.process import SchedulerProcess
-from penstock.services.scheduler.streams import MAX_SILENT
 from tests.services.scheduler.desk import Reader
 from tests.services.scheduler.peers.test_trials import Hall, started
 from tests.services.scheduler.processes import Gateway, Reports, opened, request, step
@@ -24,7 +25,7 @@ def test_a_stopped_detokenizer_costs_no_request(
     process.accept(request(1, "r"))
     step(process)
     assert [one.request_id for one in opened(process)] == ["r"]
-    for _ in range(3 * MAX_DETOKENIZER_DEATHS):
+    for _ in range(3 * MAX_DEATHS):
         for _ in range(MAX_MISSED_HEARTBEATS + 1):
             process.on_heartbeat()
         assert not len(process.streams.detokenizers)
@@ -85,8 +86,8 @@ def test_poison_that_hangs_detokenizers_is_given_up(number: int) -> None:
     hall.step(sequences[1:], 3)
     hall.settle()
     assert [hall.tokens_of(one) for one in sequences[1:]] == [[1, 2, 3]] * (number - 1)
-    assert not hall.streams._trials.num_deaths
-    assert not hall.streams._silent
+    assert not hall.streams._trials.suspects
+    assert not hall.streams.detokenizers.remembered
 
 
 def test_streams_are_tried_where_they_are_open_since() -> None:
@@ -115,4 +116,4 @@ def test_few_detokenizers_without_a_successor_are_remembered() -> None:
         hall.come(f"d{number}")
         for _ in range(MAX_MISSED_HEARTBEATS + 1):
             hall.streams.lose_silent()
-    assert len(hall.streams._silent) == MAX_SILENT
+    assert len(hall.streams.detokenizers.remembered) == MAX_SILENT

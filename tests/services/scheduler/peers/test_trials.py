@@ -5,7 +5,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.services.scheduler.poison import MAX_DETOKENIZER_DEATHS, TRIAL_BATCH
+from penstock.protocol.poison import MAX_DEATHS
+from penstock.services.scheduler.poison import TRIAL_BATCH
 from penstock.services.scheduler.sequence import Sequence
 from tests.services.scheduler.desk import Desk, Reader
 
@@ -76,12 +77,12 @@ def test_the_one_that_kills_is_given_up() -> None:
     hall.step(sequences, 2)
     hall.settle()
     assert hall.given_up == ["r70"]
-    assert hall.num_deaths == 1 + MAX_DETOKENIZER_DEATHS
+    assert hall.num_deaths == 1 + MAX_DEATHS
     others = [one for one in sequences if one.request_id != "r70"]
     hall.step(others, 3)
     hall.settle()
     assert [hall.tokens_of(one) for one in others] == [[1, 2, 3]] * len(others)
-    assert not hall.streams._trials.num_deaths
+    assert not hall.streams._trials.suspects
 
 
 def test_a_death_without_a_reason_costs_nothing() -> None:
@@ -99,7 +100,7 @@ def test_who_dies_of_something_else_during_a_trial_blames_nobody() -> None:
     """The worker was not sent the trial: the message before it is not confirmed yet."""
     hall = Hall()
     sequences = started(hall, 2)
-    for _ in range(5 * MAX_DETOKENIZER_DEATHS):
+    for _ in range(5 * MAX_DEATHS):
         [identity] = hall.readers
         hall.die(identity)
         list(hall.streams.take_messages())
@@ -133,7 +134,7 @@ def test_what_is_closed_while_it_waits_or_is_tried_is_told_to_nobody() -> None:
     hall.settle()
     assert hall.tokens_of(other) == [1]
     assert sum(map(len, (one.tokens for one in hall.readers.values()))) == 1
-    assert not hall.streams._trials.num_deaths
+    assert not hall.streams._trials.suspects
 
 
 @given(
