@@ -59,7 +59,7 @@ class GrammarIndex:
     @property
     def waiting(self) -> Iterator[Sequence]:
         """Sequences that wait for their grammar outside of the queue."""
-        return (one for one, grammar in self._of.items() if grammar.users[one])
+        return (sequence for sequence, grammar in self._of.items() if grammar.users[sequence])
 
     @property
     def compiling(self) -> set[Sequence]:

@@ -92,4 +92,4 @@ def _num_equal(token_ids: list[int], end: int) -> int:
     """Return the number of tokens before `end` that equal the last ones, up to a limit."""
     limit = min(end, MAX_REQUIRED)
     pairs = zip(reversed(token_ids[end - limit : end]), reversed(token_ids), strict=False)
-    return next((number for number, (one, other) in enumerate(pairs) if one != other), limit)
+    return next((number for number, (left, right) in enumerate(pairs) if left != right), limit)

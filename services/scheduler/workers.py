@@ -157,7 +157,9 @@ class WorkerGroup:
         self._num_heartbeats += 1
         for identity in set(self._peers.silent()).difference(self.members, self.standby):
             self._forget(identity)
-        ranks = [] if self._had_group else [i for i, one in self._states.items() if one.group]
+        ranks = [identity for identity, state in self._states.items() if state.group]
+        if self._had_group:
+            ranks = []
         self._num_unheard = self._num_unheard + 1 if ranks else 0
         if self._num_unheard > MAX_UNHEARD:
             return self._dismiss(ranks, "another rank of its group is not heard")
@@ -170,10 +172,10 @@ class WorkerGroup:
         a collective, which the first one of the next epoch would be taken for.
         """
         states = [self._states[member] for member in self.members]
-        has_begun = not self._is_adopted or all(one.epoch == self.epoch for one in states)
-        if has_begun and len({one.num_plans_before for one in states}) > 1:
+        has_begun = not self._is_adopted or all(state.epoch == self.epoch for state in states)
+        if has_begun and len({state.num_plans_before for state in states}) > 1:
             return self._dissolve("its group's ranks have got different plans")
-        self.ready = has_begun and all(one.num_blocks and not one.standby for one in states)
+        self.ready = has_begun and all(state.num_blocks and not state.standby for state in states)
         return []
 
     def _dissolve(self, reason: str, lost: bytes = b"") -> list[WorkerMessage]:
@@ -208,7 +210,11 @@ class WorkerGroup:
         # a standby group may be heard before the one whose memory it shares
         groups = {state.group: state.standby for state in self._states.values() if state.group}
         for group in sorted(groups, key=lambda group: groups[group]):
-            ranks = {one.rank: i for i, one in self._states.items() if one.group == group}
+            ranks = {
+                state.rank: identity
+                for identity, state in self._states.items()
+                if state.group == group
+            }
             if set(ranks) == set(range(self.tp_size)) and (all_heard or not groups[group]):
                 return self._assign([ranks[rank] for rank in range(self.tp_size)], group)
             if fresh and all_heard:  # a member was restarted: the group will never be whole again
@@ -270,7 +276,7 @@ class WorkerGroup:
     ) -> list[WorkerMessage]:
         rendezvous = self._states[members[0]].rendezvous
         nodes = [self._states[member].node for member in members]
-        before = [one for one in self.members_before if one.pid > 0]
+        before = [worker for worker in self.members_before if worker.pid > 0]
         return [
             (
                 member,
@@ -281,7 +287,7 @@ class WorkerGroup:
                     tp_size=self.tp_size,
                     rendezvous=rendezvous,
                     num_blocks=self._num_blocks_before,
-                    pids_before=[one.pid for one in before if one.node == node],
+                    pids_before=[worker.pid for worker in before if worker.node == node],
                     replica=self._replica,
                     spans_nodes=len(set(nodes)) > 1,
                     standby=standby,

@@ -42,12 +42,12 @@ class BlockPool:
         found = recover(records) if records else []
         # what an earlier scheduler has recorded, without blocks that were taken or hidden since
         self.recovered = RecoveredBlocks(found, self._free) if found else None
-        for block, one in found:
+        for block, record in found:
             self._free.move_to_end(block)
-            if isinstance(one, Content):
-                self._num_contents = max(self._num_contents, one.number)
-                self._contents[block] = one
-                self._cached[one.hash] = block
+            if isinstance(record, Content):
+                self._num_contents = max(self._num_contents, record.number)
+                self._contents[block] = record
+                self._cached[record.hash] = block
 
     @property
     def num_free_blocks(self) -> int:

@@ -126,7 +126,7 @@ class BlockRecords:
                     yield block, Content(number, parent, hash_, token_ids)
                 else:
                     known = takewhile(bool, unpack(token_ids))
-                    yield block, Tail(-1 - number, hash_, pack(one - 1 for one in known))
+                    yield block, Tail(-1 - number, hash_, pack(token_id - 1 for token_id in known))
 
     def write(self, block: int, content: Content) -> None:
         """Record confirmed content of a full block, unless it is recorded already."""
@@ -136,7 +136,7 @@ class BlockRecords:
 
     def write_tail(self, block: int, parent: int, before: bytes, token_ids: list[int]) -> None:
         """Record confirmed content of a block that is not full, as in `Tail`."""
-        body = before + pack([one + 1 for one in token_ids])
+        body = before + pack([token_id + 1 for token_id in token_ids])
         self._write(block, -1 - parent, body.ljust(self._body_bytes, b"\0"), parent)
 
     def token_place(self, block: int, index: int) -> int:
@@ -164,16 +164,16 @@ def recover(records: BlockRecords) -> Recorded:
     found: Recorded = []
     contents: list[Content] = []
     hashes: set[bytes] = set()
-    for block, one in sorted(records.read(), key=lambda read: _order(read[1])):
-        is_double = isinstance(one, Content) and one.hash in hashes
-        if one.parent not in last_uses or is_double:
+    for block, record in sorted(records.read(), key=lambda read: _order(read[1])):
+        is_double = isinstance(record, Content) and record.hash in hashes
+        if record.parent not in last_uses or is_double:
             records.clear(block)
             continue
-        found.append((block, one))
-        if isinstance(one, Content):
-            last_uses[one.number] = one.number
-            hashes.add(one.hash)
-            contents.append(one)
+        found.append((block, record))
+        if isinstance(record, Content):
+            last_uses[record.number] = record.number
+            hashes.add(record.hash)
+            contents.append(record)
     for content in reversed(contents):
         last_use = max(last_uses[content.parent], last_uses[content.number])
         last_uses[content.parent] = last_use
@@ -181,13 +181,13 @@ def recover(records: BlockRecords) -> Recorded:
     return sorted(found, key=lambda read: last_uses[_last_full(read[1])])
 
 
-def _order(one: Content | Tail) -> tuple[bool, int]:
+def _order(record: Content | Tail) -> tuple[bool, int]:
     """Return the key of an order in which every content comes after its parent."""
-    return (False, one.number) if isinstance(one, Content) else (True, one.parent)
+    return (False, record.number) if isinstance(record, Content) else (True, record.parent)
 
 
-def _last_full(one: Content | Tail) -> int:
-    return one.number if isinstance(one, Content) else one.parent
+def _last_full(record: Content | Tail) -> int:
+    return record.number if isinstance(record, Content) else record.parent
 
 
 class RecoveredBlocks:
@@ -200,17 +200,17 @@ class RecoveredBlocks:
     def __init__(self, found: Recorded, free: Collection[int]) -> None:
         """free: the free blocks of the pool, now and later."""
         self._free = free
-        hashes = {one.number: one.hash for _, one in found if isinstance(one, Content)}
-        parents = {one.parent for _, one in found if isinstance(one, Content)}
+        hashes = {record.number: record.hash for _, record in found if isinstance(record, Content)}
+        parents = {record.parent for _, record in found if isinstance(record, Content)}
         # content with its key in `_by_key`: the hash before it; of a `Tail` its own one
         self.blocks: dict[int, tuple[bytes, Content | Tail]] = {}
         # token ids, and the block that holds them
         self._by_key: dict[bytes, list[tuple[array[int], int]]] = {}
-        for block, one in found:
-            if isinstance(one, Tail) or one.number not in parents:
-                key = one.hash if isinstance(one, Tail) else hashes.get(one.parent, b"")
-                self.blocks[block] = key, one
-                self._by_key.setdefault(key, []).append((unpack(one.token_ids), block))
+        for block, record in found:
+            if isinstance(record, Tail) or record.number not in parents:
+                key = record.hash if isinstance(record, Tail) else hashes.get(record.parent, b"")
+                self.blocks[block] = key, record
+                self._by_key.setdefault(key, []).append((unpack(record.token_ids), block))
         for entries in self._by_key.values():
             entries.sort()
 
@@ -228,7 +228,7 @@ class RecoveredBlocks:
         number, block = 0, -1
         for indices in (range(place, len(entries)), range(place - 1, -1, -1)):
             same = (entries[i] for i in indices if self.blocks[entries[i][1]][1].parent == parent)
-            nearest = next((one for one in same if one[1] in self._free), None)
+            nearest = next((entry for entry in same if entry[1] in self._free), None)
             if nearest and (num_same := num_equal(nearest[0], token_ids)) > number:
                 number, block = num_same, nearest[1]
         return block, number
@@ -236,15 +236,15 @@ class RecoveredBlocks:
     def remove(self, block: int) -> None:
         """Remove a block; nothing happens if it is not there."""
         if block in self.blocks:
-            key, one = self.blocks.pop(block)
+            key, record = self.blocks.pop(block)
             entries = self._by_key[key]
-            del entries[bisect_left(entries, (unpack(one.token_ids), block))]
+            del entries[bisect_left(entries, (unpack(record.token_ids), block))]
 
 
-def num_equal(one: "array[int]", other: "array[int]") -> int:
+def num_equal(first: "array[int]", second: "array[int]") -> int:
     """Return the number of equal integers with which both begin."""
     number = 0
-    for a, b in zip(one, other, strict=False):
+    for a, b in zip(first, second, strict=False):
         if a != b:
             break
         number += 1

@@ -40,7 +40,7 @@ class FolderIndex:
     @property
     def slots(self) -> list[int]:
         """Host slots into which files are read."""
-        return [one.slot for one in self._reading.values()]
+        return [reading.slot for reading in self._reading.values()]
 
     def is_reading(self, hash_: bytes) -> bool:
         return hash_ in self._reading
@@ -295,7 +295,9 @@ class OffloadIndex:
         """Return a free slot, or that of the content used least recently."""
         if self._free:
             return self._free.pop()
-        victims = (one for one in self._entries if one not in self._pins and one not in self._new)
+        victims = (
+            hash_ for hash_ in self._entries if hash_ not in self._pins and hash_ not in self._new
+        )
         victim = next(victims, None)
         return None if victim is None else self._drop(victim)
 
