@@ -1,4 +1,4 @@
-"""The policy: who runs, who waits, who is preempted, and what goes over the wire."""
+"""Plans: depth, fairness, the waiting queue, and pooling."""
 
 import statistics
 
@@ -7,17 +7,22 @@ import pytest
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack, unpack
-from penstock.protocol.messages.plan import SampledTokens
+from penstock.protocol.messages.plan import RowExtras, SampledTokens
+from penstock.protocol.messages.sampling import Pooling
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
-from penstock.services.scheduler.in_flight_plan import row_of
+from penstock.services.scheduler.in_flight_plan import PlanDepth, row_of
+from penstock.services.scheduler.process import SchedulerProcess
 from penstock.services.scheduler.scheduler import Scheduler
-from penstock.services.scheduler.sequence import Sequence, Status
+from penstock.services.scheduler.sequence import MAX_PREEMPTIONS, CannotFitError, Sequence, Status
 from tests.services.scheduler.builders import long_prompt, make_sequence, seed_for_eos_after
+from tests.services.scheduler.desk import Desk
 from tests.services.scheduler.packed_plans import blocks, pairs
+from tests.services.scheduler.processes import request
+from tests.services.scheduler.reference import pooled_of
 from tests.services.scheduler.simulation import Simulation
 
-# ---- the budget ------------------------------------------------------------------------------
+# ---- The policy: who runs, who waits, who is preempted, and what goes over the wire ----------
 
 
 def test_decode_goes_on_beside_a_long_prefill() -> None:
@@ -272,3 +277,198 @@ def test_a_steady_decode_plan_is_under_100_bytes() -> None:
         scheduler.update(SampledTokens(0, step.number, pack([1] * len(step.sampled))))
     assert len(sizes) > 250
     assert statistics.median(sizes) < 100
+
+
+# ---- Number of plans in flight, and when they leave ------------------------------------------
+
+
+def depth_at(most: int, *step_milliseconds: float) -> int:
+    """After twenty steps of each length."""
+    depth, now = PlanDepth(most), 0.0
+    for milliseconds in step_milliseconds:
+        for _ in range(20):
+            now += milliseconds / 1000
+            depth.on_tokens(now)
+    return depth.num_plans
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "num_plans"), [(0.0, 4), (0.6, 4), (1.6, 3), (3.0, 2), (200.0, 2)]
+)
+def test_short_steps_need_more_plans(milliseconds: float, num_plans: int) -> None:
+    assert depth_at(4, milliseconds) == num_plans
+
+
+def test_never_more_than_allowed() -> None:
+    assert [depth_at(most, 0.1) for most in (1, 2, 3, 8)] == [1, 2, 3, 8]
+    assert depth_at(1, 200.0) == 1
+
+
+def test_begins_with_two_and_goes_back_to_two() -> None:
+    assert PlanDepth(4).num_plans == 2
+    assert depth_at(4, 0.6, 5.0) == 2
+    assert depth_at(4, 5.0, 0.6) == 4
+
+
+def test_one_late_step_changes_little() -> None:
+    depth = PlanDepth(4)
+    for step in range(40):
+        depth.on_tokens(step * 0.5e-3 + (0.4e-3 if step == 39 else 0))
+    assert depth.num_plans == 4
+
+
+def test_tokens_leave_before_the_next_plan(
+    process: SchedulerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.accept(request())
+    assert process.scheduler
+    process.scheduler.schedule()
+    sampled = SampledTokens(process.scheduler.epoch, 0, pack([5]))
+    process.group.members, process.group.epoch = [b"worker"], sampled.epoch
+    sent: list[str] = []
+    monkeypatch.setattr(process, "schedule", lambda: sent.append("plan"))
+    monkeypatch.setattr(process.detokenizers, "send", lambda *_: sent.append("tokens") or True)
+    monkeypatch.setattr(process.workers, "receive", lambda: iter([(b"worker", sampled)]))
+    process.on_workers()
+    assert sent == ["tokens", "plan"]
+
+
+# ---- Turns of clients, priorities, and long prompts that wait for blocks, in the whole scheduler
+
+
+def test_short_prompts_pass_one_that_waits_for_blocks_until_it_reserves_them() -> None:
+    sim = Simulation(num_blocks=6)
+    sim.add(long_prompt(12), max_tokens=4, ignore_eos=True)
+    sim.step()
+    long = sim.add(long_prompt(16, first=40), max_tokens=1)
+    short = [sim.add(long_prompt(8, first=60 + 9 * n), max_tokens=1) for n in range(3)]
+    while long.status is Status.WAITING:
+        sim.step()
+    assert [s.status for s in short] == [Status.FINISHED] * 2 + [Status.WAITING]
+    sim.run()
+
+
+def test_clients_take_turns() -> None:
+    sim = Simulation(max_num_seqs=2)
+    many = [sim.add(max_tokens=1, client="many") for _ in range(9)]
+    one = sim.add(max_tokens=1, client="one")
+    sim.send()
+    assert [s.status for s in (*many[:2], one)] == [
+        Status.DRAINING,
+        Status.WAITING,
+        Status.DRAINING,
+    ]
+    sim.run()
+
+
+def test_lower_priority_values_go_first_in_one_client() -> None:
+    sim = Simulation(max_num_seqs=1)
+    last, middle, first = [sim.add(max_tokens=1, priority=one) for one in (5, 0, -5)]
+    sim.step()
+    assert (first.status, middle.status) == (Status.FINISHED, Status.DRAINING)
+    assert last.status is Status.WAITING
+    sim.run()
+
+
+def test_the_highest_priority_value_is_preempted_when_blocks_run_out() -> None:
+    sim = Simulation(num_blocks=4)
+    old = sim.add(long_prompt(8), max_tokens=6, ignore_eos=True, priority=1)
+    new = sim.add(long_prompt(4, first=40), max_tokens=6, ignore_eos=True)
+    while not sim.scheduler.num_preemptions:
+        sim.step()
+    assert (old.status, new.status) == (Status.WAITING, Status.RUNNING)
+    sim.run()
+
+
+def test_a_sequence_preempted_often_is_preempted_no_more_for_its_priority() -> None:
+    sim = Simulation(num_blocks=64)
+    old = sim.add(max_tokens=20, ignore_eos=True, priority=1)
+    sim.add(max_tokens=20, ignore_eos=True, client="other")
+    for _ in range(MAX_PREEMPTIONS):
+        sim.step()
+        assert sim.scheduler.running[-1] is old
+        sim.preempt(old)
+        while old.status is Status.WAITING:
+            sim.step()
+    assert sim.scheduler.running[0] is old
+    sim.run()
+
+
+# ---- Sequences with `pooling`, which end with their prompt -----------------------------------
+
+
+EMBED = Pooling()
+
+
+def test_a_prompt_in_chunks_ends_without_a_token_and_frees_its_blocks() -> None:
+    sim = Simulation(max_num_batched_tokens=4, max_model_len=64)
+    beside = sim.add(long_prompt(3, first=90), max_tokens=9, ignore_eos=True)
+    pooled = sim.add(long_prompt(11), pooling=EMBED)
+    sim.run()
+    assert (pooled.output_token_ids, pooled.finish_reason) == ([], "stop")
+    assert pooled.pooled == pooled_of(long_prompt(11))
+    assert len(beside.output_token_ids) == 9
+
+
+def test_a_prompt_may_fill_the_context() -> None:
+    sim = Simulation(max_model_len=8, num_blocks=2)
+    full = sim.add(long_prompt(8), pooling=EMBED)
+    with pytest.raises(CannotFitError, match="got 9 tokens, expected up to 8, which fit"):
+        sim.add(long_prompt(9), pooling=EMBED)
+    sim.run()
+    assert full.pooled == pooled_of(long_prompt(8))
+
+
+def test_prompts_share_the_prefix_cache_with_text() -> None:
+    sim = Simulation()
+    sim.add(long_prompt(9), max_tokens=1)
+    pooled = sim.add(long_prompt(9), pooling=EMBED)
+    text = sim.add([*long_prompt(9), 5], max_tokens=1)
+    sim.run()
+    assert (pooled.num_cached_tokens, text.num_cached_tokens) == (8, 8)
+
+
+def test_the_result_outlives_preemption_and_workers() -> None:
+    sim = Simulation(max_num_batched_tokens=4, num_plans_in_flight=1)
+    pooled = sim.add(long_prompt(11), pooling=EMBED)
+    sim.step()
+    sim.preempt(pooled)
+    sim.step()
+    sim.restart()
+    for _ in range(3):
+        sim.step()
+    assert pooled.pooled == pooled_of(long_prompt(11))
+    sim.restart()
+    sim.run()
+    assert pooled.num_preemptions == 2
+
+
+def test_a_row_of_labels_is_checked_and_sent_as_it_is() -> None:
+    labels = Pooling(label_ids=[7, 264])
+    sequence = make_sequence((5, 6), pooling=labels)
+    assert row_of(sequence).extras == RowExtras(2, end_token_ids=[0], pooling=labels)
+    with pytest.raises(CannotFitError, match=r"pooling.label_ids: got token id 264"):
+        sequence.check(264)
+
+
+def test_a_stream_is_opened_with_the_result_by_every_detokenizer_that_gets_it() -> None:
+    """Not before there is a result, or the detokenizer would wait for tokens."""
+    desk = Desk("a")
+    (sequence,) = desk.open(pooling=EMBED)
+    desk.streams.reopen(sequence)
+    desk.deliver()
+    assert not desk.readers[b"a"].opened
+    assert sequence.set_pooled(b"1234")
+    sequence.finish_reason = "stop"
+    desk.end(sequence)
+    desk.deliver()
+    desk.streams.lost(b"a")
+    desk.come("b")
+    desk.deliver()
+    for reader in desk.readers.values():
+        (opened,) = reader.opened
+        assert (opened.pooled, opened.finish_reason, opened.output_token_ids) == (
+            b"1234",
+            "stop",
+            b"",
+        )
