@@ -73,7 +73,7 @@ class Peers(Generic[Work, Memory]):
 
     def predecessors(self, identity: bytes) -> list[bytes]:
         """Return earlier incarnations of a peer that registered: they have died."""
-        return predecessors(identity, [*self._peers, *self.remembered])
+        return predecessors(identity, [*self.remembered, *self._peers])
 
     def least_loaded(self) -> Peer[Work] | None:
         """Return the peer with the least work, or None without peers."""

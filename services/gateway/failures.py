@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 
 from penstock.protocol.messages.client import ErrorReply, GenerateReply
 from penstock.protocol.messages.pipeline import RequestFailed
-from penstock.protocol.poison import REFUSED
+from penstock.protocol.poison import MAX_DEATHS, REFUSED
 from penstock.protocol.transport.heartbeat import DeathReports
 from penstock.protocol.transport.process import FailureLog, Process
 from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.clients import ClientSocket
 from penstock.services.gateway.ledger import Ledger
-from penstock.services.gateway.poison import MAX_DEATHS, TokenizerPoison, digest
+from penstock.services.gateway.poison import TokenizerPoison, digest
 from penstock.services.gateway.queries import Queries, Query, Work
 from penstock.services.gateway.request import Client, GapError, Request, WorkRequest
 from penstock.services.gateway.router import Router

@@ -1,14 +1,11 @@
 """Poison requests, which kill the tokenizers that work at them."""
 
-from weakref import WeakKeyDictionary
-
-from penstock.protocol.poison import PoisonList, digest_of
+from penstock.protocol.poison import MAX_DEATHS, PoisonList, Suspects, digest_of
 from penstock.protocol.transport.heartbeat import DeathReports
 from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.queries import Work
 from penstock.services.gateway.request import WorkRequest
 
-MAX_DEATHS = 2  # of tokenizers that worked at a request and nothing else
 # fields that do not change what a process has to do for a request
 IGNORED_FIELDS = {"seed", "request_id", "stream", "timeout", "priority", "client"}
 IGNORED_FIELDS |= {"output_token_ids"}
@@ -24,8 +21,7 @@ class TokenizerPoison:
     def __init__(self, reports: DeathReports) -> None:
         self._reports = reports
         self.known = PoisonList()  # empty until a tokenizer has died
-        # → deaths at which it was alone
-        self.suspects: WeakKeyDictionary[Work, int] = WeakKeyDictionary()
+        self.suspects: Suspects[Work] = Suspects()
 
     def num_deaths(self, message: WorkRequest) -> int:
         """Return at how many deaths of tokenizers the same request was the only one."""
@@ -47,14 +43,12 @@ class TokenizerPoison:
         """Suspect the work of a dead tokenizer, by routing id. Return the work that is poison."""
         dead = Identity.decode(tokenizer)
         self._reports.died([(dead.name, dead.pid)], [digest(work.message) for work in lost])
-        for work in lost:
-            self.suspects.setdefault(work, 0)
+        self.suspects.add(lost)
         if len(lost) != 1:
             return None
-        [work] = lost
-        num_deaths = self.suspects[work] = self.suspects[work] + 1
-        self.known.put(digest(work.message), num_deaths)
-        return work if num_deaths >= MAX_DEATHS else None
+        poison = self.suspects.blame(lost)
+        self.known.put(digest(lost[0].message), self.suspects[lost[0]])
+        return poison[0] if poison else None
 
     def clear(self, work: Work) -> None:
         """Clear work that a tokenizer has done, if it is a suspect, and equal requests."""

@@ -9,14 +9,11 @@ from typing import Any
 from penstock.protocol.fair_queue import FairQueue
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.peers import Peer, Peers
-from penstock.protocol.transport.process import predecessors
 from penstock.services.gateway.poison import TokenizerPoison
 from penstock.services.gateway.queries import Work
 
 # of work that one tokenizer has at a time, if it is not one piece: other work can be dropped
 MAX_BYTES = 1 << 17
-# tokenizers, the newest, whose work is remembered: one that was scaled down has no successor
-MAX_SILENT = 16
 _LOST = 1 << 32  # subtracted from priorities: more than any two of them differ
 
 
@@ -43,8 +40,6 @@ class Tokenizers:
         self._channel = channel
         self._poison = poison
         self._on_lost, self._on_poison, self._on_defect = on_lost, on_poison, on_defect
-        # work of tokenizers that fell silent: busy, or dead if a successor registers
-        self._silent: dict[bytes, list[Work]] = {}
 
     def submit(self, work: Work) -> None:
         """Send work to a tokenizer, now or when one has room."""
@@ -57,27 +52,26 @@ class Tokenizers:
         """Record a heartbeat; the first one registers a tokenizer."""
         if self.peers.alive(identity, name):
             self._num_bytes[identity] = 0
-            self._silent.pop(identity, None)
-            for dead in predecessors(identity, self._silent):
-                self._blame(dead, self._silent.pop(dead))
-            for dead in predecessors(identity, (peer.identity for peer in self.peers)):
-                self.lose(dead)
+            for dead in self.peers.predecessors(identity):
+                if dead in self.peers.remembered:
+                    self._blame(dead, self.peers.remembered.pop(dead))
+                else:
+                    self.lose(dead)
             self._assign()
 
     def lose_silent(self) -> None:
         """Remove tokenizers that missed heartbeats; called at each heartbeat."""
         for identity in self.peers.silent():
             if lost := self.lose(identity, has_died=False):
-                self._silent[identity] = lost
-        while len(self._silent) > MAX_SILENT:
-            del self._silent[next(iter(self._silent))]
+                self.peers.remember(identity, lost)
 
     def done(self, identity: bytes, key: object) -> None:
         """Record that a tokenizer has passed a request on, answered a query, or failed at it."""
-        for silent, lost in list(self._silent.items()):
-            self._silent[silent] = [work for work in lost if work.key != key]
-            if not self._silent[silent]:
-                del self._silent[silent]
+        silent = self.peers.remembered
+        for silent_peer, lost in list(silent.items()):
+            silent[silent_peer] = [work for work in lost if work.key != key]
+            if not silent[silent_peer]:
+                del silent[silent_peer]
         if peer := self.peers.get(identity):
             work = self._take_back(peer, key)
             if work and self._poison.suspects:

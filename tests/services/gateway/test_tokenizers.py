@@ -28,11 +28,13 @@ from penstock.protocol.messages.pipeline import (
     TokenizerQuery,
     ToTokenizer,
 )
+from penstock.protocol.poison import MAX_DEATHS
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
+from penstock.protocol.transport.peers import MAX_SILENT
 from penstock.protocol.transport.process import Identity
-from penstock.services.gateway.poison import MAX_DEATHS, TokenizerPoison
+from penstock.services.gateway.poison import TokenizerPoison
 from penstock.services.gateway.request import Share
-from penstock.services.gateway.tokenizers import MAX_SILENT, Tokenizers
+from penstock.services.gateway.tokenizers import Tokenizers
 from tests.services.gateway.conftest import GatewayHarness, Socket
 
 Start = Callable[..., GatewayHarness]
@@ -326,10 +328,10 @@ def test_few_tokenizers_without_a_successor_are_remembered(
     for number in range(2 * MAX_SILENT):
         successors.start(f"tokenizer.{number}")
         successors.fall_silent()
-        assert 0 < len(successors.tokenizers._silent) <= MAX_SILENT
+        assert 0 < len(successors.tokenizers.peers.remembered) <= MAX_SILENT
     successors.start("tokenizer.last")
     successors.tokenize()
-    assert not successors.tokenizers._silent
+    assert not successors.tokenizers.peers.remembered
 
 
 # ---- deaths in any order -----------------------------------------------------------------------
