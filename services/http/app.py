@@ -31,7 +31,8 @@ from penstock.services.http.shared.places import decoded_bytes
 
 def describe(operations: Sequence[Operation], version: str) -> bytes:
     """Return the document, as OpenAPI 3.1."""
-    types = [ErrorBody, *(kind for one in operations for kind in (one.body, one.reply) if kind)]
+    pairs = ((operation.body, operation.reply) for operation in operations)
+    types = [ErrorBody, *(kind for pair in pairs for kind in pair if kind)]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
@@ -43,8 +44,10 @@ def describe(operations: Sequence[Operation], version: str) -> bytes:
         for kind, schema in zip(types, schemas, strict=True)
     }
     paths: dict[str, dict[str, Any]] = {}
-    for one in operations:
-        paths.setdefault(one.path, {})[one.method.lower()] = _operation(one, contents)
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(
+            operation, contents
+        )
     document = {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": version},
@@ -57,21 +60,21 @@ def describe(operations: Sequence[Operation], version: str) -> bytes:
     return msgspec.json.encode(document)
 
 
-def _operation(one: Operation, contents: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _operation(operation: Operation, contents: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Describe a route. contents: by the name of the type."""
-    content = contents[str(one.reply)] if one.reply else {}
-    if one.media_type:
-        content = content | {one.media_type: {"schema": {"type": "string"}}}
+    content = contents[str(operation.reply)] if operation.reply else {}
+    if operation.media_type:
+        content = content | {operation.media_type: {"schema": {"type": "string"}}}
     described: dict[str, Any] = {
-        "summary": (one.run.__doc__ or "").partition("\n")[0],
+        "summary": (operation.run.__doc__ or "").partition("\n")[0],
         "responses": {
             "200": {"description": "Success.", "content": content},
             "default": {"description": "An error.", "content": contents[str(ErrorBody)]},
         },
     }
-    if one.body:
-        described["requestBody"] = {"required": True, "content": contents[str(one.body)]}
-    if not one.is_open:
+    if operation.body:
+        described["requestBody"] = {"required": True, "content": contents[str(operation.body)]}
+    if not operation.is_open:
         described["security"] = [{"key": []}, {}]
     return described
 
@@ -143,8 +146,8 @@ class Errors:
 
     def _methods(self, scope: Scope) -> str:
         """Return the methods of a path; each may have a route of its own."""
-        routes = (one for one in self._router.routes if isinstance(one, Route))
-        found = [one.methods or () for one in routes if one.matches(scope)[0] != Match.NONE]
+        routes = (route for route in self._router.routes if isinstance(route, Route))
+        found = [route.methods or () for route in routes if route.matches(scope)[0] != Match.NONE]
         return ", ".join(sorted({method for methods in found for method in methods}))
 
 

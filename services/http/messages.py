@@ -266,7 +266,7 @@ def name_in_messages(request: AnyRequest, name: str) -> str:
 def _messages(request: AnyRequest) -> list[Message]:
     """Return the conversation; successive messages of one role become one."""
     _check_calls(request.messages)
-    system = [one for one in _blocks(request.system) if not one.text.startswith(_BILLING)]
+    system = [block for block in _blocks(request.system) if not block.text.startswith(_BILLING)]
     messages = [Message(role="system", content=_text(system))] if system else []
     for kind, turns in groupby(request.messages, type):
         blocks: list[Any] = [block for turn in turns for block in _blocks(turn.content)]
@@ -306,17 +306,17 @@ def _blocks(content: str | Sequence[Any]) -> Sequence[Any]:
 
 
 def _text(blocks: Iterable[TextBlock]) -> str:
-    return "\n".join(one.text for one in blocks)
+    return "\n".join(block.text for block in blocks)
 
 
 def _assistant(blocks: list[AssistantBlock]) -> Message:
-    calls = [one for one in blocks if isinstance(one, ToolUseBlock)]
-    thoughts = [one.thinking for one in blocks if isinstance(one, ThinkingBlock)]
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     return Message(
         role="assistant",
-        content=_text(one for one in blocks if isinstance(one, TextBlock)),
+        content=_text(block for block in blocks if isinstance(block, TextBlock)),
         reasoning_content="\n".join(thoughts) or None,
-        tool_calls=[_call(one) for one in calls] or None,
+        tool_calls=[_call(block) for block in calls] or None,
     )
 
 
@@ -332,8 +332,8 @@ def _inputs(role: Any, blocks: list[TextBlock | ToolResultBlock]) -> list[Messag
     messages = []
     for _, group in groupby(blocks, type):
         same = list(group)
-        messages += [_result(one) for one in same if isinstance(one, ToolResultBlock)]
-        if texts := [one for one in same if isinstance(one, TextBlock)]:
+        messages += [_result(block) for block in same if isinstance(block, ToolResultBlock)]
+        if texts := [block for block in same if isinstance(block, TextBlock)]:
             messages.append(Message(role=role, content=_text(texts)))
     return messages or [Message(role=role, content="")]
 

@@ -195,14 +195,14 @@ async def embed(state: AppState, body: EmbeddingRequest) -> Response:
     fields = {name: getattr(body, name) for name in ("add_special_tokens", "truncation_side")}
     fields["truncate_prompt_tokens"] = _most(state, body.truncate_prompt_tokens)
     fields["pooling"] = Pooling(dimensions=body.dimensions)
-    requests = [{"prompt": one, **fields} for one in inputs]
+    requests = [{"prompt": given, **fields} for given in inputs]
     is_list = not (isinstance(body.input, str) or isinstance(body.input[0], int))
 
     def name(index: int) -> str:
         return f"input[{index}]" if is_list else "input"
 
-    for index, one in enumerate(inputs):
-        _check_size(state, _size(one), name(index))
+    for index, given in enumerate(inputs):
+        _check_size(state, _size(given), name(index))
     replies = await _replies(state, body, len(inputs), requests.__getitem__, name)
     for reply in replies:
         if reply.pooled is None:
@@ -236,7 +236,9 @@ def _embedding(reply: GenerateReply, encoding: str) -> list[float] | str:
 
 async def rerank(state: AppState, body: RerankRequest) -> Response:
     """Sort documents by their relevance to a query."""
-    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    texts = [
+        document if isinstance(document, str) else document.text for document in body.documents
+    ]
     pairs, names = [(body.query, text) for text in texts], ("query", "documents")
     scores, replies = await _scores(state, body, pairs, names, body.max_tokens_per_doc)
     order = sorted(range(len(texts)), key=lambda index: -scores[index])
@@ -299,7 +301,7 @@ def _most(state: AppState, given: int | None) -> int | None:
 async def _labels(state: AppState) -> list[int] | None:
     if state.label_ids is None and not state.is_embedding_model:
         client = state.client
-        tokens = [await client.tokenize(one, add_special_tokens=False) for one in LABELS]
+        tokens = [await client.tokenize(label, add_special_tokens=False) for label in LABELS]
         pairs = zip(LABELS, tokens, strict=True)
         state.label_ids = [label_id(label, reply.token_ids) for label, reply in pairs]
     return state.label_ids
@@ -339,11 +341,11 @@ def _check_size(state: AppState, size: int, name: str, what: str = "") -> None:
 def _check_parts(state: AppState, parts: Sequence[dict[str, str]], names: tuple[str, str]) -> None:
     """Raise ApiError for a prompt of several texts; the field is that of the longest one."""
     fields = dict(zip(("query", "document"), names, strict=True))
-    sizes = {text: _size(text) for text in {one for part in parts for one in part.values()}}
-    for one in parts:
-        kind = max(one, key=lambda kind: sizes[one[kind]])
-        what = f" of {' and '.join(one)} together" if len(one) > 1 else ""
-        total = sum(sizes[text] for text in one.values())
+    sizes = {text: _size(text) for text in {text for part in parts for text in part.values()}}
+    for part in parts:
+        kind = max(part, key=lambda kind: sizes[part[kind]])
+        what = f" of {' and '.join(part)} together" if len(part) > 1 else ""
+        total = sum(sizes[text] for text in part.values())
         _check_size(state, total, fields.get(kind, kind), what)
 
 

@@ -53,14 +53,14 @@ class HttpServer(uvicorn.Server):
 
         Wait for the errors of requests that uvicorn cancels; their client must still be open.
         """
-        opened = (one for one in sockets or [] if one.fileno() >= 0)
-        listeners = [one.dup() for one in opened]  # which listen until all are accepted
+        opened = (listener for listener in sockets or [] if listener.fileno() >= 0)
+        listeners = [listener.dup() for listener in opened]  # which listen until all are accepted
         for server in self.servers:
             server.close()
-        waiting = [one for listener in listeners for one in accept_all(listener)]
+        waiting = [connection for listener in listeners for connection in accept_all(listener)]
         connect = asyncio.get_running_loop().connect_accepted_socket
-        for one in waiting:
-            await connect(self._protocol, one)
+        for connection in waiting:
+            await connect(self._protocol, connection)
         if not self._client.is_connected:
             grace = self.config.timeout_graceful_shutdown or 0
             self.config.timeout_graceful_shutdown = min(grace, RETURN)
@@ -130,7 +130,9 @@ def uvicorn_config(config: Config, models: Models, limits: Limits | None = None)
         models.max_batch_bytes,
         models.max_answers,
         max_open_bytes=config.max_open_bytes,
-        open_paths=frozenset(one.path.encode() for one in OPERATIONS if one.is_open),
+        open_paths=frozenset(
+            operation.path.encode() for operation in OPERATIONS if operation.is_open
+        ),
     )
     return uvicorn.Config(
         make_app(models, OPERATIONS),

@@ -77,7 +77,8 @@ class HealthCheck:
     def _seconds_at_step(self, schedulers: list[SchedulerStatus]) -> float:
         """Return the longest time since a step that still runs was first seen."""
         now = time.monotonic()
-        steps = [(one.epoch, one.num_steps) for one in schedulers if one.num_running]
+        busy = (scheduler for scheduler in schedulers if scheduler.num_running)
+        steps = [(scheduler.epoch, scheduler.num_steps) for scheduler in busy]
         self._since = {step: self._since.get(step, now) for step in steps}
         return now - min(self._since.values(), default=now)
 
@@ -97,8 +98,8 @@ def _check_serves(status: StatusReply) -> None:
 
 def missing(status: StatusReply) -> str:
     """Return the reason why a pipeline does not serve: the missing stages of its models."""
-    waiting = [one for one in status.by_model if not one.serves]
-    names = (f"{one.name}: " * bool(status.models) for one in waiting)
+    waiting = [model for model in status.by_model if not model.serves]
+    names = (f"{model.name}: " * bool(status.models) for model in waiting)
     return "; ".join(map(add, names, map(_missing, waiting)))
 
 
@@ -174,43 +175,43 @@ class StatusCollector:
         self._models = list(zip(config.by_model(), status.by_model, strict=True))
 
     def collect(self) -> Iterator[Metric]:
-        ready = [(name, one.ready) for name, one in self._named()]
+        ready = [(name, model.ready) for name, model in self._named()]
         yield _family(GaugeMetricFamily, "ready", "1 if every stage is there.", ready)
-        number = [(name, one.num_requests) for name, one in self._named()]
+        number = [(name, model.num_requests) for name, model in self._named()]
         yield _family(GaugeMetricFamily, "num_requests_open", "Unanswered requests.", number)
         bad = [(self._models[0][0].model_name, self._status.num_bad_frames)]
         yield _family(CounterMetricFamily, "bad_frames", "Undecodable frames.", bad)
         if self._status.schedulers:
             yield from self._of_schedulers()
-        if counted := [(name, one.metrics) for name, one in self._named() if one.metrics]:
+        if counted := [(name, model.metrics) for name, model in self._named() if model.metrics]:
             yield from _of_requests(counted)
         yield from _of_processes(self._status.processes)
 
     def _named(self) -> Iterator[tuple[str, ModelStatus]]:
-        return ((config.model_name, one) for config, one in self._models)
+        return ((config.model_name, model) for config, model in self._models)
 
     def _replicas(self) -> Iterator[tuple[list[str], SchedulerStatus]]:
         """Yield each replica of each model, with its labels."""
         for name, model in self._named():
-            for one in model.schedulers:
-                yield [name, str(one.replica)], one
+            for scheduler in model.schedulers:
+                yield [name, str(scheduler.replica)], scheduler
 
     def _of_schedulers(self) -> Iterator[Metric]:
         for name, (kind, field, text) in _OF_SCHEDULER.items():
             family = kind(f"penstock:{name}", text, labels=_BY_REPLICA)
-            for labels, one in self._replicas():
-                family.add_metric(labels, getattr(one, field))
+            for labels, scheduler in self._replicas():
+                family.add_metric(labels, getattr(scheduler, field))
             yield family
         name = "penstock:gpu_idle_seconds"
         idle = Metric(name, "The GPU's wait between two recent steps.", "summary")
         name = "penstock:iteration_tokens_total"
         steps = HistogramMetricFamily(name, "Tokens that a step computes.", labels=_BY_REPLICA)
-        for labels, one in self._replicas():
+        for labels, scheduler in self._replicas():
             named = dict(zip(_BY_REPLICA, labels, strict=True))
-            for quantile, microseconds in zip(("0.5", "0.99"), one.gpu_idle_us, strict=True):
+            for quantile, microseconds in zip(("0.5", "0.99"), scheduler.gpu_idle_us, strict=True):
                 idle.add_sample(idle.name, named | {"quantile": quantile}, microseconds / 1e6)
-            if one.step_tokens:
-                steps.add_metric(labels, *_summed(one.step_tokens))
+            if scheduler.step_tokens:
+                steps.add_metric(labels, *_summed(scheduler.step_tokens))
         yield from (idle, steps, self._cache())
 
     def _cache(self) -> Metric:
@@ -221,25 +222,27 @@ class StatusCollector:
         for config, model in self._models:
             caching = str(config.enable_prefix_caching)
             given = (config.kv_cache_dtype, caching, str(config.gpu_memory_utilization))
-            for one in model.schedulers:
-                values = (str(one.replica), str(one.block_size), str(one.num_blocks))
-                family.add_metric([config.model_name, *given, *values], 1)
+            for scheduler in model.schedulers:
+                own = (scheduler.replica, scheduler.block_size, scheduler.num_blocks)
+                family.add_metric([config.model_name, *given, *map(str, own)], 1)
         return family
 
 
 def _of_requests(models: list[tuple[str, Metrics]]) -> Iterator[Metric]:
     for name, text in _COUNTERS.items():
-        values = [(model, getattr(one, _OTHER_NAMES.get(name, name))) for model, one in models]
+        values = [
+            (model, getattr(counts, _OTHER_NAMES.get(name, name))) for model, counts in models
+        ]
         yield _family(CounterMetricFamily, name, text, values)
     for name, text in _HISTOGRAMS.items():
         field = _OTHER_NAMES.get(name, name)
-        sums = [(model, *_summed(getattr(one, field))) for model, one in models]
+        sums = [(model, *_summed(getattr(counts, field))) for model, counts in models]
         yield _family(HistogramMetricFamily, name, text, sums)
     for name, label in (("request_success", "finished_reason"), ("request_failed", "code")):
         labels = ["model_name", label]
         family = CounterMetricFamily(f"penstock:{name}", f"Requests by {label}.", labels=labels)
-        for model, one in models:
-            for value, number in getattr(one, name).items():
+        for model, counts in models:
+            for value, number in getattr(counts, name).items():
                 family.add_metric([model, value], number)
         yield family
 

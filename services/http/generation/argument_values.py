@@ -196,7 +196,7 @@ class _Check:
         if not value.keys() >= set(schema.get("required", ())):
             return False
         others = True if "patternProperties" in schema else others
-        return all(self._permits(known.get(key, others), one) for key, one in value.items())
+        return all(self._permits(known.get(key, others), member) for key, member in value.items())
 
 
 def permitted_types(schema: Any) -> set[str]:
@@ -287,10 +287,12 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def _is_equal(value: Any, other: Any) -> bool:
     """Compare as JSON does: 1.0 is 1, and true is not."""
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_is_equal, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_is_equal, value, other))
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(
+            _is_equal(value[key], other[key]) for key in value
+        )
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

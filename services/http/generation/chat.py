@@ -152,7 +152,7 @@ async def chat(state: AppState, request: ChatRequest) -> Response:
         ChatReply(
             object="chat.completion",
             **generation.head,
-            choices=[one.whole(reply) for one, reply in zip(choices, replies, strict=True)],
+            choices=[choice.whole(reply) for choice, reply in zip(choices, replies, strict=True)],
             usage=generation.usage(replies),
             prompt_logprobs=None if of_prompt is None else prompt_logprobs(of_prompt),
             prompt_token_ids=prompt_token_ids,
@@ -194,7 +194,7 @@ class ChatChoice:
         self._splitter = ReasoningSplitter()
         self._is_begun = False
         has_tools = bool(request.tools) and request.tool_choice != "none"
-        schemas = {one.function.name: one.function.parameters or {} for one in request.tools}
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in request.tools}
         forced = is_forced(request)
         self._parser = make_parser(form.name, schemas, forced) if has_tools else None
         # until the answer begins; a forced call comes after reasoning
@@ -218,7 +218,7 @@ class ChatChoice:
             deltas = [Delta(content="")] if is_needed else []
         elif not deltas and reply:
             deltas = [Delta()]
-        chunks = [ChatChunk(index=self._index, delta=one) for one in deltas]
+        chunks = [ChatChunk(index=self._index, delta=delta) for delta in deltas]
         if chunks and delta:
             names_ids = self._request.return_tokens_as_token_ids
             chunks[0].logprobs = chat_logprobs(delta.logprobs, names_ids)
@@ -230,9 +230,9 @@ class ChatChoice:
 
     def whole(self, reply: GenerateReply) -> ChatChoiceReply:
         deltas = list(self.deltas(reply, reply))
-        content = "".join(one.content or "" for one in deltas)
-        reasoning = "".join(one.reasoning_content or "" for one in deltas)
-        calls = _join_calls([call for one in deltas for call in one.tool_calls or []])
+        content = "".join(delta.content or "" for delta in deltas)
+        reasoning = "".join(delta.reasoning_content or "" for delta in deltas)
+        calls = _join_calls([call for delta in deltas for call in delta.tool_calls or []])
         return ChatChoiceReply(
             index=self._index,
             message=ReplyMessage(

@@ -42,7 +42,7 @@ async def complete(state: AppState, request: CompletionRequest) -> Response:
     generation = Generation(state, "cmpl", request, prompts)
     choices = [
         CompletionChoice(index, request, echo)
-        for index, echo in enumerate(one for one in echoes for _ in range(request.n))
+        for index, echo in enumerate(echo for echo in echoes for _ in range(request.n))
     ]
     if request.stream:
         return generation.stream("text_completion", choices)
@@ -53,7 +53,7 @@ async def complete(state: AppState, request: CompletionRequest) -> Response:
         CompletionReply(
             object="text_completion",
             **generation.head,
-            choices=[one.whole(reply) for one, reply in zip(choices, replies, strict=True)],
+            choices=[choice.whole(reply) for choice, reply in zip(choices, replies, strict=True)],
             usage=generation.usage(replies),
         )
     )

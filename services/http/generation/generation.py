@@ -56,17 +56,17 @@ def chat_logprobs(tokens: Logprobs, names_ids: bool = False) -> ChatLogprobs | N
         return None
     content = [
         ChatLogprob(
-            token=_name(one, names_ids),
-            logprob=one.logprob,
-            bytes=one.bytes,
+            token=_name(token, names_ids),
+            logprob=token.logprob,
+            bytes=token.bytes,
             top_logprobs=[
                 TopLogprob(token=_name(top, names_ids), logprob=top.logprob, bytes=top.bytes)
-                for top in one.top
+                for top in token.top
             ],
         )
-        if one
+        if token
         else _UNKNOWN
-        for one in tokens
+        for token in tokens
     ]
     return ChatLogprobs(content=content)
 
@@ -82,10 +82,10 @@ def completion_logprobs(
         return None
     logprobs = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
     text_offset = num_echoed
-    for one in tokens:
-        if one and one.text_offset is not None:
-            text_offset = num_echoed + one.text_offset
-        _append(logprobs, text_offset, one, names_ids)
+    for token in tokens:
+        if token and token.text_offset is not None:
+            text_offset = num_echoed + token.text_offset
+        _append(logprobs, text_offset, token, names_ids)
     return logprobs
 
 
@@ -97,52 +97,53 @@ def echoed_logprobs(
     The text of the first token is what the other tokens leave of the prompt.
     """
     data, decoder = prompt.encode(), getincrementaldecoder("utf-8")("replace")
-    first = data[: len(data) - sum(len(one.bytes) for one in tokens if one)]
+    first = data[: len(data) - sum(len(token.bytes) for token in tokens if token)]
     name, text_offset = first.decode(errors="replace"), len(decoder.decode(first))
     logprobs = CompletionLogprobs(
         text_offset=[0], token_logprobs=[None], tokens=[name], top_logprobs=[None]
     )
-    for one in tokens[1:]:
-        _append(logprobs, text_offset, one, names_ids)
-        text_offset += len(decoder.decode(bytes(one.bytes))) if one else 0
+    for token in tokens[1:]:
+        _append(logprobs, text_offset, token, names_ids)
+        text_offset += len(decoder.decode(bytes(token.bytes))) if token else 0
     return logprobs
 
 
 def prompt_logprobs(tokens: list[TokenLogprobs | None]) -> PromptLogprobs:
     """Return logprobs in vLLM's shape, by token id."""
-    return [_by_id(one) if one else None for one in tokens]
+    return [_by_id(token) if token else None for token in tokens]
 
 
-def _by_id(one: TokenLogprobs) -> dict[str, PromptLogprob]:
+def _by_id(token: TokenLogprobs) -> dict[str, PromptLogprob]:
     return {
         str(other.token_id): PromptLogprob(
             logprob=other.logprob, rank=other.rank, decoded_token=other.token
         )
-        for other in (one, *one.top)
+        for other in (token, *token.top)
     }
 
 
 def _append(
-    logprobs: CompletionLogprobs, text_offset: int, one: TokenLogprobs | None, names_ids: bool
+    logprobs: CompletionLogprobs, text_offset: int, token: TokenLogprobs | None, names_ids: bool
 ) -> None:
-    both = [one, *reversed(one.top)] if one else []  # of two equal names the likelier one wins
+    # of two equal names the likelier one wins
+    both = [token, *reversed(token.top)] if token else []
     top = {_unique_name(other, names_ids): other.logprob for other in both}
     logprobs.text_offset.append(text_offset)
-    logprobs.tokens.append(_unique_name(one, names_ids) if one else "")
-    logprobs.token_logprobs.append(one.logprob if one else None)
+    logprobs.tokens.append(_unique_name(token, names_ids) if token else "")
+    logprobs.token_logprobs.append(token.logprob if token else None)
     logprobs.top_logprobs.append(top or None)
 
 
-def _name(one: Logprob, names_ids: bool) -> str:
+def _name(token: Logprob, names_ids: bool) -> str:
     """Return a token's text, or, with names_ids, `token_id:N`, which is unique."""
-    return f"token_id:{one.token_id}" if names_ids else one.token
+    return f"token_id:{token.token_id}" if names_ids else token.token
 
 
-def _unique_name(one: Logprob, names_ids: bool) -> str:
+def _unique_name(token: Logprob, names_ids: bool) -> str:
     """Return a token's text; as OpenAI does, `bytes:\\xe2\\x82` for a part of a character."""
-    if names_ids or "\ufffd" not in one.token:
-        return _name(one, names_ids)
-    data = bytes(one.bytes)
+    if names_ids or "\ufffd" not in token.token:
+        return _name(token, names_ids)
+    data = bytes(token.bytes)
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -227,7 +228,7 @@ class Generation:
             return [None] * len(self._prompts) * request.n
         with self.aborted_on_error():
             replies = await gather(
-                self._client.tokenize(**prompt_fields(one)) for one in self._prompts
+                self._client.tokenize(**prompt_fields(prompt)) for prompt in self._prompts
             )
         return [reply.token_ids for reply in replies for _ in range(request.n)]
 
@@ -237,16 +238,18 @@ class Generation:
         try:
             yield
         except BaseException:
-            for one in self._streams:
-                self._client.ask(AbortRequest(request_id=one.request_id))
+            for stream in self._streams:
+                self._client.ask(AbortRequest(request_id=stream.request_id))
             raise
 
     def usage(self, replies: Sequence[GenerateReply]) -> Usage:
         """Return the sums over all answers; a prompt counts once."""
         first = [reply.usage for reply in replies[:: self._request.n]]
-        output_tokens = 0 if self._is_echo_only else sum(one.usage.output_tokens for one in replies)
-        usage = _usage(sum(one.prompt_tokens for one in first), output_tokens)
-        usage.prompt_tokens_details = {"cached_tokens": sum(one.cached_tokens for one in first)}
+        output_tokens = (
+            0 if self._is_echo_only else sum(reply.usage.output_tokens for reply in replies)
+        )
+        usage = _usage(sum(usage.prompt_tokens for usage in first), output_tokens)
+        usage.prompt_tokens_details = {"cached_tokens": sum(usage.cached_tokens for usage in first)}
         return usage
 
     def stream(self, kind: str, choices: Sequence[Choice]) -> EventStream:

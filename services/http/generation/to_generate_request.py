@@ -78,7 +78,7 @@ def prompts_of(
         raise invalid(field, "got an empty one, expected text or token ids")
     if isinstance(prompt, str):
         return [prompt]
-    num_ids = sum(isinstance(one, int) for one in prompt)
+    num_ids = sum(isinstance(item, int) for item in prompt)
     if num_ids == len(prompt):
         return [prompt]  # type: ignore[list-item]
     if num_ids:

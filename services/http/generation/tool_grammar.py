@@ -59,7 +59,7 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
     choice = request.tool_choice
     if not isinstance(choice, AllowedTools):
         return [] if choice == "none" else request.tools
-    names = [one.function.name for one in choice.allowed_tools.tools]
+    names = [tool.function.name for tool in choice.allowed_tools.tools]
     known = {tool.function.name for tool in request.tools}
     for number, name in enumerate(names):
         if name not in known:
@@ -72,7 +72,7 @@ def forced_tools(request: ChatRequest) -> list[Tool]:
     """Return the tools of which one must be called, if a call is forced. Raises ApiError."""
     choice, tools = request.tool_choice, offered_tools(request)
     if isinstance(choice, NamedTool):
-        return [one for one in tools if one.function.name == choice.function.name]
+        return [tool for tool in tools if tool.function.name == choice.function.name]
     return tools
 
 
@@ -80,7 +80,9 @@ def call_grammar(form: ToolFormat, functions: list[Function], is_one: bool) -> s
     """Return the grammar of one call, or of one or more, of any of the functions."""
     is_xml = form.name == "qwen3_coder"
     rules = [
-        r for n, one in enumerate(functions) for r in (_xml if is_xml else _json)(f"f{n}", one)
+        r
+        for n, function in enumerate(functions)
+        for r in (_xml if is_xml else _json)(f"f{n}", function)
     ]
     call = "call: " + " | ".join(f"f{number}" for number in range(len(functions)))
     if is_xml:
@@ -146,7 +148,7 @@ def _xml(rule: str, function: Function) -> list[str]:
     """Return the rules of one function: its parameters in the schema's order."""
     schema = function.parameters or {}
     properties: Mapping[str, Any] = schema.get("properties", {})
-    defs = {key: one for key, one in schema.items() if key in ("$defs", "definitions")}
+    defs = {key: part for key, part in schema.items() if key in ("$defs", "definitions")}
     required = schema.get("required", ())
     parts, rules = [], []
     for number, (key, value) in enumerate(properties.items()):

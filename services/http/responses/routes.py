@@ -396,11 +396,11 @@ async def list_input_items(models: Models, given: dict[str, str]) -> Response:
     query = _decode_query(given, InputItemsQuery)
     found = models.singletons.get(ResponseStore).input_items(query.response_id)
     suffix = query.response_id.partition("_")[2]
-    items = [listed(one, f"item_{suffix}_{number}") for number, one in enumerate(found)]
+    items = [listed(item, f"item_{suffix}_{number}") for number, item in enumerate(found)]
     if query.order == "desc":
         items.reverse()
     if query.after is not None:
-        places = [number for number, one in enumerate(items) if one["id"] == query.after]
+        places = [number for number, item in enumerate(items) if item["id"] == query.after]
         if not places:
             raise invalid("after", f"got {query.after!r:.200}, expected the id of an input item")
         items = items[places[0] + 1 :]

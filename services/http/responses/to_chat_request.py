@@ -101,7 +101,7 @@ _UNSERVED = {
     "logprobs": "chat completions have logprobs",
     "prompt_logprobs": "chat completions have logprobs",
 }
-_SAMPLING = [one.name for one in struct_fields(SamplingParams) if one.name not in _UNSERVED]
+_SAMPLING = [field.name for field in struct_fields(SamplingParams) if field.name not in _UNSERVED]
 _TEXT = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text"}
 # type of a part → the field with its text
 _TEXT |= {"reasoning_text": "text", "refusal": "refusal"}

@@ -116,7 +116,7 @@ class AppState:
     async def start(self) -> None:
         """Wait for the model, and examine its vocabulary."""
         status = await self.client.status(wait=True)
-        model = next((one for one in status.by_model if one.name == self.model), status)
+        model = next((model for model in status.by_model if model.name == self.model), status)
         if model.scheduler and self.config.enable_prefix_caching:
             self.cached_block = model.scheduler.block_size
         tool_call = (await self.client.tokenize(OPENING)).token_ids
@@ -146,8 +146,8 @@ class Models:
     def __init__(self, config: Config, client: AsyncClient) -> None:
         self.config, self.client = config, client
         self.singletons = Singletons()
-        self.states = [AppState(one, client, self.singletons) for one in config.by_model()]
-        self.by_name = {name: one for one in self.states for name in one.config.model_names}
+        self.states = [AppState(part, client, self.singletons) for part in config.by_model()]
+        self.by_name = {name: state for state in self.states for name in state.config.model_names}
         self.default = self.states[0]
         self.max_request_bytes = max_request_bytes(config)
         self.max_batch_bytes = MAX_BATCH * self.max_request_bytes

@@ -237,7 +237,7 @@ def _examine(above: _Path, name: str, value: Any, known: frozenset[str], ignored
             raise invalid(path, f"got {_shown(value)}, expected {expected}")
     elif accepted is not None:
         if value not in accepted:
-            neutral = " or ".join(repr(one) for one in accepted if one not in ({}, [], ""))
+            neutral = " or ".join(repr(other) for other in accepted if other not in ({}, [], ""))
             sentence = f"got {_shown(value)}, expected {neutral or 'null'}: it is not supported; "
             raise invalid(path, f"{sentence}leave it out")
     elif above and name in FIELDS.ignored_inside:
@@ -279,10 +279,12 @@ def _near_miss(name: str, names: frozenset[str]) -> str | None:
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|-", "_", name).lower()
     most = 0 if len(name) < 4 else 1 if len(name) < 8 else 2
     near = [
-        one for one in sorted(names) if one[0] == name[:1] and len({*one} ^ {*name}) <= 2 * most
+        known
+        for known in sorted(names)
+        if known[0] == name[:1] and len({*known} ^ {*name}) <= 2 * most
     ]
-    pairs = ((edits, one) for edits in range(most + 1) for one in near)
-    return next((one for edits, one in pairs if _is_near(name, one, edits)), None)
+    pairs = ((edits, known) for edits in range(most + 1) for known in near)
+    return next((known for edits, known in pairs if _is_near(name, known, edits)), None)
 
 
 def _is_near(name: str, other: str, edits: int) -> bool:
@@ -327,7 +329,7 @@ def _structs(kind: inspect.Type) -> list[inspect.StructType]:
         case inspect.Metadata(type=inner) | inspect.ListType(item_type=inner):
             return _structs(inner)
         case inspect.UnionType(types=types):
-            return [struct for one in types for struct in _structs(one)]
+            return [struct for kind in types for struct in _structs(kind)]
     return []
 
 

@@ -232,7 +232,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if method == b"CONNECT":
             raise httptools.HttpParserError("CONNECT is for proxies")
         lines = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
-        lines += [b"%b: %b" % one for one in self.headers if one[0] != b"upgrade"]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
         self.parser = RequestParser(self)
         self.parser.feed_data(b"\r\n".join([*lines, b"", rest]))
 
@@ -247,7 +247,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._is_refused = True
             raise ValueError  # as in `on_header`
         super().on_headers_complete()
-        self._cycles = [one for one in self._cycles if not one.response_complete] + [self.cycle]
+        unanswered = (cycle for cycle in self._cycles if not cycle.response_complete)
+        self._cycles = [*unanswered, self.cycle]
         self.cycle.keep_alive = self.cycle.keep_alive and not self._is_stopping
         self.scope[WRITER] = ChunkWriter(self.cycle, self.burst)  # type: ignore[literal-required]
         self.scope[WEIGH] = partial(self.places.grow, self)  # type: ignore[literal-required]

@@ -39,7 +39,7 @@ class EventForm(ABC):
     def encode(self, bodies: Iterable[Body]) -> bytes:
         """Return events with these bodies."""
         form = b"event: %b\ndata: %b\n\n"
-        return b"".join([form % (one["type"].encode(), ENCODER.encode(one)) for one in bodies])
+        return b"".join([form % (body["type"].encode(), ENCODER.encode(body)) for body in bodies])
 
     @abstractmethod
     def failed(self, error: ApiError) -> Iterable[Body]:
@@ -52,7 +52,7 @@ class Chunks(EventForm):
     end = DONE
 
     def encode(self, bodies: Iterable[Body]) -> bytes:
-        return b"".join([b"data: %b\n\n" % ENCODER.encode(one) for one in bodies])
+        return b"".join([b"data: %b\n\n" % ENCODER.encode(body) for body in bodies])
 
     def failed(self, error: ApiError) -> Iterable[Body]:
         return [error.body]

@@ -94,7 +94,7 @@ class Places:
         self.leave(occupant)
         share = self._share(occupant)
         while exceeds(1, share.num_open, self._total.num_open, self._max_requests):
-            if not self._take_place(lambda one: len(one.arriving), lambda one: one.due):
+            if not self._take_place(lambda share: len(share.arriving), lambda other: other.due):
                 if must_have:
                     break
                 return False
@@ -114,7 +114,9 @@ class Places:
             return True  # it is answered already, so nothing is kept
         share = self._shares[occupant.host]
         while exceeds(num_bytes, share.num_bytes, self._total.num_bytes, self._max_bytes):
-            if not self._take_place(lambda one: one.num_bytes, lambda one: one.began, occupant):
+            if not self._take_place(
+                lambda share: share.num_bytes, lambda other: other.began, occupant
+            ):
                 return False
         self._open[occupant] += num_bytes
         self._count(share, 0, num_bytes)
@@ -156,11 +158,11 @@ class Places:
         Return False if there is none but the taker's. Of the oldest requests, the one with the
         lowest key gives way.
         """
-        shares = [one for one in self._shares.values() if _others(one, taker)]
+        shares = [share for share in self._shares.values() if _others(share, taker)]
         if not shares:
             return False
         oldest = islice(max(shares, key=size).arriving, MAX_EXAMINED)
-        found = min((one for one in oldest if one is not taker), key=key)
+        found = min((occupant for occupant in oldest if occupant is not taker), key=key)
         self.leave(found)
         found.give_way()
         return True
