@@ -28,6 +28,21 @@ from penstock.services.http.shared.errors import ApiError, ErrorBody, answer_err
 from penstock.services.http.shared.event_stream import while_connected
 from penstock.services.http.shared.places import decoded_bytes
 
+_log = logging.getLogger("http")
+LARGE_BODY_BYTES = 1 << 16  # a larger one may take tens of milliseconds to decode
+_HANDLED = (ApiError, MessageError, RequestError, HTTPException, ClientDisconnect)
+# the page loads nothing from, and sends nothing to, other servers
+_PAGE_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": (
+        "default-src 'none'; connect-src 'self'; font-src 'self'; img-src 'self' data:; "
+        "script-src 'self'; style-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
 
 def describe(operations: Sequence[Operation], version: str) -> bytes:
     """Return the document, as OpenAPI 3.1."""
@@ -77,22 +92,6 @@ def _operation(operation: Operation, contents: dict[str, dict[str, Any]]) -> dic
     if not operation.is_open:
         described["security"] = [{"key": []}, {}]
     return described
-
-
-_log = logging.getLogger("http")
-LARGE_BODY_BYTES = 1 << 16  # a larger one may take tens of milliseconds to decode
-_HANDLED = (ApiError, MessageError, RequestError, HTTPException, ClientDisconnect)
-# the page loads nothing from, and sends nothing to, other servers
-_PAGE_HEADERS = {
-    "cache-control": "no-cache",
-    "content-security-policy": (
-        "default-src 'none'; connect-src 'self'; font-src 'self'; img-src 'self' data:; "
-        "script-src 'self'; style-src 'self'; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    ),
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-}
 
 
 def make_app(models: Models, operations: Sequence[Operation]) -> ASGIApp:

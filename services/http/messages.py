@@ -43,6 +43,29 @@ from penstock.services.http.shared.body import (
 )
 from penstock.services.http.shared.errors import ApiError, invalid, json_response, messages_error
 
+MessageStop = (
+    Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    | Literal["model_context_window_exceeded", "pause_turn"]
+)
+# the only key of a call's input whose text is not a JSON object, as Anthropic recommends
+INVALID_JSON = "INVALID_JSON"
+# begins a block that Claude's tools add to `system`. It differs in every request, so nothing after
+# it could be found in the prefix cache
+_BILLING = "x-anthropic-billing-header:"
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "chat_template_kwargs": "thinking",
+    "continue_final_message": "messages",
+}
+SIGNATURE = "unsigned"  # of thinking blocks: clients want one, and send it back
+# kind of a block → type of an event with more of its text, and the field with the text
+_DELTAS: dict[PartKind, tuple[str, str]] = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
 
 class TextBlock(Struct, kw_only=True, tag_field="type", tag="text"):
     """Text."""
@@ -178,10 +201,6 @@ class MessagesRequest(MessagesFields, kw_only=True):
 
 AnyRequest = MessagesRequest | CountTokensRequest
 AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
-MessageStop = (
-    Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-    | Literal["model_context_window_exceeded", "pause_turn"]
-)
 
 
 class MessageUsage(Struct, kw_only=True):
@@ -212,19 +231,6 @@ class TokenCount(Struct, kw_only=True):
     """Reply to CountTokensRequest."""
 
     input_tokens: int
-
-
-# the only key of a call's input whose text is not a JSON object, as Anthropic recommends
-INVALID_JSON = "INVALID_JSON"
-# begins a block that Claude's tools add to `system`. It differs in every request, so nothing after
-# it could be found in the prefix cache
-_BILLING = "x-anthropic-billing-header:"
-_NAMES = {
-    "stop": "stop_sequences",
-    "response_format.json_schema.schema": "output_config.format.schema",
-    "chat_template_kwargs": "thinking",
-    "continue_final_message": "messages",
-}
 
 
 def chat_request(request: AnyRequest, max_model_len: int) -> ChatRequest:
@@ -395,15 +401,6 @@ def _tool_choice(request: AnyRequest) -> dict[str, Any]:
 
 def _response_format(given: JsonOutputFormat) -> ResponseFormat:
     return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=given.schema))
-
-
-SIGNATURE = "unsigned"  # of thinking blocks: clients want one, and send it back
-# kind of a block → type of an event with more of its text, and the field with the text
-_DELTAS: dict[PartKind, tuple[str, str]] = {
-    "reasoning": ("thinking_delta", "thinking"),
-    "text": ("text_delta", "text"),
-    "call": ("input_json_delta", "partial_json"),
-}
 
 
 class MessageEvents(ChatEvents):

@@ -22,6 +22,9 @@ from penstock.services.http.shared.event_stream import bounded
 MAX_INPUTS = 2048  # of one request, as in OpenAI's API
 Texts = str | list[str]
 TruncateTo = Annotated[int, Meta(ge=-1, lt=2**31)]
+Pairs = Sequence[tuple[str, str]]
+FIELD_BYTES = 4096  # more than the other fields of a request to the gateway have
+TOKEN_BYTES = 5  # of a token id in a request to the gateway, at most
 
 
 class PoolingRequest(Struct, kw_only=True):
@@ -138,9 +141,6 @@ class ScoreReply(PoolingReply, kw_only=True):
     data: list[ScoreData]
 
 
-Pairs = Sequence[tuple[str, str]]
-
-
 async def room_of(
     client: AsyncClient,
     pairs: Pairs,
@@ -182,10 +182,6 @@ async def cut(client: AsyncClient, pairs: Pairs, most: dict[str, int]) -> Pairs:
     wanted = dict.fromkeys((document, most[query]) for query, document in pairs)
     texts = dict(zip(wanted, await bounded(cut_text, wanted), strict=True))
     return [(query, texts[document, most[query]]) for query, document in pairs]
-
-
-FIELD_BYTES = 4096  # more than the other fields of a request to the gateway have
-TOKEN_BYTES = 5  # of a token id in a request to the gateway, at most
 
 
 async def embed(state: AppState, body: EmbeddingRequest) -> Response:

@@ -35,6 +35,52 @@ from penstock.services.http.shared.app_state import Models, Operation, Texts
 from penstock.services.http.shared.errors import ApiError, json_response
 
 STATUS_TIMEOUT = 2.0  # seconds for a new report of the scheduler, which it sends every half second
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": "From a request's arrival to its first token.",
+    "inter_token_latency_seconds": "Between two tokens of a request.",
+    "time_per_output_token_seconds": "inter_token_latency_seconds, by vLLM's older name.",
+    "e2e_request_latency_seconds": "From a request's arrival to its answer.",
+    "request_queue_time_seconds": "In the scheduler's queue.",
+    "request_prefill_time_seconds": "From a request's first step to its first token.",
+    "request_decode_time_seconds": "From a request's first token to its last.",
+    "request_inference_time_seconds": "Prefill and decode of a request.",
+    "request_time_per_output_token_seconds": "Decode time per token after the first, by request.",
+    "request_prompt_tokens": "Tokens of prompts.",
+    "request_generation_tokens": "Tokens of answers.",
+    "request_params_max_tokens": "max_tokens of requests.",
+    "request_params_n": "n of requests.",
+}
+# metric → the field that it has, if that has another name
+_OTHER_NAMES = {
+    "prefix_cache_queries": "prompt_tokens",
+    "time_per_output_token_seconds": "inter_token_latency_seconds",
+}
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens of answered requests.",
+    "generation_tokens": "Generated tokens.",
+    "prefix_cache_queries": "Prompt tokens that were looked for in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+}
+_OF_SCHEDULER = {
+    "num_requests_running": (GaugeMetricFamily, "num_running", "Requests in the batch."),
+    "num_requests_waiting": (GaugeMetricFamily, "num_waiting", "Requests in the queue."),
+    "kv_cache_usage_perc": (GaugeMetricFamily, "kv_usage", "Share of KV blocks in use; 1 is all."),
+    "num_preemptions": (CounterMetricFamily, "num_preemptions", "Preempted sequences."),
+    "num_recomputed_tokens": (
+        CounterMetricFamily,
+        "num_recomputed_tokens",
+        "Tokens whose KV was computed again, after a preemption or the death of a worker.",
+    ),
+    "kv_offload_hits": (
+        CounterMetricFamily,
+        "num_offload_hits",
+        "Tokens whose KV was copied back from the host tier.",
+    ),
+    "kv_offload_blocks": (GaugeMetricFamily, "num_offloaded_blocks", "Blocks in the host tier."),
+    "num_steps": (CounterMetricFamily, "num_steps", "Steps of the model."),
+}
+_BY_REPLICA = ["model_name", "replica"]
 
 
 class HealthCheck:
@@ -117,54 +163,6 @@ def _missing(status: ModelStatus) -> str:
     if scheduler and scheduler.workers_ready:
         return "the scheduler is silent, or serves a gateway that was started later"
     return "not all workers are there"
-
-
-Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": "From a request's arrival to its first token.",
-    "inter_token_latency_seconds": "Between two tokens of a request.",
-    "time_per_output_token_seconds": "inter_token_latency_seconds, by vLLM's older name.",
-    "e2e_request_latency_seconds": "From a request's arrival to its answer.",
-    "request_queue_time_seconds": "In the scheduler's queue.",
-    "request_prefill_time_seconds": "From a request's first step to its first token.",
-    "request_decode_time_seconds": "From a request's first token to its last.",
-    "request_inference_time_seconds": "Prefill and decode of a request.",
-    "request_time_per_output_token_seconds": "Decode time per token after the first, by request.",
-    "request_prompt_tokens": "Tokens of prompts.",
-    "request_generation_tokens": "Tokens of answers.",
-    "request_params_max_tokens": "max_tokens of requests.",
-    "request_params_n": "n of requests.",
-}
-# metric → the field that it has, if that has another name
-_OTHER_NAMES = {
-    "prefix_cache_queries": "prompt_tokens",
-    "time_per_output_token_seconds": "inter_token_latency_seconds",
-}
-_COUNTERS = {
-    "prompt_tokens": "Prompt tokens of answered requests.",
-    "generation_tokens": "Generated tokens.",
-    "prefix_cache_queries": "Prompt tokens that were looked for in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
-}
-_OF_SCHEDULER = {
-    "num_requests_running": (GaugeMetricFamily, "num_running", "Requests in the batch."),
-    "num_requests_waiting": (GaugeMetricFamily, "num_waiting", "Requests in the queue."),
-    "kv_cache_usage_perc": (GaugeMetricFamily, "kv_usage", "Share of KV blocks in use; 1 is all."),
-    "num_preemptions": (CounterMetricFamily, "num_preemptions", "Preempted sequences."),
-    "num_recomputed_tokens": (
-        CounterMetricFamily,
-        "num_recomputed_tokens",
-        "Tokens whose KV was computed again, after a preemption or the death of a worker.",
-    ),
-    "kv_offload_hits": (
-        CounterMetricFamily,
-        "num_offload_hits",
-        "Tokens whose KV was copied back from the host tier.",
-    ),
-    "kv_offload_blocks": (GaugeMetricFamily, "num_offloaded_blocks", "Blocks in the host tier."),
-    "num_steps": (CounterMetricFamily, "num_steps", "Steps of the model."),
-}
-_BY_REPLICA = ["model_name", "replica"]
 
 
 class StatusCollector:

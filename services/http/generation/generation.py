@@ -48,6 +48,9 @@ from penstock.services.http.shared.event_stream import (
 # of consecutive tokens; None for a token whose logprob was lost with a scheduler
 Logprobs = list[TokenLogprobs | None] | None
 _UNKNOWN = ChatLogprob(token="", logprob=-9999.0, bytes=None, top_logprobs=[])
+# converter of new tokens, and with the reply the last ones, to bodies of events
+Convert = Callable[[TextDelta | None, GenerateReply | None], Iterable[Body]]
+_CHUNKS = Chunks()
 
 
 def chat_logprobs(tokens: Logprobs, names_ids: bool = False) -> ChatLogprobs | None:
@@ -148,11 +151,6 @@ def _unique_name(token: Logprob, names_ids: bool) -> str:
         return data.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-# converter of new tokens, and with the reply the last ones, to bodies of events
-Convert = Callable[[TextDelta | None, GenerateReply | None], Iterable[Body]]
-_CHUNKS = Chunks()
 
 
 class Choice(Protocol):

@@ -16,6 +16,9 @@ from penstock.protocol.messages.sampling import (
     TokenId,
 )
 
+ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
+TokenIds = list[int] | UnsetType
+
 
 class StreamOptions(Struct, kw_only=True, frozen=True):
     """Token counts in a stream: in the last chunk, or so far in every chunk."""
@@ -75,9 +78,6 @@ class ApiRequest(SamplingParams, kw_only=True):
         """True if chunks of a stream have ids or counts of their tokens."""
         options = self.stream_options
         return self.return_token_ids or (options is not None and options.has_usage_in_chunks)
-
-
-ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 class Function(Struct, kw_only=True, omit_defaults=True):
@@ -173,9 +173,6 @@ class DetokenizeBody(Struct, kw_only=True):
 
     model: str | None = None
     tokens: list[TokenId]
-
-
-TokenIds = list[int] | UnsetType
 
 
 class Usage(Struct, kw_only=True):

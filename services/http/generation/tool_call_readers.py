@@ -21,6 +21,13 @@ _ARRAY, _SEPARATOR = re.compile(r"\s*(?:\[\s*)?"), re.compile(r"[\s,;]*")
 _BARE_HEAD = '{"name":"'
 _CONTROL, _LINE_END = re.compile(r"[\x00-\x1f]"), "\n" + CLOSING
 _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]<]'), re.compile(r'["\\\x00-\x1f]')
+END_FUNCTION = "</function>"
+PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+# what ends a value; models sometimes leave `</parameter>` out
+VALUE_ENDS = (END_PARAMETER, f"\n{PARAMETER}", f"\n{END_FUNCTION}")
+_MAX_NAME = 256
+_FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,256})>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>\n?")
 
 
 class Name(Struct, frozen=True):
@@ -287,15 +294,6 @@ def _decoded(name: str) -> str | None:
         return msgspec.json.decode(name, type=str)
     except (msgspec.MsgspecError, UnicodeError):
         return None
-
-
-END_FUNCTION = "</function>"
-PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-# what ends a value; models sometimes leave `</parameter>` out
-VALUE_ENDS = (END_PARAMETER, f"\n{PARAMETER}", f"\n{END_FUNCTION}")
-_MAX_NAME = 256
-_FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,256})>")
-_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>\n?")
 
 
 class XmlReader:

@@ -78,6 +78,13 @@ _WHY = (
     "process until newer ones need their place"
 )
 
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+# fields that a response has even where its request lacks them
+_OWN = {"model", "reasoning", "service_tier", "text", "tools", "top_logprobs"}
+Query = TypeVar("Query", bound=Struct)
+_PATH = "/v1/responses"
+_STORED = f"{_PATH}/{{response_id}}"
+
 
 class _Entry(Struct):
     key: str  # API key of the client, which alone may use it
@@ -179,9 +186,6 @@ class ResponseStore:
             self.num_bytes -= entry.num_bytes()
             for name in entry.names:
                 self._items.pop(name, None)
-
-
-_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 class ResponseEvents(ChatEvents):
@@ -344,11 +348,6 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-# fields that a response has even where its request lacks them
-_OWN = {"model", "reasoning", "service_tier", "text", "tools", "top_logprobs"}
-Query = TypeVar("Query", bound=Struct)
-
-
 async def respond(state: AppState, request: ResponsesRequest) -> Response:
     """Answer the items of a conversation."""
     state.generation_config.fill(request)
@@ -460,8 +459,6 @@ def listed(item: Item, name: str) -> dict[str, Any]:
     return listed
 
 
-_PATH = "/v1/responses"
-_STORED = f"{_PATH}/{{response_id}}"
 OPERATIONS = [
     Operation("POST", _PATH, respond, ResponseReply, ResponsesRequest, EVENT_STREAM),
     Operation("GET", _STORED, retrieve, ResponseReply),

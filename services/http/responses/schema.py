@@ -20,6 +20,8 @@ Include = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class Part(Struct, kw_only=True, omit_defaults=True):
@@ -193,8 +195,6 @@ class InputTokensRequest(ResponseFields, kw_only=True):
 
 
 AnyRequest = ResponsesRequest | InputTokensRequest
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class OutputText(Struct, kw_only=True, tag_field="type", tag="output_text"):

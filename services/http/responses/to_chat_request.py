@@ -35,6 +35,23 @@ from penstock.services.http.shared.errors import invalid
 
 MAX_FUNCTIONS = 1024  # of all namespaces
 _TYPES = "'function' or 'namespace', or a tool that may be left out, such as 'web_search'"
+# sampling parameter that a response has no place for → what to do
+_UNSERVED = {
+    "max_tokens": "send max_output_tokens",
+    "logprobs": "chat completions have logprobs",
+    "prompt_logprobs": "chat completions have logprobs",
+}
+_SAMPLING = [field.name for field in struct_fields(SamplingParams) if field.name not in _UNSERVED]
+_PLAIN = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+# type of a part → the field with its text
+_TEXT = dict.fromkeys(_PLAIN, "text") | {"refusal": "refusal"}
+_RENAMED = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema.schema": "text.format.schema",
+    "truncate_prompt_tokens": "truncation",
+}
+_ITEM_TYPES = "'message', 'function_call', 'function_call_output' or 'reasoning'"
 
 
 class OfferedTools(NamedTuple):
@@ -93,25 +110,6 @@ def _add(offered: OfferedTools, namespace: str | None, tool: FunctionTool, path:
     )
     offered.functions.append(Tool(type="function", function=function))
     offered.paths.append(path)
-
-
-# sampling parameter that a response has no place for → what to do
-_UNSERVED = {
-    "max_tokens": "send max_output_tokens",
-    "logprobs": "chat completions have logprobs",
-    "prompt_logprobs": "chat completions have logprobs",
-}
-_SAMPLING = [field.name for field in struct_fields(SamplingParams) if field.name not in _UNSERVED]
-_TEXT = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text"}
-# type of a part → the field with its text
-_TEXT |= {"reasoning_text": "text", "refusal": "refusal"}
-_RENAMED = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format.json_schema.schema": "text.format.schema",
-    "truncate_prompt_tokens": "truncation",
-}
-_ITEM_TYPES = "'message', 'function_call', 'function_call_output' or 'reasoning'"
 
 
 def chat_request(request: AnyRequest, items: Sequence[Item], tools: OfferedTools) -> ChatRequest:

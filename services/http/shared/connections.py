@@ -24,6 +24,14 @@ from penstock.services.http.shared.places import Places
 
 # key of a response's `ChunkWriter` in the scope of its request, if the server has one
 WRITER = "penstock.writer"
+MIN_READ_RATE = 1000  # bytes/s at which a request must arrive
+_CHUNK_FRAMING = 8  # bytes that frame each byte of a body, in the smallest chunks
+_HEADER_FRAMING = len(b": \r\n")
+# seconds in which a request may still arrive on a connection of a server that stops
+LAST_REQUEST = 0.5
+_RESERVE = 128  # descriptors for other things than connections
+WEIGH = "penstock.weigh"  # key of `Places.grow` for this connection in the scope of its request
+_OVERLOADED = "the server has no room for more requests; the slowest one to arrive gives way"
 
 
 class WriteBurst:
@@ -81,16 +89,6 @@ async def send_without_chunks(cycle: RequestResponseCycle, message: Message) -> 
     else:
         cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares both
     await RequestResponseCycle.send(cycle, message)  # type: ignore[arg-type]
-
-
-MIN_READ_RATE = 1000  # bytes/s at which a request must arrive
-_CHUNK_FRAMING = 8  # bytes that frame each byte of a body, in the smallest chunks
-_HEADER_FRAMING = len(b": \r\n")
-# seconds in which a request may still arrive on a connection of a server that stops
-LAST_REQUEST = 0.5
-_RESERVE = 128  # descriptors for other things than connections
-WEIGH = "penstock.weigh"  # key of `Places.grow` for this connection in the scope of its request
-_OVERLOADED = "the server has no room for more requests; the slowest one to arrive gives way"
 
 
 class Limits(Struct, frozen=True, kw_only=True):

@@ -16,13 +16,6 @@ from penstock.protocol.client.session import RequestError
 from penstock.protocol.messages.chat import MessageError
 
 ENCODER = msgspec.json.Encoder()
-
-
-def json_response(body: object, status: int = 200) -> Response:
-    """Return a response with a body in JSON."""
-    return Response(ENCODER.encode(body), status, media_type="application/json")
-
-
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -42,6 +35,11 @@ FAILURE = "penstock.failure"  # key of a scope: type and field of the error of i
 # OpenAI's code of a prompt that is too long, which clients look for
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 FieldAsSent = Callable[[str], str | None]
+
+
+def json_response(body: object, status: int = 200) -> Response:
+    """Return a response with a body in JSON."""
+    return Response(ENCODER.encode(body), status, media_type="application/json")
 
 
 class ErrorDetail(Struct, kw_only=True):
