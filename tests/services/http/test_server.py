@@ -87,20 +87,6 @@ def test_what_is_not_finished_when_the_server_stops_is_a_503(
     assert caplog.messages == []  # an ordinary stop is not an error
 
 
-def test_a_stream_that_has_begun_ends_with_an_error(serve: Serve) -> None:
-    served = serve(begun, drain_timeout=0)
-    with (
-        served.client() as client,
-        client.stream("POST", "/v1/completions", json=PROMPT | {"stream": True}) as stream,
-    ):
-        lines = (line for line in stream.iter_lines() if line)
-        assert "one" in next(lines)
-        served.stop()
-        error, done = lines
-    assert "the server is stopping" in error
-    assert done == "data: [DONE]"
-
-
 def test_gzip(serve: Serve) -> None:
     served = serve(max_request_bytes=1000)
     body = msgspec.json.encode(PROMPT)

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.launch.fake_gateway import TEXT
-from tests.services.http.responses.test_server import answering
 from tests.services.http.shared.test_connections import (
     BODY,
     GET,
@@ -15,6 +14,7 @@ from tests.services.http.shared.test_connections import (
     connect,
     rest,
 )
+from tests.services.http.test_apis import answering
 
 __all__ = ["connect"]
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.services.http.responses.test_server import HI, PATH, Serve, answering
+from tests.services.http.responses.test_server import HI, PATH, Serve
+from tests.services.http.test_apis import answering
 
 
 def test_input_items_are_listed(serve: Serve) -> None:

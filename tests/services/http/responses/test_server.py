@@ -1,7 +1,6 @@
 """Responses over real connections: whole, streamed, ended in the middle, and stored."""
 
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,55 +8,18 @@ import httpx
 import pytest
 
 from penstock.protocol.messages.client import (
-    AbortRequest,
-    ErrorReply,
     GenerateRequest,
-    Reply,
-    Request,
 )
-from tests.launch.fake_gateway import TEXT, delta, reply
-from tests.services.http.conftest import Served, behave
+from tests.launch.fake_gateway import TEXT
+from tests.services.http.conftest import Served
 from tests.services.http.responses.assembled import assembled
+from tests.services.http.test_apis import answering, failing
 
 pytestmark = pytest.mark.slow
 
 Serve = Callable[..., Served]
 PATH = "/v1/responses"
 HI = {"input": "hi"}
-
-
-def answering(request: Request) -> list[Reply]:
-    """Generate TEXT."""
-    if not isinstance(request, GenerateRequest):
-        return behave(request)
-    deltas: list[Reply] = [delta(request, n, n + 1) for n in range(len(TEXT))]
-    return [*(deltas if request.stream else []), reply(request)]
-
-
-class Unfinished:
-    """Generate the beginning of a text, and note the end of its request."""
-
-    def __init__(self) -> None:
-        self.is_aborted = threading.Event()
-
-    def __call__(self, request: Request) -> list[Reply]:
-        match request:
-            case GenerateRequest(stream=stream):
-                return [delta(request, 0, 3)] if stream else []
-            case AbortRequest():
-                self.is_aborted.set()
-        return behave(request)
-
-
-def failing(request: Request) -> list[Reply]:
-    """Fail after the beginning of a text."""
-    if not isinstance(request, GenerateRequest):
-        return behave(request)
-    message = "max_tokens: got 9, expected less"
-    failed = ErrorReply(
-        request_id=request.request_id, code="invalid", message=message, field="max_tokens"
-    )
-    return [delta(request, 0, 3), failed] if request.stream else [failed]
 
 
 def events_in(body: str) -> list[dict[str, Any]]:
@@ -83,32 +45,12 @@ def test_whole_and_streamed(serve: Serve) -> None:
         assert text_of(assembled(events_in(body))) == TEXT
 
 
-def test_an_error_before_the_answer_has_a_status(serve: Serve) -> None:
-    with serve(failing).client() as client:
-        response = client.post(PATH, json=HI | {"max_output_tokens": 9})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["param"] == "max_output_tokens"
-    assert error["message"] == "max_output_tokens: got 9, expected less"
-
-
 def test_an_error_in_a_stream_is_its_last_event(serve: Serve) -> None:
     with serve(failing).client() as client:
         body = client.post(PATH, json=HI | {"stream": True}).text
         failed = assembled(events_in(body))
         assert failed["error"]["message"] == "max_output_tokens: got 9, expected less"
         assert client.get(f"{PATH}/{failed['id']}").json() == failed
-
-
-def test_a_client_that_leaves_ends_the_generation(serve: Serve) -> None:
-    unfinished = Unfinished()
-    with (
-        serve(unfinished).client() as client,
-        client.stream("POST", PATH, json=HI | {"stream": True}) as response,
-    ):
-        first = next(response.iter_lines())
-        assert first == "event: response.created"
-    assert unfinished.is_aborted.wait(60)
 
 
 def test_stored_responses(serve: Serve) -> None:
