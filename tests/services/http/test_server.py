@@ -1,5 +1,6 @@
 """The server over real connections: bodies, and its end."""
 
+import asyncio
 import contextlib
 import gzip
 import http.client
@@ -8,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -28,7 +30,10 @@ from penstock.protocol.messages.client import (
 from penstock.services.http import app
 from penstock.services.http.app import LARGE_BODY_BYTES
 from penstock.services.http.generation import generation
+from penstock.services.http.shared import app_state
+from penstock.services.http.shared.app_state import AppState, Singletons
 from penstock.services.http.shared.body import decode_body
+from penstock.services.http.shared.errors import ApiError
 from tests.launch.fake_gateway import delta, reply
 from tests.services.http.conftest import NUM_AT_START, Served, behave
 
@@ -305,3 +310,37 @@ def test_an_unexpected_exception_aborts_its_request(
         assert client.post("/v1/completions", json=PROMPT | {"stream": True}).status_code == 500
         served.asked.wait_for(NUM_AT_START + 2)
     assert isinstance(served.asked.heard[-1], AbortRequest)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_too_many_prompts_are_refused_before_anything_is_asked(
+    serve: Callable[..., Served], echo: bool
+) -> None:
+    served = serve()
+    prompts = [[1]] * 5000
+    with served.client() as client:
+        answer = client.post(
+            "/v1/completions", json={"prompt": prompts, "echo": echo, "truncate_prompt_tokens": 1}
+        )
+    assert answer.status_code == 400
+    assert "got 5000 answers to 5000 prompts" in answer.text
+    assert len(served.asked.heard) == NUM_AT_START
+
+
+def test_a_start_may_take_as_long_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Retry-After` is what the start has taken so far, up to a minute."""
+    clock = iter((100.0, 120.5, 1000.0))
+    monkeypatch.setattr(
+        app_state, "time", SimpleNamespace(time=lambda: 0, monotonic=clock.__next__)
+    )
+    monkeypatch.setattr(app_state, "START_TIMEOUT", 0.0)
+    client: Any = SimpleNamespace(of_model=lambda _: None)
+
+    async def refused(state: AppState) -> ApiError:
+        with pytest.raises(ApiError, match="the pipeline is starting") as error:
+            await state.check_start()
+        return error.value
+
+    state = AppState(Config(), client, Singletons())
+    assert asyncio.run(refused(state)).headers == {"Retry-After": "21"}
+    assert asyncio.run(refused(state)).headers == {"Retry-After": "60"}

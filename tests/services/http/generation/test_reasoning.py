@@ -1,14 +1,25 @@
 """The reasoning and the answer are the same however the tokens come, and end at a token."""
 
-from itertools import pairwise
+import json
+from itertools import accumulate, pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.protocol.messages.client import TextDelta
-from penstock.services.http.generation.chat import ReasoningSplitter
+from penstock.protocol.messages.chat import Message
+from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
+from penstock.services.http.generation.chat import ChatChoice, ReasoningSplitter
+from penstock.services.http.generation.schema import ChatRequest, Function, Tool
+from penstock.services.http.messages import MessageEvents
+from penstock.services.http.responses.routes import ResponseEvents, begun
+from penstock.services.http.responses.schema import ResponsesRequest
+from penstock.services.http.responses.to_chat_request import offer
+from penstock.services.http.shared.app_state import TagIds, ToolFormat
+from penstock.services.http.shared.errors import ENCODER
+from tests.search import scaled
 from tests.services.http.generation.reasoning_spans import (
     END_THINK,
     THINK,
@@ -17,6 +28,7 @@ from tests.services.http.generation.reasoning_spans import (
     tagged,
     tokens,
 )
+from tests.services.http.generation.tool_call_texts import SCHEMA, Texts
 
 PARTS = ["<think>", "</think>", "<", "</thi", "think>", "\n", "\n\n", " ", "a", "7 é"]
 TEXTS = st.lists(st.sampled_from(PARTS)).map("".join)
@@ -113,3 +125,212 @@ def test_holds_back_only_white_space(token_ids: list[int], starts_thinking: bool
     for one in deltas([[token] for token in token_ids], starts_reasoning=starts_thinking):
         splitter.feed(one.text, one.reasoning_begin, one.reasoning_end)
     assert not "".join(splitter.finish()).strip()
+
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {"text": "a"}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=text>\na\n</parameter>\n"
+    "</function>\n</tool_call>",
+}
+Parts = tuple[str, str, list[tuple[str, str]], bool]
+"""reasoning, text, calls with their arguments, whether the client is to answer calls"""
+
+
+def request(**fields: Any) -> ChatRequest:
+    tools = [Tool(type="function", function=Function(name="f", parameters=SCHEMA))]
+    return ChatRequest(messages=[Message(role="user")], tools=tools, max_tokens=99, **fields)
+
+
+def reply_of(pieces: list[TextDelta], finish: FinishReason) -> GenerateReply:
+    last = pieces[-1]
+    return GenerateReply(
+        request_id="r",
+        text="".join(one.text for one in pieces),
+        token_ids=[token for one in pieces for token in one.token_ids],
+        finish_reason=finish,
+        usage=Usage(prompt_tokens=1, cached_tokens=0, output_tokens=1),
+        reasoning_begin=last.reasoning_begin,
+        reasoning_end=last.reasoning_end,
+    )
+
+
+def chat_parts(form: Any, asked: ChatRequest, pieces: list[TextDelta], end: GenerateReply) -> Parts:
+    """Return what a client adds up; without pieces, the whole answer."""
+    choice = ChatChoice(0, asked, ToolFormat(form))
+    if not pieces:
+        whole = msgspec.to_builtins(choice.whole(end))
+        message = whole["message"]
+        calls = [one["function"] for one in message.get("tool_calls", [])]
+        reasoning, text = message.get("reasoning") or "", message["content"] or ""
+        found = [(one["name"], one["arguments"]) for one in calls]
+        return reasoning, text, found, whole["finish_reason"] == "tool_calls"
+    chunks = [one for new in pieces for one in choice.chunks(new, None)]
+    chunks += choice.chunks(None, end)
+    reasoning = text = ""
+    calls = []
+    for chunk in map(msgspec.to_builtins, chunks):
+        reasoning += chunk["delta"].get("reasoning") or ""
+        text += chunk["delta"].get("content") or ""
+        for call in chunk["delta"].get("tool_calls") or []:
+            if "id" in call:
+                assert call["index"] == len(calls)
+                calls.append((call["function"]["name"], ""))
+            name, arguments = calls[call["index"]]
+            calls[call["index"]] = name, arguments + call["function"]["arguments"]
+    return reasoning, text, calls, chunks[-1].finish_reason == "tool_calls"
+
+
+def message_parts(
+    form: Any, asked: ChatRequest, pieces: list[TextDelta], end: GenerateReply
+) -> Parts:
+    events = MessageEvents("msg-1", "demo", asked, ToolFormat(form))
+    if pieces:
+        for new in pieces:
+            list(events.events(new, None))
+        list(events.events(None, end))
+        message = msgspec.to_builtins(events.reply)
+    else:
+        message = msgspec.to_builtins(events.whole(end))
+    parts = {"thinking": "", "text": ""}
+    calls = []
+    for block in message["content"]:
+        if block["type"] == "tool_use":
+            calls.append((block["name"], json.dumps(block["input"])))
+        else:
+            parts[block["type"]] += block[block["type"]]
+    return parts["thinking"], parts["text"], calls, message["stop_reason"] == "tool_use"
+
+
+def response_parts(
+    form: Any, asked: ChatRequest, pieces: list[TextDelta], end: GenerateReply
+) -> Parts:
+    choice = ChatChoice(0, asked, ToolFormat(form))
+    tools = offer([])
+    response = begun(ResponsesRequest(input="hi", temperature=0.5, top_p=1.0), tools, "m")
+    events = ResponseEvents(response, choice, tools.names, TagIds([END_THINK], []), lambda _: None)
+    for new in pieces or [end]:
+        list(events.events(new, None))
+    list(events.events(None, end))
+    parts = {"reasoning": "", "message": ""}
+    calls = []
+    for item in msgspec.json.decode(ENCODER.encode(response))["output"]:
+        if item["type"] == "function_call":
+            calls.append((item["name"], item["arguments"]))
+        else:
+            parts[item["type"]] += "".join(part["text"] for part in item["content"])
+    is_called = response.status == "completed" and bool(calls)
+    return parts["reasoning"], parts["message"], calls, is_called
+
+
+APIS = {"chat": chat_parts, "messages": message_parts, "responses": response_parts}
+
+
+def parts_of(
+    form: Any,
+    text: str,
+    api: str = "chat",
+    finish: FinishReason = "stop",
+    cuts: list[str] | None = None,
+    **fields: Any,
+) -> Parts:
+    """Return the parts of an answer, which must not depend on how it comes."""
+    token_ids, asked, read = tagged(text), request(**fields), APIS[api]
+    one_by_one = deltas([[token] for token in token_ids])
+    end = reply_of(one_by_one, finish)
+    whole = read(form, asked, [], end)
+    assert read(form, asked, one_by_one, end) == whole, text
+    ends = [0, *accumulate(len(one) for one in cuts or []), len(token_ids)]
+    batches = [token_ids[start:stop] for start, stop in pairwise(ends)]
+    assert read(form, asked, deltas(batches), end) == whole, text
+    return whole
+
+
+@pytest.mark.parametrize("form", CALLS)
+@pytest.mark.parametrize("api", APIS)
+def test_a_call_ends_the_reasoning(form: str, api: str) -> None:
+    call = CALLS[form]
+    arguments = '{"text": "a"}'
+    called = [("f", arguments)]
+    for text, expected in (
+        (f"<think>\nI call.\n{call}", ("I call.", "", called, True)),
+        (f"<think>\nI call.\n\n{call}\n{call}\n", ("I call.", "", called * 2, True)),
+        (f"<think>\nI call.\n{call}\nThen I wait.", ("I call.", "Then I wait.", called, True)),
+        (f"<think>{call}", ("", "", called, True)),
+        (f"<think>\nI call.\n{call[:-13]}", ("I call.", "", called, True)),
+    ):
+        assert parts_of(form, text, api) == expected, text
+
+
+@pytest.mark.parametrize("form", CALLS)
+@pytest.mark.parametrize("api", APIS)
+def test_a_call_that_is_mentioned_is_reasoning(form: str, api: str) -> None:
+    call = CALLS[form]
+    for thought in (f"I may call {call} or not.", f"I call.\n{call}", f"{call}\n{call}"):
+        text = f"<think>\n{thought}\n</think>\n\n"
+        assert parts_of(form, f"{text}No.", api) == (thought, "No.", [], False)
+        called = [("f", '{"text": "a"}')]
+        assert parts_of(form, f"{text}{call}", api) == (thought, "", called, True)
+    thought = "<tool_call> is a tag, <tool_call>\n{} is none"
+    assert parts_of(form, f"<think>\n{thought}", api) == (thought, "", [], False)
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_a_call_that_is_cut_off_has_what_was_generated(form: str) -> None:
+    text = f"<think>\nI call.\n{CALLS[form].partition('</')[0].rstrip('}').rstrip()}"
+    reasoning, content, calls, is_called = parts_of(form, text, finish="length")
+    assert (reasoning, content, is_called) == ("I call.", "", False)
+    ((name, arguments),) = calls
+    assert name == "f"
+    assert arguments.startswith('{"text": "a')
+
+
+def test_reasoning_is_sent_as_it_comes() -> None:
+    """Only what may be a call is held back."""
+    choice = ChatChoice(0, request())
+    sent = ""
+    for new in deltas([[one] for one in tagged("<think>\n3 < 4, <tool_call> is a tag; ")]):
+        sent += "".join(one.reasoning or "" for one in choice.deltas(new, None))
+    assert sent == "3 < 4, <tool_call> is a tag; "
+
+
+@pytest.mark.parametrize("choice", ["none", "required"])
+def test_calls_that_cannot_be_there_are_reasoning(choice: Any) -> None:
+    """A forced call follows the reasoning."""
+    thought = f"I call.\n{CALLS['hermes']}"
+    found = parts_of("hermes", f"<think>\n{thought}", tool_choice=choice)
+    assert found == (thought, "", [], False)
+
+
+def test_calls_without_tags_are_not_looked_for() -> None:
+    thought = '{"name": "f", "arguments": {}}'
+    assert parts_of("json", f"<think>\n{thought}") == (thought, "", [], False)
+
+
+def test_only_one_call_where_calls_must_not_be_parallel() -> None:
+    text = f"<think>{CALLS['hermes']}{CALLS['hermes']}"
+    *_, calls, _ = parts_of("hermes", text, parallel_tool_calls=False)
+    assert len(calls) == 1
+
+
+@pytest.mark.search
+@pytest.mark.parametrize("form", CALLS)
+@pytest.mark.parametrize("api", APIS)
+def test_pieces_of_calls_in_reasoning_do_not_matter(form: str, api: str) -> None:
+    texts = Texts(form, seed=6)
+    for number in range(scaled(150)):
+        thought = texts.answer()
+        end = texts.random.choice(["", "</think>", "\n</think>\n\n"])
+        text = f"<think>\n{thought}{end}{texts.answer() if end else ''}"
+        finish: FinishReason = "length" if number % 4 == 0 else "stop"
+        parts_of(form, text, api, finish, texts.cuts(text))
+
+
+@pytest.mark.search
+@pytest.mark.parametrize("form", CALLS)
+def test_no_reasoning_is_lost(form: str) -> None:
+    """With `</think>`, reasoning is as written; without it, no letter is lost."""
+    texts = Texts(form, seed=7)
+    for _ in range(scaled(150)):
+        thought = texts.answer()
+        reasoning, *_ = parts_of(form, f"<think>{thought}</think>x")
+        assert reasoning == thought.strip("\n")

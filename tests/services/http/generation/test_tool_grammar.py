@@ -15,8 +15,7 @@ from penstock.services.http.generation.tool_calls import make_parser
 from penstock.services.http.generation.tool_grammar import call_grammar, forced_call, unsuitable
 from penstock.services.http.shared.app_state import ToolFormat
 from penstock.services.http.shared.errors import ApiError
-from tests.services.http.generation.test_tool_call_formats import parameter
-from tests.services.http.generation.test_tool_calls import Answer
+from tests.services.http.generation.test_tool_calls import Answer, parameter
 from tests.services.http.generation.tool_call_texts import FORMATS
 
 POINT = {
