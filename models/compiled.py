@@ -15,9 +15,12 @@ from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.layouts.step import Slots, StepBuffers
 from penstock.kernels.packed.matrices import Integers, quantize, without_needless_shift
-from penstock.models.moe import MoE
+from penstock.models import qwen3
+from penstock.models.architecture import Ranks, describe, family_of
+from penstock.models.layers import MoE
+from penstock.models.model import Model
 from penstock.models.parallel import RMSNorm
-from penstock.models.qwen3 import DecoderLayer, Qwen3
+from penstock.models.qwen3 import DecoderLayer
 from penstock.protocol.checkpoint import ModelConfig
 
 
@@ -25,7 +28,7 @@ class CompiledDecoder:
     """A replacement of a model's layers and output layer; experts stay in torch."""
 
     def __init__(
-        self, model: Qwen3, config: ModelConfig, bits: int = 16, quantize_lm_head: bool = False
+        self, model: Model, config: ModelConfig, bits: int = 16, quantize_lm_head: bool = False
     ) -> None:
         """Compile a loaded model, whose matrices become 16 bits where that changes no number.
 
@@ -35,9 +38,11 @@ class CompiledDecoder:
         """
         if config.fp8 or (config.weight_format and bits != 16):
             raise ValueError(f"weights in {config.format_name}")
+        if not isinstance(model.model, qwen3.Decoder):
+            raise ValueError("layers of another family than Qwen3")
         self._tp, self._rope, self._norm = model.tp, model.rope, model.model.norm
         self._embed = model.model.embed_tokens
-        self._layers: list[DecoderLayer] = list(model.model.layers)  # type: ignore[arg-type]
+        self._layers: list[DecoderLayer] = [*model.model.layers]
         shape = _layer_shape(config, model.tp.size)
         weight = model.head.weight
         narrowed = narrow(model)
@@ -58,7 +63,7 @@ class CompiledDecoder:
         self._has_experts = any(isinstance(layer.mlp, MoE) for layer in self._layers)
 
     def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
-        """Compute `Qwen3.forward`."""
+        """Compute `Model.forward`."""
         residual = self._embedded(batch.input_ids)
         self._compiled.begin(batch, rope, kv_caches)
         self._shared = cast(SharedMemory | None, self._tp.shared)
@@ -115,22 +120,25 @@ class CompiledDecoder:
     def logits(
         self, hidden_states: Tensor, norm: RMSNorm, weight: Tensor, out: Tensor | None
     ) -> Tensor:
-        """Compute `ParallelLMHead.logits`."""
+        """Compute `VocabParallelEmbedding.logits`."""
         matrix = weight if self._head is None else self._head
         return self._compiled.logits(hidden_states, norm.weight, norm.eps, matrix, out)
 
 
 def can_compile(config: ModelConfig, tp_size: int) -> bool:
-    """Return True if the layers of a rank have sizes that can be compiled."""
-    return not unsupported(_layer_shape(config, tp_size))
+    """Return True if the layers of a rank have a form and sizes that can be compiled."""
+    is_qwen3 = family_of(config).module == qwen3.__name__
+    return is_qwen3 and not unsupported(_layer_shape(config, tp_size))
 
 
 def _layer_shape(config: ModelConfig, tp_size: int) -> LayerShape:
+    heads, kv_heads = describe(config).heads
+    ranks = Ranks(tp_size)
     return LayerShape(
         config.hidden_size,
-        config.num_attention_heads // tp_size,
-        max(1, config.num_key_value_heads // tp_size),
-        config.head_dim,
+        heads.units_of_rank(ranks),
+        kv_heads.units_of_rank(ranks),
+        kv_heads.unit_size,
         config.intermediate_size // tp_size,
         config.rms_norm_eps,
     )
@@ -165,15 +173,18 @@ def _quantized(layer: LayerWeights, bits: int) -> LayerWeights:
     return layer._replace(**changed)
 
 
-def narrow(model: Qwen3) -> list[nn.Parameter]:
+def narrow(model: Model) -> list[nn.Parameter]:
     """Replace float32 by 16 bits and integers' shifts by nothing where that changes no number.
 
-    Returns the matrices of floats.
+    Returns the matrices of floats; of layers that can't be compiled, none is replaced.
     """
+    if not isinstance(model.model, qwen3.Decoder):
+        return []
     layers: list[DecoderLayer] = list(model.model.layers)  # type: ignore[arg-type]
     weights: list[Any] = [weight for layer in layers for weight in _weights(layer)]
     weights += [model.model.embed_tokens.weight, model.head.weight]
-    matrices = [one for one in weights if isinstance(one, nn.Parameter) and one.ndim == 2]
+    parameters = (weight for weight in weights if isinstance(weight, nn.Parameter))
+    matrices = [parameter for parameter in parameters if parameter.ndim == 2]
     for matrix in matrices:
         if matrix.dtype == torch.float32:
             matrix.data = _narrowed(matrix.data)

@@ -1,24 +1,29 @@
-"""Layers cut across the ranks of a tensor-parallel group (Megatron-LM, arXiv:1909.08053).
+"""Weights cut across the ranks of a tensor-parallel group (Megatron-LM, arXiv:1909.08053).
 
-`slices` of a layer yields the parts of checkpoint tensors of which its weight consists. Layers are
-built on torch's default device, in its default dtype, for inference only.
+A `Layer` allocates a rank's part of some weights of the description, and says which parts of the
+checkpoint fill it. Layers are built on torch's default device, in its default dtype, for inference
+only.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.kernels.elementwise import embedding
-from penstock.kernels.layouts.sampling import shard_size
 from penstock.kernels.linear.linear import linear, linear_add, norm_linear
-from penstock.kernels.matrices import Matrix, Rows
-from penstock.kernels.packed.matrices import Integers
-from penstock.models.allocation import add_weight, parameter
+from penstock.kernels.matrices import BLOCK, FP8, Matrix, Quantized, Rows
+from penstock.kernels.packed.matrices import BLOCK as PACKED_BLOCK
+from penstock.kernels.packed.matrices import Integers, Packed, fitting_group, num_groups
+from penstock.models.architecture import Ranks, Weight
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.quantization import FP8_ROWS, WeightFormat
+
+_takes_integers: ContextVar[bool] = ContextVar("takes_integers", default=False)
+_has_memory: ContextVar[bool] = ContextVar("has_memory", default=True)
 
 
 class Slice(NamedTuple):
@@ -32,74 +37,60 @@ class Slice(NamedTuple):
     target: Matrix | Integers  # destination, of the slice's shape
 
 
-class Layer(nn.Module, ABC):
-    """A layer whose `weight` consists of checkpoint tensors."""
+class Layer(nn.Module):
+    """A layer whose `weight` consists of a rank's parts of some weights, one below the other."""
 
     weight: Matrix  # or `Integers`, which only compiled layers multiply
 
-    @abstractmethod
-    def slices(self, name: str) -> Iterator[Slice]:
-        """Yield the parts of this rank's weight; name: of the layer, such as `model.norm`."""
+    def __init__(
+        self,
+        tp: TensorParallel,
+        weights: Sequence[Weight],
+        weight_format: WeightFormat | None = None,
+        expert_parallel: bool = False,
+    ) -> None:
+        """Allocate the weight; weight_format: of the whole weights."""
+        super().__init__()
+        self.tp, self.weights = tp, tuple(weights)
+        self.ranks = Ranks(tp.size, tp.rank, tp.on_gpus, expert_parallel)
+        first, *_ = shapes = [weight.shape_of_rank(self.ranks) for weight in weights]
+        row_dim = max(len(first) - 2, 0)
+        self.sizes = [shape[row_dim] for shape in shapes]  # rows of each part
+        is_cut = first[-2:] != self.weights[0].shape
+        if weight_format and (is_cut or len(self.weights) > 1):
+            rows, columns = ((), first[-1]) if self.weights[0].dim else (self.sizes, 0)
+            weight_format = weight_format.after_cut(rows, columns)
+        shape = (*first[:row_dim], sum(self.sizes), *first[row_dim + 1 :])
+        add_weight(self, *shape, weight_format=weight_format)
+
+    def slices(self) -> Iterator[Slice]:
+        """Yield the parts of checkpoint tensors of which this rank's weight consists."""
+        for weight, target in zip(self.weights, self._split(self.weight), strict=True):
+            yield from self._slices(weight, weight.name, target)
+
+    def _split(self, weight: Any) -> Sequence[Any]:
+        return (weight,) if len(self.sizes) == 1 else weight.split(self.sizes)
+
+    def _slices(self, weight: Weight, name: str, target: Any) -> Iterator[Slice]:
+        """Yield the slices of one tensor."""
+        cuts = weight.parts(self.ranks)
+        pieces = (target,) if len(cuts) == 1 else target.split([cut.length for cut in cuts])
+        for (start, stop, length), piece in zip(cuts, pieces, strict=True):
+            own = stop - start
+            filled = piece if own == length else piece.split([own, length - own])[0]
+            yield Slice(name, weight.shape, weight.dim, start, stop, filled)
 
 
 class ColumnParallelLinear(Layer):
     """Adjacent linear layers of one input; each rank has a share of every layer's outputs."""
 
-    def __init__(
-        self,
-        tp: TensorParallel,
-        in_features: int,
-        outputs: dict[str, int],
-        num_parts: dict[str, int] | None = None,
-        weight_format: WeightFormat | None = None,
-    ) -> None:
-        """Allocate the weight.
-
-        outputs: names of the layers in the checkpoint → output features. num_parts: layers that
-        can't be cut into a part for each rank → number of parts; adjacent ranks share a part.
-        """
-        super().__init__()
-        self.tp = tp
-        self.outputs = outputs
-        self.num_parts = dict.fromkeys(outputs, tp.size) | (num_parts or {})
-        # this rank's output features of each layer
-        self.sizes = [size // self.num_parts[layer] for layer, size in outputs.items()]
-        after = weight_format and weight_format.after_cut(self.sizes)
-        add_weight(self, sum(self.sizes), in_features, weight_format=after)
-
     def forward(self, x: Tensor, norm: "RMSNorm") -> Tensor:
         """Return the layers of norm(x), x [num_tokens, in_features]: [num_tokens, sum(sizes)]."""
         return norm_linear(x, norm.weight, norm.eps, self.weight)
 
-    def slices(self, name: str) -> Iterator[Slice]:
-        """Yield rows of each layer's weight."""
-        parent = name.rpartition(".")[0]
-        targets = self.weight.split(self.sizes)
-        for (layer, num_rows), size, target in zip(
-            self.outputs.items(), self.sizes, targets, strict=True
-        ):
-            shape = (num_rows, self.weight.shape[1])
-            start = self.tp.rank * self.num_parts[layer] // self.tp.size * size
-            yield Slice(f"{parent}.{layer}.weight", shape, 0, start, start + size, target)
-
 
 class RowParallelLinear(Layer):
     """A linear layer whose inputs are divided among the ranks; every rank has the whole output."""
-
-    def __init__(
-        self,
-        tp: TensorParallel,
-        in_features: int,
-        out_features: int,
-        weight_format: WeightFormat | None = None,
-    ) -> None:
-        super().__init__()
-        self.tp = tp
-        self.in_features = in_features
-        size = in_features // tp.size
-        if weight_format and tp.size > 1:
-            weight_format = weight_format.after_cut(columns=size)
-        add_weight(self, out_features, size, weight_format=weight_format)
 
     def forward(self, x: Rows, residual: Tensor) -> Tensor:
         """Return residual plus the layer of x [num_tokens, in_features / tp size]."""
@@ -109,41 +100,48 @@ class RowParallelLinear(Layer):
         out = self.tp.empty(num_rows, num_columns, residual.dtype)
         return self.tp.all_reduce(linear(x, self.weight, out), residual)
 
-    def slices(self, name: str) -> Iterator[Slice]:
-        """Yield columns of the weight."""
-        out_features, size = self.weight.shape
-        shape = (out_features, self.in_features)
-        start = self.tp.rank * size
-        yield Slice(f"{name}.weight", shape, 1, start, start + size, self.weight)
+
+class Experts(Layer):
+    """Adjacent linear layers of each expert: [local experts, out_features, in_features]."""
+
+    def slices(self) -> Iterator[Slice]:
+        """Yield slices of every expert, empty for experts of other ranks."""
+        here = self.weights[0].experts_of_rank(self.ranks)
+        for expert in range(self.weights[0].num_tensors):
+            is_here = expert in here
+            targets = self._split(self.weight[expert - here.start if is_here else 0])
+            for weight, target in zip(self.weights, targets, strict=True):
+                name = weight.name.format(expert)
+                if is_here:
+                    yield from self._slices(weight, name, target)
+                else:
+                    yield Slice(name, weight.shape, 0, 0, 0, target[:0])
 
 
-class ParallelLMHead(Layer):
-    """The output layer; each rank has a shard of the vocabulary.
+class VocabParallelEmbedding(Layer):
+    """Token embeddings, or the output layer, or both; each rank has a shard of the vocabulary.
 
     On GPUs the vocabulary is cut between the sampler's runs of token ids. The last ranks' rows are
     padded with zeros.
     """
 
-    def __init__(
-        self,
-        tp: TensorParallel,
-        vocab_size: int,
-        hidden_size: int,
-        is_fp8: bool = False,
-        source: str | None = None,
-    ) -> None:
-        """Allocate the weight; source: another layer of the checkpoint that has this weight."""
-        super().__init__()
-        self.tp = tp
-        self.vocab_size = vocab_size
-        self.source = source
-        num_rows = -(-vocab_size // tp.size)
-        if tp.on_gpus:
-            num_rows = shard_size(vocab_size, tp.size)
-        self.start = min(tp.rank * num_rows, vocab_size)
-        self.stop = min(self.start + num_rows, vocab_size)
-        weight_format = FP8_ROWS if is_fp8 else None
-        add_weight(self, num_rows, hidden_size, weight_format=weight_format)
+    weight: Any  # a tensor; an output layer may be `Quantized`
+
+    def __init__(self, tp: TensorParallel, weight: Weight, is_fp8: bool = False) -> None:
+        super().__init__(tp, [weight], FP8_ROWS if is_fp8 else None)
+        self.vocab_size = weight.shape[0]
+        self.start, self.stop, _ = weight.parts(self.ranks)[0]
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings [num_tokens, hidden_size] of input_ids, int64 [num_tokens]."""
+        if self.tp.size == 1:
+            return embedding(input_ids, self.weight)
+        elsewhere = (input_ids < self.start) | (input_ids >= self.stop)
+        local_ids = (input_ids - self.start).masked_fill(elsewhere, 0)
+        embedded = embedding(local_ids, self.weight)
+        out = self.tp.empty(len(embedded), embedded.shape[1], embedded.dtype)
+        zero = torch.zeros((), dtype=embedded.dtype, device=embedded.device)
+        return self.tp.all_reduce(torch.where(elsewhere[:, None], zero, embedded, out=out))
 
     def logits(self, hidden_states: Tensor, norm: "RMSNorm", out: Tensor | None = None) -> Tensor:
         """Return this rank's logits for the norm of hidden_states [num_rows, hidden_size].
@@ -158,48 +156,111 @@ class ParallelLMHead(Layer):
         joined = logits if self.tp.size == 1 else self.tp.gather(logits)
         return None if joined is None else joined[:, : self.vocab_size]
 
-    def slices(self, name: str) -> Iterator[Slice]:
-        """Yield rows of the weight; fewer than allocated on the last ranks."""
-        num_rows, hidden_size = self.weight.shape
-        num_own = self.stop - self.start
-        target, _ = self.weight.split([num_own, num_rows - num_own])
-        shape = (self.vocab_size, hidden_size)
-        yield Slice(f"{self.source or name}.weight", shape, 0, self.start, self.stop, target)
 
-
-class VocabParallelEmbedding(ParallelLMHead):
-    """Token embeddings, sharded over the ranks; may also be the output layer."""
+class Router(Layer):
+    """The weight that chooses experts, whole on each rank."""
 
     weight: nn.Parameter
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings [num_tokens, hidden_size] of input_ids, int64 [num_tokens]."""
-        if self.tp.size == 1:
-            return embedding(input_ids, self.weight)
-        elsewhere = (input_ids < self.start) | (input_ids >= self.stop)
-        local_ids = (input_ids - self.start).masked_fill(elsewhere, 0)
-        embedded = embedding(local_ids, self.weight)
-        out = self.tp.empty(len(embedded), embedded.shape[1], embedded.dtype)
-        zero = torch.zeros((), dtype=embedded.dtype, device=embedded.device)
-        return self.tp.all_reduce(torch.where(elsewhere[:, None], zero, embedded, out=out))
 
-
-class WholeLayer(Layer):
-    """A weight that every rank has as a whole."""
-
-    weight: nn.Parameter
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.weight = parameter(*shape)
-
-    def slices(self, name: str) -> Iterator[Slice]:
-        yield Slice(f"{name}.weight", self.weight.shape, 0, 0, len(self.weight), self.weight)
-
-
-class RMSNorm(WholeLayer):
+class RMSNorm(Layer):
     """The weight of a norm; the next layer applies it."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size)
+    weight: nn.Parameter
+
+    def __init__(self, tp: TensorParallel, weight: Weight, eps: float) -> None:
+        super().__init__(tp, [weight])
         self.eps = eps
+
+
+def add_weight(layer: Any, *shape: int, weight_format: WeightFormat | None) -> None:
+    """Make a layer's `weight`, [..., out_features, in_features], in 16 bits without a format.
+
+    On a CPU, a weight of integers is in 16 bits unless compiled layers take it.
+    """
+    if weight_format is None:
+        layer.weight = parameter(*shape)
+    elif weight_format.is_fp8:
+        _add_fp8_weight(layer, *shape, in_blocks=weight_format.scales == "blocks")
+    elif stays_packed():
+        _add_packed_weight(layer, *shape, weight_format=weight_format)
+    elif group := cpu_group(shape, weight_format):
+        _add_integers(layer, *shape, bits=weight_format.bits, group_size=group)
+    else:
+        layer.weight = parameter(*shape)
+
+
+def stays_packed() -> bool:
+    """Return True if the products of torch's default device take packed integers."""
+    return torch.get_default_device().type != "cpu"
+
+
+@contextmanager
+def with_integers() -> Iterator[None]:
+    """Make weights of integers on a CPU for products of compiled layers, where they fit."""
+    token = _takes_integers.set(True)
+    try:
+        yield
+    finally:
+        _takes_integers.reset(token)
+
+
+def cpu_group(shape: Sequence[int], weight_format: WeightFormat) -> int:
+    """Return the columns of a group in `Integers`, or 0 for a weight that can't be one."""
+    if not _takes_integers.get() or len(shape) > 2 or weight_format.act_order:
+        return 0
+    return fitting_group(shape[1], weight_format.group_size or shape[1])
+
+
+def _add_integers(layer: Any, rows: int, columns: int, *, bits: int, group_size: int) -> None:
+    codes = torch.int8 if bits == 8 else torch.uint8
+    layer.codes = parameter(rows, columns * bits // 8, dtype=codes)
+    layer.scale = parameter(rows, columns // group_size, 2, dtype=torch.float32)
+    layer.weight = Integers(layer.codes, layer.scale)
+
+
+def dequantize(model: nn.Module) -> None:
+    """Replace `Integers`, which only compiled layers multiply, by their numbers."""
+    for layer in model.modules():
+        weight: Any = getattr(layer, "weight", None)
+        if isinstance(weight, Integers):
+            del layer.codes, layer.scale, layer.weight
+            layer.weight = nn.Parameter(weight.dequantized(), requires_grad=False)
+
+
+def _add_fp8_weight(layer: Any, *shape: int, in_blocks: bool) -> None:
+    *others, rows, columns = shape
+    blocks = -(-rows // BLOCK), -(-columns // BLOCK)
+    layer.values = parameter(*shape, dtype=FP8)
+    layer.scale = parameter(*others, *(blocks if in_blocks else (rows,)), dtype=torch.float32)
+    layer.weight = Quantized(layer.values, layer.scale)
+
+
+def _add_packed_weight(layer: Any, *shape: int, weight_format: WeightFormat) -> None:
+    *others, rows, columns = shape
+    group_size = weight_format.group_size or columns
+    blocks, groups = num_groups(columns, PACKED_BLOCK), num_groups(columns, group_size)
+    words = *others, blocks, rows, 4 * weight_format.bits
+    layer.words = parameter(*words, dtype=torch.int32)
+    layer.groups = parameter(*others, groups, rows, dtype=torch.int32)
+    order = None
+    if weight_format.act_order:
+        order = layer.order = parameter(*others, columns, dtype=torch.int32)
+    layer.weight = Packed(layer.words, layer.groups, order, columns, group_size)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Make parameters that have no memory yet, only a type and a shape."""
+    token = _has_memory.set(False)
+    try:
+        yield
+    finally:
+        _has_memory.reset(token)
+
+
+def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Return a parameter to be loaded."""
+    if _has_memory.get():
+        return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+    return nn.Parameter(torch.zeros((), dtype=dtype).expand(shape), requires_grad=False)

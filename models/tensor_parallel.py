@@ -2,7 +2,12 @@
 
 import atexit
 import logging
-from collections.abc import Iterator
+import mmap
+import os
+import secrets
+import select
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import cycle
@@ -13,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.kernels.back_ends import SharedRanks, is_deterministic
-from penstock.models.shared_ranks import share_memory
+from penstock.kernels.back_ends import CHOSEN, SharedRanks, is_deterministic
+from penstock.protocol.transport.process import ProcessExit
 
 log = logging.getLogger(__name__)
 TIMEOUT = timedelta(seconds=120)  # maximum wait for another rank
@@ -25,6 +30,8 @@ _HUNG_UP = ("closed by peer", "reset by peer", "Broken pipe", "remote process ex
 # all-reduce sends less, because each rank adds its part and reads the other ranks' parts; the size
 # from which two-shot is faster is an estimate.
 PUSHED_BYTES = {2: 8 << 20, 4: 512 << 10, 8: 128 << 10}
+
+TOKEN_BYTES = 16  # of the name of memory that ranks on CPUs share
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -262,3 +269,69 @@ class TensorParallel:
             if not any(text in str(error) for text in _HUNG_UP):
                 reason = str(error).partition("\n")[0]
             raise GroupError(f"rank {self.rank} of {self.size} lost its group: {reason}") from error
+
+
+def share_memory(
+    rank: int, size: int, all_objects: Callable[[Any], list[Any]], part_bytes: int
+) -> SharedRanks | None:
+    """Return memory that ranks on CPUs of a machine share, or None for all where one can't use it.
+
+    All ranks call it. all_objects: returns every rank's object. The memory ends for all with the
+    exit of a rank.
+    """
+    token = secrets.token_bytes(TOKEN_BYTES)
+    try:
+        if CHOSEN.rank_memory is None:
+            raise OSError("code can't be compiled")
+        num_bytes = CHOSEN.rank_memory.num_bytes(size, part_bytes)
+        descriptor = _create(num_bytes, token) if rank == 0 else -1
+        reason = ""
+    except (AttributeError, OSError) as error:  # AttributeError: not on Linux
+        descriptor, num_bytes, reason = -1, 0, str(error)
+    places = all_objects((os.getpid(), descriptor, token, reason))
+    pid, from_descriptor, wanted, _ = places[0]
+    shared = None
+    exits: list[ProcessExit] = []
+    if CHOSEN.rank_memory and not any(place[-1] for place in places):
+        try:
+            memory = _open(f"/proc/{pid}/fd/{from_descriptor}", num_bytes, wanted)
+            exits = [ProcessExit(other) for other, *_ in places if other != os.getpid()]
+            shared = CHOSEN.rank_memory.view(memory, rank, size)
+        except (OSError, ValueError) as error:
+            reason = str(error)
+    reasons = all_objects(reason)
+    if descriptor >= 0:
+        os.close(descriptor)
+    if shared is None or any(reasons):
+        log.warning("ranks share no memory: %s", "; ".join(filter(None, reasons)))
+        return None
+    threading.Thread(target=_watch, args=(exits, shared), daemon=True).start()
+    return shared
+
+
+def _create(num_bytes: int, token: bytes) -> int:
+    """Return the descriptor of memory that has the token after its end."""
+    descriptor = os.memfd_create("ranks")
+    os.ftruncate(descriptor, num_bytes)
+    os.pwrite(descriptor, token, num_bytes)
+    return descriptor
+
+
+def _open(path: str, num_bytes: int, token: bytes) -> Tensor:
+    """Return the memory of rank 0. Raises OSError, ValueError if it is another file."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        if os.pread(descriptor, TOKEN_BYTES, num_bytes) != token:
+            raise ValueError("rank 0 is in another namespace of processes")
+        return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def _watch(exits: list[ProcessExit], shared: SharedRanks) -> None:
+    """Wait for the exit of another rank."""
+    poller = select.poll()
+    for process in exits:
+        poller.register(process, select.POLLIN)
+    poller.poll()
+    shared.end()

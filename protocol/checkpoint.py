@@ -198,6 +198,7 @@ REQUEST_BYTES_PER_TOKEN = 16
 ARCHITECTURE = "Qwen3ForCausalLM"
 MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
 EMBEDDING_ARCHITECTURE = "Qwen3Model"  # of a checkpoint that was saved without an output layer
+SERVED = [ARCHITECTURE, MOE_ARCHITECTURE]  # models/architecture.py describes each of them
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Experts = Annotated[int, Meta(ge=0, le=1 << 16)]
 
@@ -253,20 +254,10 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
             return 0
         return self.num_experts if self.num_local_experts is None else self.num_local_experts
 
-    def is_sparse(self, layer: int) -> bool:
-        """Return True if the layer's MLP is made of experts."""
-        is_dense = layer in (self.mlp_only_layers or ()) or (layer + 1) % self.decoder_sparse_step
-        return self.expert_count > 0 and not is_dense
-
     @property
     def weight_format(self) -> WeightFormat | None:
         """Return the format of the layers' weights; None: 16 bits. Raises ValueError."""
         return None if self.quantization_config is None else read_format(self.quantization_config)
-
-    def format_of(self, parent: str, *layers: str) -> WeightFormat | None:
-        """Return the format of a weight joined from layers of a module; None: 16 bits."""
-        weight_format = self.weight_format
-        return weight_format and weight_format.of(f"{parent}.{layer}" for layer in layers)
 
     @property
     def format_name(self) -> str:
@@ -316,7 +307,7 @@ def read_model_config(folder: Path, quantization: str = "none") -> ModelConfig:
     """Read `config.json`, with weights as `--quantization` requests them. Raises ModelError."""
     path = folder / "config.json"
     if folder.is_file() or (folder.is_dir() and not path.exists()):
-        files = [] if folder.is_file() else [one.name for one in folder.iterdir()]
+        files = [] if folder.is_file() else [path.name for path in folder.iterdir()]
         raise ModelError(without_config(str(folder), files))
     if not folder.is_dir():
         raise ModelError(f"model folder {folder} does not exist")
@@ -359,11 +350,11 @@ def _check_architecture(folder: Path, fields: dict[str, Any], embeds: bool) -> N
     """Refuse a checkpoint of another architecture. Raises ModelError."""
     architectures = fields.get("architectures")
     names = list(map(str, architectures)) if isinstance(architectures, list) else []
-    if {ARCHITECTURE, MOE_ARCHITECTURE} & set(names):
+    if set(SERVED) & set(names):
         return
     if embeds and EMBEDDING_ARCHITECTURE in names:
         return
-    served = f"{ARCHITECTURE} or {MOE_ARCHITECTURE}"
+    served = " or ".join(SERVED)
     hint = architecture_hint([*names, str(fields.get("model_type"))])
     raise ModelError(f"{folder}: architectures: got {architectures}, expected {served}{hint}")
 
@@ -405,28 +396,6 @@ def quantized(config: ModelConfig, quantization: str) -> ModelConfig:
             f"quantization: got fp8, expected none for weights in {config.format_name}"
         )
     return config
-
-
-def check_tp(config: ModelConfig, tp_size: int, expert_parallel: bool = False) -> None:
-    """Raise ModelError where the model can't be cut into `tp_size` equal parts.
-
-    expert_parallel: whole experts are spread, not parts of every one.
-    """
-    sparse = [config.is_sparse(layer) for layer in range(config.num_hidden_layers)]
-    if expert_parallel and not any(sparse):
-        raise ModelError("enable_expert_parallel: got true, but the model has no experts")
-    sizes = {"num_attention_heads": config.num_attention_heads}
-    if tp_size % config.num_key_value_heads:  # else several ranks have the same one
-        sizes["num_key_value_heads"] = config.num_key_value_heads
-    if not all(sparse):
-        sizes["intermediate_size"] = config.intermediate_size
-    if expert_parallel:
-        sizes["num_experts"] = config.expert_count
-    elif any(sparse):
-        sizes["moe_intermediate_size"] = config.moe_intermediate_size
-    for name, size in sizes.items():
-        if size % tp_size:
-            raise ModelError(f"tp: got {tp_size}, expected a divisor of the model's {name}, {size}")
 
 
 def read_json(path: Path, type_: type[T]) -> T:
@@ -509,6 +478,7 @@ def max_request_bytes(config: Config) -> int:
     if config.max_request_bytes:
         return config.max_request_bytes
     context = max(
-        read_model_config(one.model_folder).context(one.max_model_len) for one in config.by_model()
+        read_model_config(model.model_folder).context(model.max_model_len)
+        for model in config.by_model()
     )
     return max(MIN_REQUEST_BYTES, REQUEST_BYTES_PER_TOKEN * context)

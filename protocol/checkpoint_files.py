@@ -3,20 +3,14 @@
 Of the weights only the headers of the safetensors files are read.
 """
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 
 from penstock.protocol.checkpoint import ModelConfig, ModelError, hint_of, read_bytes, read_json
-from penstock.protocol.expected_weights import (
-    BARE,
-    TIED,
-    check_names,
-    expected_weights,
-    weight_names,
-)
 from penstock.protocol.tokenizer_file import (
     TokenizerConfig,
     read_chat_templates,
@@ -26,6 +20,20 @@ from penstock.protocol.tokenizer_file import (
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+TIED = "lm_head.weight"  # tensor that some checkpoints have although the embedding is used
+# frequencies that old versions of transformers wrote; computed from config.json
+COMPUTED = "rotary_emb.inv_freq"
+BARE = "embed_tokens.weight"  # as embedding models have it, whose names lack `model.`
+# ends of the names of packed matrices; others end in `.weight`
+MATRICES = (".qweight", ".weight_packed")
+BIAS = ".bias"
+_SCORES = ("score.", "classifier.")
+# ends of the names of what belongs to a quantized matrix, or to activations in e4m3
+_PARTS = (
+    *(".scales", ".qzeros", ".g_idx"),
+    *(".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".weight_shape", ".weight_g_idx"),
+    *(".input_scale", ".k_scale", ".v_scale"),
+)
 # without one of them a model is served otherwise, so that none may be a broken link
 _OPTIONAL_FILES = (
     *("tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
@@ -35,6 +43,8 @@ _FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")
 # with those of packed weights, their zero points, groups and shapes
 _PACKED_TYPES = (*_FLOATS, "I8", "I32", "I64")
 _INTEGERS_HINT = "; integers need `quantization_config` in config.json, also if another file has it"
+# name, shape, and the fields of config.json from which the shape follows
+Expected = tuple[str, list[int], str]
 
 
 class Index(Struct):
@@ -43,10 +53,10 @@ class Index(Struct):
     weight_map: dict[str, str]  # tensor → file name
 
 
-def check_files(folder: Path, config: ModelConfig, *, weights: bool) -> None:
+def check_files(folder: Path, config: ModelConfig, weights: Iterable[Expected] | None) -> None:
     """Raise ModelError for a file that is missing or damaged.
 
-    weights: whether the pipeline reads them, too.
+    weights: tensors of the model; None: the pipeline does not read them.
     """
     for path in map(folder.joinpath, _OPTIONAL_FILES):
         if path.is_symlink() and not path.exists():
@@ -56,11 +66,11 @@ def check_files(folder: Path, config: ModelConfig, *, weights: bool) -> None:
     if (folder / "tokenizer_config.json").exists():
         read_json(folder / "tokenizer_config.json", TokenizerConfig)
     read_generation_config(folder)
-    if weights:
-        check_tensors(folder, config)
+    if weights is not None:
+        check_tensors(folder, config, weights)
 
 
-def check_tensors(folder: Path, config: ModelConfig) -> None:
+def check_tensors(folder: Path, config: ModelConfig, weights: Iterable[Expected]) -> None:
     """Raise ModelError for a damaged file, and for tensors that `config` contradicts.
 
     Shapes of packed matrices and of scales are checked when they are loaded.
@@ -70,21 +80,28 @@ def check_tensors(folder: Path, config: ModelConfig) -> None:
     path = folder / "config.json"
     if config.is_embedding_model and BARE in tensors:
         tensors = {f"model.{name}": shape for name, shape in tensors.items()}
-    names = set()
-    for name, shape, fields in expected_weights(config):
-        names.add(name)
+    names: dict[str, None] = {}
+    for name, shape, fields in weights:
+        names[name] = None
         if name in tensors and tensors[name] != shape:
             found = f"{name} has the shape {tensors[name]}, expected {shape}"
             raise ModelError(f"{path}: {fields}: {found}")
-    num_layers = sum(name.endswith(".input_layernorm.weight") for name in tensors)
+    num_layers = _num_layers(names, tensors)
     if num_layers != config.num_hidden_layers:
         found = f"got {config.num_hidden_layers}, expected {num_layers}, as the weights have"
         raise ModelError(f"{path}: num_hidden_layers: {found}")
-    weights = weight_names(tensors)
-    if TIED in names and TIED not in weights:
+    found_weights = weight_names(tensors)
+    if TIED in names and TIED not in found_weights:
         found = "got false, expected true, as lm_head.weight is missing"
         raise ModelError(f"{path}: tie_word_embeddings: {found}")
-    check_names(folder, names, weights)
+    check_names(folder, set(names), found_weights)
+
+
+def _num_layers(expected: Iterable[str], tensors: Iterable[str]) -> int:
+    """Return the number of layers in a checkpoint that have the model's first weight of a layer."""
+    first = next(name for name in expected if ".layers.0." in name)
+    pattern = re.compile(re.escape(first).replace(r"\.0\.", r"\.\d+\.", 1))
+    return sum(bool(pattern.fullmatch(name)) for name in tensors)
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
@@ -148,3 +165,34 @@ def _read_header(path: Path, types: Collection[str]) -> dict[str, list[int]]:
             hint = _INTEGERS_HINT if found in _PACKED_TYPES else ""
             raise ModelError(f"{path}: {name}: got {found}, expected {', '.join(types)}{hint}")
     return {name: tensor.get_shape() for name, tensor in tensors.items()}
+
+
+def weight_names(names: Iterable[str]) -> set[str]:
+    """Return the names of the weights among tensors: of a packed one, what it stands for.
+
+    Packed ones may have a bias, which AutoGPTQ wrote for all layers.
+    """
+    names = [name for name in names if not name.endswith(_PARTS)]
+    packed = {name.removesuffix(end) for name in names for end in MATRICES if name.endswith(end)}
+    parts = {name + end for name in packed for end in (*MATRICES, BIAS)}
+    return {*names} - parts | {f"{name}.weight" for name in packed}
+
+
+def check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
+    """Raise ModelError for weights that are missing or unknown."""
+    missing, unknown = wanted - found, found - wanted - {TIED}
+    unknown = {name for name in unknown if not name.endswith(COMPUTED)}
+    if missing and BARE in found:
+        raise ModelError(
+            f"{folder} has {BARE} without 'model.' before it, as embedding models have, and no "
+            "modules.json; download the whole checkpoint, or give one of Qwen3ForCausalLM"
+        )
+    if any(name.startswith(_SCORES) for name in unknown):
+        raise ModelError(
+            f"{folder} has {min(unknown)}: a reranker or classifier, which scores texts and "
+            "generates none; give a checkpoint of Qwen3ForCausalLM"
+        )
+    if missing:
+        raise ModelError(f"{folder} lacks {len(missing)} tensors, such as {min(missing)}")
+    if unknown:
+        raise ModelError(f"{folder} has {len(unknown)} unknown tensors, such as {min(unknown)}")

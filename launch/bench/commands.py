@@ -29,7 +29,7 @@ PREFIX_CACHING = (
 SIZES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")
 FORMATS = ("fp8", "awq", "gptq")
 # has the shapes; it needs torch, which `launch` does not import
-MODULE = "penstock.models.bench.random_checkpoint"
+MODULE = "penstock.models.random_checkpoint"
 
 
 class Subject(NamedTuple):

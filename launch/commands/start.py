@@ -44,7 +44,8 @@ from penstock.launch.pipeline.several_models import (
 from penstock.launch.supervisor.local import LocalProcesses
 from penstock.launch.supervisor.processes import MakeProcesses
 from penstock.launch.supervisor.supervisor import Supervisor
-from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read_model_config
+from penstock.models.architecture import describe
+from penstock.protocol.checkpoint import ModelConfig, ModelError, read_model_config
 from penstock.protocol.checkpoint_files import check_files
 from penstock.protocol.client.connection import check_addresses
 from penstock.protocol.client.session import ClientError
@@ -188,7 +189,7 @@ def _check_model(config: Config) -> ModelConfig:
     with _refusing_model():
         model = read_model_config(config.model_folder, config.quantization)
     try:
-        check_tp(model, config.tp, config.enable_expert_parallel)
+        describe(model).check_ranks(config.tp, config.enable_expert_parallel)
         model.context(config.max_model_len)
     except ModelError as error:  # field: reason
         field, _, reason = str(error).partition(":")
@@ -211,9 +212,10 @@ def _check_files(config: Config, model: ModelConfig, commands: dict[str, str]) -
 
     A stand-in for the worker reads no weights; other machines have their own.
     """
-    weights = config.backend == "local" and WORKER in commands.get("worker", "")
+    reads_weights = config.backend == "local" and WORKER in commands.get("worker", "")
     with _refusing_model():
-        check_files(config.model_folder, model, weights=weights)
+        tensors = describe(model).tensors() if reads_weights else None
+        check_files(config.model_folder, model, tensors)
 
 
 @contextlib.contextmanager

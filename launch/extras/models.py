@@ -4,6 +4,7 @@ import contextlib
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,9 @@ from penstock.launch.commands.gpus import physical_gpus
 from penstock.launch.commands.status import as_json
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import add_options, given_options
-from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read_model_config
+from penstock.models.architecture import Architecture, Ranks, Weight
+from penstock.models.architecture import describe as describe_model
+from penstock.protocol.checkpoint import ModelConfig, ModelError, read_model_config
 from penstock.protocol.checkpoint_files import check_files, weight_files
 from penstock.protocol.config import Config
 
@@ -23,7 +26,7 @@ CONTEXT = 32_768  # tokens of the KV cache with which a model fits
 MAX_TP = 8
 INTEGER_BITS = {"int8": 8, "int4": 4}  # by --quantization, on CPUs
 DEFAULTS = Config()
-RUN = 4096  # token ids between which the vocabulary is cut on GPUs
+OUTER = "embedding", "head"  # kinds of layers
 SCALE_BITS = 32  # of the scale of a group of integers, with its zero point on GPUs
 INTEGER_GROUP = 64  # columns of a scale of integers on CPUs
 TEMPORARIES = 4  # copies of a matrix while it becomes integers
@@ -64,6 +67,10 @@ class Layout(NamedTuple):
     quantize_lm_head: bool = False
     fp8_kv_cache: bool = False
     integer_bits: int = 0  # of the layers' matrices on CPUs; 0: not integers
+
+    @property
+    def ranks(self) -> Ranks:
+        return Ranks(self.tp, on_gpus=self.on_gpus)
 
     @property
     def element_bytes(self) -> int:
@@ -110,7 +117,7 @@ def _run(arguments: Namespace) -> int:
             if not folder.exists():
                 raise LaunchError(f"FOLDER: got {folder}, expected an existing folder")
     config = Config(**given_options(arguments, Config))
-    gpus = [one.num_bytes for one in physical_gpus() or () if one.num_bytes]
+    gpus = [gpu.num_bytes for gpu in physical_gpus() or () if gpu.num_bytes]
     machine = Machine(gpus, psutil.virtual_memory().total)
     found = [("", folder) for folder in arguments.folders] or list(cached())
     models = [
@@ -164,7 +171,7 @@ def describe(name: str, folder: Path, config: Config, machine: Machine) -> Liste
             integer_bits=INTEGER_BITS.get(config.quantization, 0),
         )
         try:
-            check_tp(model, tp)
+            describe_model(model).check_ranks(tp)
         except ModelError:
             break
         need = needs(model, layout)
@@ -183,7 +190,8 @@ def checked(listed: Listed) -> Listed:
     folder = Path(listed.folder)
     try:
         if not listed.refusal:
-            check_files(folder, read_model_config(folder), weights=True)
+            model = read_model_config(folder)
+            check_files(folder, model, describe_model(model).tensors())
     except (ModelError, OSError) as error:
         return _refused(listed, error)
     return listed
@@ -228,27 +236,26 @@ def as_text(models: list[Listed], machine: Machine) -> str:
     if not models:
         return f"{head}; no model in the cache: `launch all --model Qwen/Qwen3-0.6B` downloads one"
     columns = ["MODEL", "WEIGHTS", "DTYPE", "KV/TOKEN", "KV OF 32K", "NEEDS", "FITS"]
-    rows = [columns, *(_row(one) for one in models if not one.refusal)]
+    rows = [columns, *(_row(listed) for listed in models if not listed.refusal)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    refused = [f"{one.model}: {_short(one)}" for one in models if one.refusal]
+    refused = [f"{listed.model}: {_short(listed)}" for listed in models if listed.refusal]
     return "\n".join([head, "", *lines, *([""] if refused else []), *refused])
 
 
-def _row(one: Listed) -> list[str]:
-    fits = f"--tp {one.tp}, {one.max_tokens:,} tokens" if one.fits else "no"
-    sizes = [
-        _size(size) for size in (one.kv_bytes_per_token, one.kv_bytes_of_32k, one.needed_bytes)
-    ]
-    return [one.model, _size(one.weight_bytes), one.dtype, *sizes, fits]
+def _row(listed: Listed) -> list[str]:
+    fits = f"--tp {listed.tp}, {listed.max_tokens:,} tokens" if listed.fits else "no"
+    kv_sizes = listed.kv_bytes_per_token, listed.kv_bytes_of_32k
+    sizes = map(_size, (*kv_sizes, listed.needed_bytes))
+    return [listed.model, _size(listed.weight_bytes), listed.dtype, *sizes, fits]
 
 
-def _short(one: Listed) -> str:
+def _short(listed: Listed) -> str:
     """Return the refusal without the folder, which the name says."""
-    return re.sub(rf"^{re.escape(one.folder)}(/config\.json)?:? ", "", one.refusal)
+    return re.sub(rf"^{re.escape(listed.folder)}(/config\.json)?:? ", "", listed.refusal)
 
 
 def _size(num_bytes: float) -> str:
@@ -260,12 +267,10 @@ def _size(num_bytes: float) -> str:
 
 def needs(model: ModelConfig, layout: Layout) -> Needs:
     """Return what each worker needs, with the default limits of a step."""
-    num_kv_heads = max(1, model.num_key_value_heads // layout.tp)
-    scale_bytes = 4 if layout.fp8_kv_cache else 0
-    head_bytes = model.head_dim * (1 if layout.fp8_kv_cache else layout.element_bytes) + scale_bytes
+    number_bytes, scale_bytes = (1, 4) if layout.fp8_kv_cache else (layout.element_bytes, 0)
     return Needs(
         weights=weight_bytes(model, layout),
-        kv_per_token=2 * model.num_hidden_layers * num_kv_heads * head_bytes,
+        kv_per_token=describe_model(model).token_bytes(layout.ranks, number_bytes, scale_bytes),
         step=_step_bytes(model, layout),
         start=_start_bytes(model, layout) if layout.integer_bits else 0,
     )
@@ -273,43 +278,36 @@ def needs(model: ModelConfig, layout: Layout) -> Needs:
 
 def weight_bytes(model: ModelConfig, layout: Layout) -> int:
     """Return the bytes of a rank's weights."""
-    hidden = model.hidden_size
-    heads = model.num_attention_heads + max(layout.tp, model.num_key_value_heads)
-    attention = 2 * hidden * model.head_dim * heads
-    num_bits = 0.0
-    for layer in range(model.num_hidden_layers):
-        num_bits += attention * _num_bits(model, layout)
-        if model.is_sparse(layer):
-            inner = model.expert_count * model.moe_intermediate_size
-            num_bits += 3 * hidden * inner * _num_bits(model, layout, of_experts=True)
-        else:
-            num_bits += 3 * hidden * model.intermediate_size * _num_bits(model, layout)
-    return int(num_bits / 8) // layout.tp + _outer_bytes(model, layout)
+    architecture = describe_model(model)
+    num_bits = sum(
+        prod(weight.shape_of_rank(layout.ranks)) * _num_bits(model, layout, weight)
+        for layer in architecture.layers
+        for weight in layer.weights
+        if layer.kind not in OUTER
+    )
+    return int(num_bits / 8) + _outer_bytes(model, architecture, layout)
 
 
-def _vocabulary(model: ModelConfig, layout: Layout) -> int:
-    """Return a rank's part, which on GPUs consists of whole runs."""
-    run = RUN if layout.on_gpus and layout.tp > 1 else 1
-    return -(-model.vocab_size // (run * layout.tp)) * run
-
-
-def _outer_bytes(model: ModelConfig, layout: Layout) -> int:
+def _outer_bytes(model: ModelConfig, architecture: Architecture, layout: Layout) -> int:
     """Return the bytes of embedding and output layer."""
-    number, size = _vocabulary(model, layout) * model.hidden_size, layout.element_bytes
+    layers = architecture.of_kind(*OUTER)
+    number, size = prod(layers[0].weights[0].shape_of_rank(layout.ranks)), layout.element_bytes
     if layout.integer_bits and model.own_dtype == "bfloat16":
         size = 2
     # on CPUs the head of integers is added to the one of floats
     is_float = bool(layout.integer_bits) or not layout.quantize_lm_head
-    num_copies = 1 + (is_float and not model.tie_word_embeddings)
+    num_copies = len(layers) if is_float else 1
     return number * (num_copies * size + layout.quantize_lm_head)
 
 
-def _num_bits(model: ModelConfig, layout: Layout, of_experts: bool = False) -> float:
-    """Return the bits of a number of the layers' matrices, with its part of a scale."""
+def _num_bits(model: ModelConfig, layout: Layout, weight: Weight) -> float:
+    """Return the bits of a number of a weight, with its part of a scale."""
     weight_format = model.weight_format
+    if not weight.is_matrix:
+        return 8 * layout.element_bytes
     if layout.integer_bits:
         return layout.integer_bits + SCALE_BITS / INTEGER_GROUP
-    is_dequantized = model.is_packed and of_experts and not layout.on_gpus
+    is_dequantized = model.is_packed and weight.experts and not layout.on_gpus
     if weight_format is None or is_dequantized:
         return 8 * layout.element_bytes
     scales = SCALE_BITS if layout.on_gpus else 2 * SCALE_BITS
@@ -329,13 +327,16 @@ def _step_bytes(model: ModelConfig, layout: Layout) -> int:
 
     On GPUs twice: the CUDA graphs' pool, and eager steps.
     """
+    architecture = describe_model(model)
     inner = model.intermediate_size
-    if model.is_sparse(model.num_hidden_layers - 1):
+    if architecture.of_kind("mlp", "experts")[-1].kind == "experts":
         inner = model.moe_intermediate_size * model.num_experts_per_tok
-    heads = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
-    per_token = 4 * model.hidden_size + (3 * inner + 2 * heads) // layout.tp
+    heads, kv_heads = architecture.heads
+    features = heads.size + 2 * kv_heads.size
+    per_token = 4 * model.hidden_size + (3 * inner + 2 * features) // layout.tp
     step = DEFAULTS.max_num_batched_tokens * per_token * layout.element_bytes
-    step += 2 * DEFAULTS.max_num_seqs * _vocabulary(model, layout) * 4
+    num_logits = architecture.of_kind("embedding")[0].weights[0].shape_of_rank(layout.ranks)[0]
+    step += 2 * DEFAULTS.max_num_seqs * num_logits * 4
     rope = model.rope.num_positions * model.head_dim * 4
     if model.is_packed:  # the largest matrix, dequantized for many rows
         step += 4 * model.hidden_size * model.intermediate_size // layout.tp

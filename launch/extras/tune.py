@@ -8,7 +8,8 @@ from penstock.launch.commands.gpus import num_gpus
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import resolve
 from penstock.launch.pipeline.options import add_options, given_options
-from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read_model_config
+from penstock.models.architecture import Ranks, describe
+from penstock.protocol.checkpoint import ModelConfig, ModelError, read_model_config
 from penstock.protocol.config import Config
 
 HEAD_DIM = 128  # of every published Qwen3
@@ -30,7 +31,7 @@ def _run(arguments: Namespace) -> int:
         config = Config(**resolve(given, weights=False))
         try:
             model = read_model_config(config.model_folder, config.quantization)
-            check_tp(model, config.tp)
+            describe(model).check_ranks(config.tp)
         except ModelError as error:
             raise LaunchError(str(error)) from error
         options = layer_options(model, config.tp)
@@ -40,12 +41,13 @@ def _run(arguments: Namespace) -> int:
 
 def layer_options(model: ModelConfig, tp: int) -> list[str]:
     """Return options of the measuring program for a rank's products. Raises LaunchError."""
-    if model.head_dim != HEAD_DIM:
+    heads, kv_heads = describe(model).heads
+    if kv_heads.unit_size != HEAD_DIM:
         raise LaunchError(
             f"tune: got a model with heads of {model.head_dim}, expected {HEAD_DIM}, as Qwen3 has; "
             "products of others run without tuning"
         )
-    heads, kv_heads = model.num_attention_heads // tp, max(1, model.num_key_value_heads // tp)
-    sizes = model.hidden_size, model.intermediate_size // tp, heads, kv_heads
+    numbers = (axis.units_of_rank(Ranks(tp)) for axis in (heads, kv_heads))
+    sizes = model.hidden_size, model.intermediate_size // tp, *numbers
     dtype = "fp8" if model.fp8 else "bfloat16"
     return ["--layer", *map(str, sizes), f"--tp={tp}", f"--dtype={dtype}"]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from penstock.kernels.layouts.forward_batch import LARGE_TILE, LONG_CHUNK, SMALL_TILE, BatchShape
 from penstock.kernels.layouts.step import APPENDED, HEADER, PARAMETERS, ROW
-from penstock.models.moe import MoE
-from penstock.models.qwen3 import Qwen3
+from penstock.models.layers import MoE
+from penstock.models.model import Model
 from penstock.protocol.config import Config
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Computed(NamedTuple):
     """Results of a step on the device."""
 
     tokens: Tensor  # int64 [num_rows]; undefined for a row that does not sample
-    logits: Tensor  # this rank's share, float32: see `ParallelLMHead.logits`
+    logits: Tensor  # this rank's share, float32: see `VocabParallelEmbedding.logits`
     hidden_states: Tensor  # [num_tokens, hidden_size]
     rows: tuple[Tensor, Tensor, Tensor]  # slots, positions and newest tokens of the rows
     # overwrites logits and tokens of deferred rows; None on several GPUs
@@ -43,7 +43,7 @@ class Computed(NamedTuple):
 Compute = Callable[[Tensor, BatchShape], Computed]  # (record, shape) → results
 
 
-def graph_shapes(config: Config, model: Qwen3, max_model_len: int) -> list[BatchShape]:
+def graph_shapes(config: Config, model: Model, max_model_len: int) -> list[BatchShape]:
     """Return the shapes of all graphs of a model."""
     shapes = decode_shapes(config.max_num_seqs, max_model_len)
     if model.attention.can_capture_prefill:

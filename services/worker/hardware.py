@@ -5,17 +5,21 @@ import logging
 import os
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.kernels.back_ends import is_deterministic
 from penstock.kernels.extras import INSTALL, use_compiled_step
 from penstock.kernels.linear.linear import linear, linear_add, norm_linear, norm_swiglu
 from penstock.kernels.matrices import Rows, parts
 from penstock.kernels.moe import norm_moe
-from penstock.models.allocation import dequantize
-from penstock.models.moe import MoE
-from penstock.models.parallel import ColumnParallelLinear, ParallelLMHead, RowParallelLinear
-from penstock.models.qwen3 import Qwen3
+from penstock.models.layers import MoE
+from penstock.models.model import Model
+from penstock.models.parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    dequantize,
+)
 from penstock.protocol.checkpoint import ModelConfig, ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.transport.process import NODE_VARIABLE
@@ -126,7 +130,7 @@ def takes_integers(config: Config, model_config: ModelConfig, tp_size: int) -> b
     return False
 
 
-def narrow_weights(model: Qwen3) -> None:
+def narrow_weights(model: Model) -> None:
     """Give weights the type that compiled layers take."""
     with contextlib.suppress(ImportError, OSError):
         from penstock.models.compiled import narrow  # llvmlite
@@ -134,7 +138,7 @@ def narrow_weights(model: Qwen3) -> None:
         narrow(model)
 
 
-def compile_layers(config: Config, model_config: ModelConfig, model: Qwen3) -> None:
+def compile_layers(config: Config, model_config: ModelConfig, model: Model) -> None:
     """Use compiled code if this machine and the model allow it, and layers of it if wanted."""
     use_compiled_step()
     bits = INTEGER_BITS.get(config.quantization)
@@ -158,10 +162,11 @@ def compile_layers(config: Config, model_config: ModelConfig, model: Qwen3) -> N
 ROWS = 1, 16, 17, 64, 65, 256
 MANY_ROWS = 2048  # of weights other than the output layer's: as many as a long prompt has
 EPS = 1e-6
+Product = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | MoE
 
 
 @torch.inference_mode()
-def checked(model: Qwen3) -> Qwen3:
+def checked(model: Model) -> Model:
     """Multiply each shape of weight with different numbers of rows. Raises ModelError.
 
     Few and many rows may use different instructions of the tensor cores, and another GPU
@@ -171,14 +176,14 @@ def checked(model: Qwen3) -> Qwen3:
     if not is_deterministic():
         return model
     for name, module in model.named_modules():
-        if not isinstance(module, ColumnParallelLinear | RowParallelLinear | ParallelLMHead | MoE):
+        if not isinstance(module, Product):
             continue
         weight = module.gate_up_proj.weight if isinstance(module, MoE) else module.weight
-        key = type(module), tuple(weight.shape), "gate_proj" in getattr(module, "outputs", ())
+        key = type(module), tuple(weight.shape), _is_swiglu(module)
         if key in seen:
             continue
         seen.add(key)
-        most = max(ROWS) if isinstance(module, ParallelLMHead) else MANY_ROWS
+        most = max(ROWS) if isinstance(module, VocabParallelEmbedding) else MANY_ROWS
         x = torch.randn(most, weight.shape[-1], device=weight.device)
         x = (x * torch.randn_like(x).exp()).to(model.model.norm.weight.dtype)
         whole, _ = parts(_product(module, x))
@@ -193,9 +198,7 @@ def checked(model: Qwen3) -> Qwen3:
     return model
 
 
-def _product(
-    module: ColumnParallelLinear | RowParallelLinear | ParallelLMHead | MoE, x: Tensor
-) -> Rows:
+def _product(module: Product, x: Tensor) -> Rows:
     norm = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)
     if isinstance(module, MoE):
         experts = module.gate_up_proj.weight, module.down_proj.weight
@@ -203,7 +206,7 @@ def _product(
             x, norm, EPS, module.gate.weight, *experts,
             top_k=module.top_k, normalize=module.normalize, first_expert=module.first,
         )  # fmt: skip
-    if isinstance(module, ParallelLMHead):
+    if isinstance(module, VocabParallelEmbedding):
         return norm_linear(x, norm, EPS, module.weight, torch.float32)
     if isinstance(module, RowParallelLinear):
         residual = x.new_ones(len(x), module.weight.shape[0])
@@ -212,6 +215,10 @@ def _product(
             if module.tp.size == 1
             else linear(x, module.weight)
         )
-    if "gate_proj" in module.outputs:
+    if _is_swiglu(module):
         return norm_swiglu(x, norm, EPS, module.weight)
     return norm_linear(x, norm, EPS, module.weight)
+
+
+def _is_swiglu(module: nn.Module) -> bool:
+    return isinstance(module, ColumnParallelLinear) and module.weights[0].module == "gate_proj"

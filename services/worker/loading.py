@@ -11,12 +11,12 @@ import torch
 from penstock.kernels.attention.backends import AttentionBackend, choose_attention
 from penstock.kernels.extras import use_deterministic_kernels, use_rank_memory
 from penstock.kernels.matrices import FP8
-from penstock.models.allocation import with_integers
-from penstock.models.checkpoint_tensors import with_own_head
-from penstock.models.qwen3 import Qwen3
+from penstock.models.architecture import Architecture, Ranks, describe
+from penstock.models.model import Model
+from penstock.models.parallel import with_integers
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.models.weights import load_weights
-from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, read_model_config
+from penstock.models.weights import load_weights, with_own_head
+from penstock.protocol.checkpoint import ModelConfig, ModelError, read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import BatchPlan
 from penstock.protocol.messages.worker import WorkerAssignment
@@ -89,7 +89,8 @@ def load(
     torch.set_num_threads(config.num_threads or threads_of_worker(config.tp * config.dp))
     model_config = read_model_config(config.model_folder, config.quantization)
     model_config = with_own_head(model_config, config.model_folder)
-    check_tp(model_config, assignment.tp_size, config.enable_expert_parallel)
+    architecture = describe(model_config)
+    architecture.check_ranks(assignment.tp_size, config.enable_expert_parallel)
     dtype = compute_dtype(model_config, config.dtype, device)
     # Its thread loads while this thread waits for the group, the device and the disk.
     grammars = None if assignment.rank else Grammars(config.model_folder)
@@ -97,7 +98,7 @@ def load(
         assignment.rendezvous, assignment.rank, assignment.tp_size, device, assignment.spans_nodes
     )
     check_integers(config, device)
-    attention = _attention(config, model_config, assignment.tp_size, device)
+    attention = _attention(config, architecture, assignment.tp_size, device)
     log.info("%s, %s, attention: %s", device, dtype, attention.name)
     times.end("group")
     num_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
@@ -131,17 +132,17 @@ def load(
     return runner
 
 
-def _load_model(rank: Rank, on_progress: Callable[[], None]) -> Qwen3:
+def _load_model(rank: Rank, on_progress: Callable[[], None]) -> Model:
     """Make the model, with the weights of the last worker or those of the checkpoint."""
     config, model_config = rank.config, rank.model_config
     on_cpu = rank.device.type == "cpu"
     integers = on_cpu and takes_integers(config, model_config, rank.tp.size)
     makes_integers = config.quantization in INTEGER_BITS or (integers and model_config.is_packed)
 
-    def make() -> Qwen3:
+    def make() -> Model:
         keep = with_integers() if integers else contextlib.nullcontext()
         with torch.device(rank.device), default_dtype(rank.dtype), keep:
-            return Qwen3(
+            return Model(
                 model_config,
                 rank.tp,
                 rank.attention,
@@ -150,7 +151,7 @@ def _load_model(rank: Rank, on_progress: Callable[[], None]) -> Qwen3:
                 quantize_lm_head=config.quantize_lm_head and not makes_integers,
             )
 
-    def fill(model: Qwen3) -> None:
+    def fill(model: Model) -> None:
         load_weights(
             model,
             config.model_folder,
@@ -165,15 +166,17 @@ def _load_model(rank: Rank, on_progress: Callable[[], None]) -> Qwen3:
 
 
 def _attention(
-    config: Config, model: ModelConfig, tp_size: int, device: torch.device
+    config: Config, architecture: Architecture, tp_size: int, device: torch.device
 ) -> AttentionBackend:
+    heads, kv_heads = architecture.heads
+    ranks = Ranks(tp_size)
     try:
         return choose_attention(
             config.attention,
             config.block_size,
-            num_heads=model.num_attention_heads // tp_size,
-            num_kv_heads=max(1, model.num_key_value_heads // tp_size),
-            head_dim=model.head_dim,
+            num_heads=heads.units_of_rank(ranks),
+            num_kv_heads=kv_heads.units_of_rank(ranks),
+            head_dim=kv_heads.unit_size,
             max_rows=config.max_num_seqs,
             device=device,
             kv_cache_dtype=config.kv_cache_dtype,
@@ -193,11 +196,12 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _make_runner(rank: Rank, model: Qwen3, grammars: Grammars | None) -> ModelRunner:
+def _make_runner(rank: Rank, model: Model, grammars: Grammars | None) -> ModelRunner:
     """Make a runner with the last worker's KV cache, or with as many blocks as are due."""
     config, memory, attention = rank.config, rank.memory, rank.attention
     kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else rank.dtype
-    layout = KVLayout(rank.model_config, rank.tp.size, attention.block_size, kv_dtype)
+    architecture = describe(rank.model_config)
+    layout = KVLayout(architecture, rank.tp.size, attention.block_size, kv_dtype)
     is_compiled = model.compiled is not None
     facts = layout.tp_size, layout.block_size, str(kv_dtype), attention.name, is_compiled
     kept = memory.take("kv", *facts)
@@ -232,7 +236,7 @@ def _make_runner(rank: Rank, model: Qwen3, grammars: Grammars | None) -> ModelRu
     return make(num_blocks, new.region)
 
 
-def _kv_bytes(rank: Rank, model: Qwen3, make: Callable[[int], ModelRunner]) -> float:
+def _kv_bytes(rank: Rank, model: Model, make: Callable[[int], ModelRunner]) -> float:
     """Return the size of the KV cache: as configured, or what a GPU has left.
 
     make: makes a runner with a number of blocks, to measure its largest steps.

@@ -22,7 +22,7 @@ from penstock.kernels.layouts.step import COUNT, FIRST, SLOT, Slots
 from penstock.kernels.sampling.candidates import candidates_suffice
 from penstock.kernels.sampling.logits import apply_bitmask, process_logits
 from penstock.kernels.sampling.sampling import sample
-from penstock.models.qwen3 import Qwen3
+from penstock.models.model import Model
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.plan import BatchPlan, RowAdded
 from penstock.protocol.messages.sampling import MAX_LABELS, Pooling
@@ -49,7 +49,7 @@ MAX_ROWS = 64  # rows whose logits are copied at a time, which bounds the memory
 
 
 def pool(
-    model: Qwen3, poolings: Mapping[int, Pooling], rows: Rows, computed: Computed
+    model: Model, poolings: Mapping[int, Pooling], rows: Rows, computed: Computed
 ) -> Iterable[PendingNumbers]:
     """Yield what waits for the results of some rows; poolings: by index among the sampled rows.
 
@@ -71,7 +71,7 @@ def pool(
 
 
 def _logits_of_labels(
-    model: Qwen3, poolings: Mapping[int, Pooling], rows: Rows, computed: Computed
+    model: Model, poolings: Mapping[int, Pooling], rows: Rows, computed: Computed
 ) -> Iterable[PendingNumbers]:
     label_ids = np.zeros((len(poolings), MAX_LABELS), np.int64)
     for row, pooling in zip(label_ids, poolings.values(), strict=True):
@@ -121,7 +121,7 @@ class LogitsProcessor:
     """The rows with extras, by slot. Changed by plans."""
 
     def __init__(
-        self, model: Qwen3, slots: Slots, vocab_size: int, grammars: Grammars | None
+        self, model: Model, slots: Slots, vocab_size: int, grammars: Grammars | None
     ) -> None:
         """Allocate the state of all slots; grammars: on rank 0, None on other ranks."""
         self.rows: dict[int, ProcessedRow] = {}

@@ -14,7 +14,7 @@ from penstock.kernels.sampling.candidates import candidates, draw_candidate
 from penstock.kernels.sampling.logits import process_logits
 from penstock.kernels.sampling.sampling import sample
 from penstock.kernels.step.apply_plan import apply_plan
-from penstock.models.qwen3 import Qwen3
+from penstock.models.model import Model
 from penstock.protocol.messages.plan import BatchPlan
 from penstock.services.worker.cuda_graphs import Computed, CudaGraphs
 from penstock.services.worker.grammars import Grammars
@@ -42,7 +42,7 @@ class Sampler:
     """
 
     def __init__(
-        self, model: Qwen3, slots: Slots, state: LogitsState, max_rows: int, vocab_size: int
+        self, model: Model, slots: Slots, state: LogitsState, max_rows: int, vocab_size: int
     ) -> None:
         """Allocate symmetric memory for up to `max_rows` rows if needed. Raises GroupError.
 
@@ -98,7 +98,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Qwen3,
+        model: Model,
         batch: PersistentBatch,
         kv: KVMemory,
         max_tokens: int,

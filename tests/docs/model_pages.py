@@ -3,7 +3,8 @@
 import msgspec
 
 from penstock.launch.extras.models import CONTEXT, Layout, needs
-from penstock.protocol.checkpoint import ModelConfig, ModelError, check_tp, quantized
+from penstock.models.architecture import describe
+from penstock.protocol.checkpoint import ModelConfig, ModelError, quantized
 from penstock.protocol.config import Config
 from tests.docs.markdown import page, table
 from tests.models.published import PUBLISHED
@@ -107,7 +108,7 @@ def _options(model: ModelConfig, mebibytes: int) -> str:
         for quantization in ("none", "fp8"):
             config = quantized(model, quantization)
             try:
-                check_tp(config, tp)
+                describe(config).check_ranks(tp)
             except ModelError:
                 continue
             if needs(config, Layout(tp=tp)).with_context(CONTEXT) <= available:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.models.bench.random_checkpoint import make_checkpoint, shape_of
+from penstock.models.random_checkpoint import make_checkpoint, shape_of
 from penstock.protocol.checkpoint import ModelError
 from tests.gpu.determinism import ways, with_extras
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from penstock.models.qwen3 import Qwen3
+from penstock.models.model import Model
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
@@ -48,14 +48,14 @@ class Logits:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[Tensor] = []
-        compute_logits = Qwen3.compute_logits
+        compute_logits = Model.compute_logits
 
-        def record(model: Qwen3, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
+        def record(model: Model, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
             logits = compute_logits(model, hidden_states, out)
             self.steps.append(logits.cpu())
             return logits
 
-        monkeypatch.setattr(Qwen3, "compute_logits", record)
+        monkeypatch.setattr(Model, "compute_logits", record)
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:

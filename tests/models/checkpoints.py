@@ -21,6 +21,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from penstock.models.architecture import describe
+from penstock.protocol import checkpoint_files
+from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
 
 SHAPE = {
@@ -90,6 +93,12 @@ def _made(shape_json: str, max_shard_size: str, device: str) -> Saved:
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     shutil.copy(Config().model_folder / "tokenizer.json", folder)
     return Saved(folder, model.cpu(), torch.get_rng_state())
+
+
+def check_tensors(folder: Path) -> None:
+    """Raise ModelError for tensors that `config.json` contradicts."""
+    config = read_model_config(folder)
+    checkpoint_files.check_tensors(folder, config, describe(config).tensors())
 
 
 def remove_made() -> None:

@@ -10,12 +10,11 @@ from penstock.kernels.attention.backends import TorchAttention
 from penstock.kernels.cpu.llvm_decoder import KEYS
 from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
-from penstock.models.allocation import with_integers
-from penstock.models.checkpoint_tensors import with_own_head
 from penstock.models.compiled import CompiledDecoder
-from penstock.models.qwen3 import Qwen3
+from penstock.models.model import Model
+from penstock.models.parallel import with_integers
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.models.weights import load_weights
+from penstock.models.weights import load_weights, with_own_head
 from penstock.protocol.checkpoint import read_model_config
 
 
@@ -27,7 +26,7 @@ def load_model(
     quantize_lm_head: bool = False,
     is_compiled: bool = True,
     keeps_integers: bool = False,
-) -> Qwen3:
+) -> Model:
     """Return the model of a checkpoint, or one rank's part.
 
     is_compiled: with compiled layers, as on a CPU by default, if the model can have them.
@@ -38,7 +37,7 @@ def load_model(
     num_positions = config.max_position_embeddings
     choices = expert_parallel, quantize_lm_head
     with with_integers() if keeps_integers else contextlib.nullcontext():
-        model = Qwen3(config, tp or TensorParallel(), attention, num_positions, *choices)
+        model = Model(config, tp or TensorParallel(), attention, num_positions, *choices)
     load_weights(model, folder, lambda: None, config.weight_format)
     if is_compiled and not config.fp8 and config.head_dim % KEYS == 0:
         model.compiled = CompiledDecoder(model, config)
@@ -46,7 +45,7 @@ def load_model(
 
 
 @torch.inference_mode()
-def prefill_logits(model: Qwen3, prompts: list[list[int]], block_size: int = 16) -> Tensor | None:
+def prefill_logits(model: Model, prompts: list[list[int]], block_size: int = 16) -> Tensor | None:
     """Return the logits after every token of prompts, in one step; None except on rank 0."""
     attention = model.model.layers[0].self_attn
     lengths = torch.tensor([len(prompt) for prompt in prompts])

@@ -17,7 +17,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.models.checkpoint_tensors import SINGLE_FILE
+from penstock.models.weights import SINGLE_FILE
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """column of each nibble, the lowest first"""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock.kernels.elementwise import quantize, quantize_blocks
 from penstock.kernels.matrices import BLOCK, FP8, Quantized
+from penstock.models.model import Model
 from penstock.models.parallel import Layer
-from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import SCALES
 from penstock.protocol.checkpoint import ModelError
@@ -30,12 +30,12 @@ SHAPES = pytest.mark.parametrize("shape", [SHAPE, SPARSE], ids=["dense", "expert
 WHOLE_AND_PARTS = [TensorParallel(), TensorParallel(0, 2), TensorParallel(1, 2)]
 
 
-def weights(model: Qwen3) -> dict[str, Tensor | Quantized]:
+def weights(model: Model) -> dict[str, Tensor | Quantized]:
     """Return the weight of every layer."""
     return {name: one.weight for name, one in model.named_modules() if isinstance(one, Layer)}
 
 
-def assert_same(found: Qwen3, wanted: Qwen3) -> None:
+def assert_same(found: Model, wanted: Model) -> None:
     for name, weight in weights(wanted).items():
         other = weights(found)[name]
         if isinstance(weight, Quantized):

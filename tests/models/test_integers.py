@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock.kernels.packed.matrices import Integers, quantize
 from penstock.models.compiled import CompiledDecoder
+from penstock.models.model import Model
 from penstock.models.parallel import Layer
-from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import read_model_config
 from tests.models.checkpoints import EXPERTS, save_checkpoint
@@ -34,7 +34,7 @@ def relative_error(found: Tensor | None, expected: Tensor | None) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def num_integers(model: Qwen3) -> int:
+def num_integers(model: Model) -> int:
     layers = (one for one in model.modules() if isinstance(one, Layer))
     return sum(isinstance(layer.weight, Integers) for layer in layers)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from penstock.models.architecture import Axis, rows
 from penstock.models.parallel import RowParallelLinear
 from penstock.models.tensor_parallel import TensorParallel
 from tests.models.checkpoints import EXPERTS, save_checkpoint
@@ -64,7 +65,7 @@ def test_the_residual_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorParallel, "all_gather", lambda _, x: [*map(torch.clone, parts), x])
     residual, x = torch.full((2, 8), 256.0).bfloat16(), torch.ones(2, 4).bfloat16()
     for rank in range(4):
-        layer = RowParallelLinear(TensorParallel(rank, 4), 16, 8)
+        layer = RowParallelLinear(TensorParallel(rank, 4), [rows("o", 8, Axis("", 16), "")])
         layer.weight = nn.Parameter(torch.full((8, 4), 0.225).bfloat16(), False)
         out = layer(x, residual)
         parts.append(torch.full((2, 8), 0.9).bfloat16())

@@ -11,11 +11,9 @@ from transformers import PreTrainedModel
 
 from penstock.kernels.elementwise import quantize_blocks
 from penstock.kernels.packed.matrices import Integers
-from penstock.models.checkpoint_tensors import SINGLE_FILE
-from penstock.models.weights import SCALES
+from penstock.models.weights import SCALES, SINGLE_FILE
 from penstock.protocol.checkpoint import ModelError, read_model_config
-from penstock.protocol.checkpoint_files import check_tensors
-from tests.models.checkpoints import save_checkpoint
+from tests.models.checkpoints import check_tensors, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.models.published import PUBLISHED, Published
 from tests.models.stored_formats import quantize_checkpoint
@@ -133,7 +131,7 @@ def _set_expert(reference: PreTrainedModel, name: str, weight: torch.Tensor) -> 
 def test_served_and_equal_to_transformers(tmp_path: Path, name: str) -> None:
     """Logits within 1e-4 (e4m3: 1e-3) after each of some tokens, and the same likeliest token."""
     reference = write(tmp_path, PUBLISHED[name])
-    check_tensors(tmp_path, read_model_config(tmp_path))
+    check_tensors(tmp_path)
     (tokens,) = random_prompts(264, NUM_TOKENS)
     expected = reference(torch.tensor([tokens])).logits[0]
     found = prefill_logits(load_model(tmp_path), [tokens])

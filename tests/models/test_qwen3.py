@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from penstock.models.checkpoint_tensors import SINGLE_FILE
-from penstock.models.rope_table import rope_table
+from penstock.models.layers import rope_table
+from penstock.models.weights import SINGLE_FILE
 from penstock.protocol.checkpoint import Yarn, read_model_config
 from penstock.protocol.config import Config
 from tests.models.checkpoints import SHAPE, save_checkpoint

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.launch.bench.commands import SIZES
 from penstock.launch.commands.cli import main
-from penstock.models.bench import random_checkpoint
-from penstock.models.bench.random_checkpoint import DENSE, VOCAB_SIZE, make_checkpoint, shape_of
+from penstock.models import random_checkpoint
+from penstock.models.architecture import describe
+from penstock.models.random_checkpoint import DENSE, VOCAB_SIZE, make_checkpoint, shape_of
 from penstock.protocol.checkpoint import read_model_config
-from penstock.protocol.expected_weights import expected_weights
 from penstock.protocol.tokenizer_file import read_eos_token_ids
 from tests.models.forward import load_model, prefill_logits
 
@@ -65,8 +65,8 @@ def test_shapes_have_as_many_parameters_as_published(
     tmp_path: Path, size: str, num_parameters: int
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(shape_of(size)))
-    shapes = [one.shape for one in expected_weights(read_model_config(tmp_path))]
-    assert sum(torch.Size(shape).numel() for shape in shapes) == num_parameters
+    tensors = describe(read_model_config(tmp_path)).tensors()
+    assert sum(torch.Size(shape).numel() for _, shape, _ in tensors) == num_parameters
     assert tuple(DENSE) == SIZES
 
 

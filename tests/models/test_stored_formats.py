@@ -11,14 +11,13 @@ from torch import Tensor
 
 from penstock.kernels.matrices import Quantized
 from penstock.kernels.packed.matrices import Integers, Packed
-from penstock.models import allocation
-from penstock.models.checkpoint_tensors import SINGLE_FILE
+from penstock.models import parallel
+from penstock.models.model import Model
 from penstock.models.parallel import Layer
-from penstock.models.qwen3 import Qwen3
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.protocol.checkpoint import ModelError, read_model_config
-from penstock.protocol.checkpoint_files import check_tensors
-from tests.models.checkpoints import EXPERTS, save_checkpoint
+from penstock.models.weights import SINGLE_FILE
+from penstock.protocol.checkpoint import ModelError
+from tests.models.checkpoints import EXPERTS, check_tensors, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.models.stored_formats import awq, floats, gptq, integers, quantize_checkpoint
 
@@ -69,12 +68,12 @@ def write(
     return narrow, wide
 
 
-def weights(model: Qwen3) -> dict[str, Any]:
+def weights(model: Model) -> dict[str, Any]:
     """Return the weight of every layer."""
     return {name: one.weight for name, one in model.named_modules() if isinstance(one, Layer)}
 
 
-def assert_equal(found: Qwen3, wanted: Qwen3, scale_type: torch.dtype = HALF) -> set[type]:
+def assert_equal(found: Model, wanted: Model, scale_type: torch.dtype = HALF) -> set[type]:
     """Compare every bit of all weights; return the types of those found.
 
     scale_type: of the checkpoint's scales; the published numbers are rounded to it.
@@ -92,7 +91,7 @@ def assert_equal(found: Qwen3, wanted: Qwen3, scale_type: torch.dtype = HALF) ->
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep weights packed on a CPU, as on a GPU."""
-    monkeypatch.setattr(allocation, "stays_packed", lambda: True)
+    monkeypatch.setattr(parallel, "stays_packed", lambda: True)
 
 
 @pytest.mark.slow
@@ -118,7 +117,7 @@ def test_bits_are_those_of_the_published_definition(
         has_order = quantization.get("desc_act", False)
         assert (Integers in assert_equal(found, wanted, scale_type)) != has_order
         with monkeypatch.context() as changed:
-            changed.setattr(allocation, "stays_packed", lambda: True)
+            changed.setattr(parallel, "stays_packed", lambda: True)
             found = load_model(narrow, tp, is_compiled=False)
         assert Packed in assert_equal(found, wanted, scale_type)
         weight = found.model.layers[0].self_attn.qkv_proj.weight
@@ -235,7 +234,7 @@ def test_refuses_tensors_that_do_not_fit(
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_head_of_integers_is_dequantized(tmp_path: Path, bits: int) -> None:
     narrow, wide = write(tmp_path, gptq(bits, lm_head=True), SHAPE)
-    check_tensors(narrow, read_model_config(narrow))
+    check_tensors(narrow)
     found, wanted = load_model(narrow, keeps_integers=True), load_model(wide, is_compiled=False)
     assert torch.equal(found.head.weight.float(), wanted.head.weight)
 
@@ -248,7 +247,7 @@ def test_biases_of_a_packed_checkpoint_are_zeros(tmp_path: Path, value: float) -
     modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
     bias = {f"{name}.bias": torch.full((4,), value) for name in modules}
     save_file(tensors | bias, narrow / SINGLE_FILE)
-    check_tensors(narrow, read_model_config(narrow))
+    check_tensors(narrow)
     if not value:
         assert_equal(load_model(narrow, is_compiled=False), load_model(wide, is_compiled=False))
         return
@@ -264,4 +263,4 @@ def test_integers_without_their_format(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="got packed integers, expected their format in quantiz"):
         load_model(narrow)
     with pytest.raises(ModelError, match=r"got I32, .*; integers need `quantization_config`"):
-        check_tensors(narrow, read_model_config(narrow))
+        check_tensors(narrow)

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
-from penstock.models import checkpoint_tensors, weights
+from penstock.models import weights
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.protocol.checkpoint import ModelError, read_model_config
-from penstock.protocol.checkpoint_files import INDEX_FILE, SINGLE_FILE, check_tensors
-from tests.models.checkpoints import save_checkpoint, write_embedding_files
+from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.checkpoint_files import INDEX_FILE, SINGLE_FILE
+from tests.models.checkpoints import check_tensors, save_checkpoint, write_embedding_files
 from tests.models.forward import load_model
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -48,7 +48,7 @@ def test_an_index_of_older_shards_is_left(tmp_path: Path) -> None:
     min(tmp_path.glob("model-*.safetensors")).unlink()
     reference = Qwen3ForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(reference.state_dict()[Q_PROJ], torch.full((128, 64), 2.0))
-    check_tensors(tmp_path, read_model_config(tmp_path))
+    check_tensors(tmp_path)
     weight = load_model(tmp_path).model.layers[0].self_attn.qkv_proj.weight
     assert torch.equal(weight[:128], torch.full((128, 64), 2.0))
 
@@ -95,7 +95,7 @@ def test_models_that_do_not_generate_say_so(tmp_path: Path) -> None:
     del bare["score.weight"]
     save_file(bare, tmp_path / SINGLE_FILE)
     write_embedding_files(tmp_path)
-    check_tensors(tmp_path, read_model_config(tmp_path))
+    check_tensors(tmp_path)
     loaded = load_model(tmp_path).state_dict()
     assert torch.equal(loaded["model.norm.weight"], bare["norm.weight"])
     save_file(tensors, tmp_path / SINGLE_FILE)  # with the score, which an embedding model lacks
@@ -180,7 +180,7 @@ def test_a_rank_reads_its_part_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def counting_open(path: Path, framework: str) -> CountingFile:
         return CountingFile(safe_open(path, framework))
 
-    monkeypatch.setattr(checkpoint_tensors, "safe_open", counting_open)
+    monkeypatch.setattr(weights, "safe_open", counting_open)
     model: nn.Module = load_model(tmp_path, TensorParallel(1, 4))
     assert sum(counts) == sum(parameter.numel() for parameter in model.parameters())
 

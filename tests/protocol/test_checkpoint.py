@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.checkpoint import ModelError, check_tp, read_model_config
+from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.tokenizer_file import GenerationConfig, read_eos_token_ids
@@ -34,14 +34,6 @@ def test_the_demo_model() -> None:
     assert (model.head_dim, model.max_position_embeddings) == (64, 4096)
     assert model.num_key_value_heads >= 4
     assert read_eos_token_ids(DEMO) == [258, 256]
-    for tp_size in (1, 2, 4, 8):  # of 8, two have the same KV head
-        check_tp(model, tp_size)
-
-
-@pytest.mark.parametrize("tp_size", [3, 16])
-def test_heads_that_do_not_divide(tp_size: int) -> None:
-    with pytest.raises(ModelError, match=rf"tp: got {tp_size}, .* num_.*_heads"):
-        check_tp(read_model_config(DEMO), tp_size)
 
 
 @pytest.mark.parametrize(
@@ -240,28 +232,6 @@ def test_what_is_quantised(tmp_path: Path) -> None:
     assert read_model_config(changed(tmp_path, quantization_config=blocks)).fp8
     experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
     assert read_model_config(changed(tmp_path, **experts), "fp8").fp8
-
-
-def test_experts_are_cut_or_spread(tmp_path: Path) -> None:
-    model = read_model_config(changed(tmp_path, **MOE))
-    check_tp(model, 4)
-    check_tp(model, 4, expert_parallel=True)
-    with pytest.raises(ModelError, match=r"tp: got 8, .* moe_intermediate_size, 100"):
-        check_tp(model, 8)
-    with pytest.raises(ModelError, match=r"tp: got 8, .* num_experts, 60"):
-        check_tp(model, 8, expert_parallel=True)
-    with pytest.raises(ModelError, match="enable_expert_parallel: got true"):
-        check_tp(read_model_config(DEMO), 1, expert_parallel=True)
-
-
-def test_layers_with_experts(tmp_path: Path) -> None:
-    fields = {**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [3], "intermediate_size": 90}
-    model = read_model_config(changed(tmp_path, **fields, num_local_experts=9))
-    assert [layer for layer in range(6) if model.is_sparse(layer)] == [1, 5]
-    assert model.expert_count == 9
-    with pytest.raises(ModelError, match=r"tp: got 4, .* intermediate_size, 90"):
-        check_tp(model, 4)
-    assert not read_model_config(DEMO).is_sparse(0)
 
 
 def test_a_missing_folder(tmp_path: Path) -> None:

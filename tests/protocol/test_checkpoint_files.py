@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.models.architecture import describe
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.checkpoint_files import INDEX_FILE, SINGLE_FILE, check_files
-from penstock.protocol.expected_weights import expected_weights
 from tests.protocol.test_checkpoint import DEMO, changed
 
 
@@ -22,7 +22,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def check(folder: Path) -> None:
-    check_files(folder, read_model_config(folder), weights=True)
+    config = read_model_config(folder)
+    check_files(folder, config, describe(config).tensors())
 
 
 def safetensors(dtype: str = "BF16", size: int = 1, num_bytes: int = 2) -> bytes:
@@ -145,7 +146,7 @@ def test_pickled_weights(folder: Path, name: str) -> None:
 
 def test_a_pipeline_that_needs_no_weights(folder: Path) -> None:
     (folder / SINGLE_FILE).unlink()
-    check_files(folder, read_model_config(folder), weights=False)
+    check_files(folder, read_model_config(folder), None)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
@@ -153,7 +154,7 @@ def test_shapes_of_tensors_are_those_of_the_configuration(folder: Path, is_shard
     """Read from the file's header, before any weight is loaded."""
     if is_sharded:
         (folder / SINGLE_FILE).rename(folder / "a.safetensors")
-        names = [one.name for one in expected_weights(read_model_config(folder))]
+        names = [name for name, *_ in describe(read_model_config(folder)).tensors()]
         index = {"weight_map": dict.fromkeys(names, "a.safetensors")}
         (folder / INDEX_FILE).write_text(json.dumps(index))
     for fields, sentence in (

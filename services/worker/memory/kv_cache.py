@@ -11,7 +11,8 @@ from torch import Tensor
 from penstock.kernels.device import this_device
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.matrices import FP8
-from penstock.protocol.checkpoint import ModelConfig, ModelError
+from penstock.models.architecture import Architecture, Ranks
+from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import MAX_BLOCKS, BatchPlan, RowAdded, RowExtras
@@ -24,7 +25,7 @@ STANDBY_BYTES = 1 << 30
 
 
 class KVMemory(NamedTuple):
-    """The KV cache of one rank: [num_layers, 2, num_blocks, ...]."""
+    """The KV cache of one rank: [layers with attention, 2, num_blocks, ...]."""
 
     values: Tensor  # [..., block_size, num_kv_heads, head_dim]
     scales: Tensor | None  # of FP8: float32 [..., num_kv_heads, block_size]
@@ -38,13 +39,13 @@ class KVMemory(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [one for one in self if one is not None]
+        return [tensor for tensor in self if tensor is not None]
 
 
 class KVLayout(NamedTuple):
     """The form of a rank's KV blocks."""
 
-    model: ModelConfig
+    architecture: Architecture
     tp_size: int
     block_size: int
     dtype: torch.dtype
@@ -52,16 +53,16 @@ class KVLayout(NamedTuple):
     @property
     def block_shape(self) -> tuple[int, int, int]:
         """Shape of a block's keys in a layer: (block_size, a rank's KV heads, head_dim)."""
-        num_kv_heads = max(1, self.model.num_key_value_heads // self.tp_size)
-        return self.block_size, num_kv_heads, self.model.head_dim
+        _, kv_heads = self.architecture.heads
+        num_kv_heads = kv_heads.units_of_rank(Ranks(self.tp_size))
+        return self.block_size, num_kv_heads, kv_heads.unit_size
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block in all layers, including scales."""
-        block_size, num_kv_heads, head_dim = self.block_shape
         scale_bytes = torch.float32.itemsize if self.dtype == FP8 else 0
-        head_bytes = head_dim * self.dtype.itemsize + scale_bytes
-        return 2 * self.model.num_hidden_layers * block_size * num_kv_heads * head_bytes
+        ranks, number_bytes = Ranks(self.tp_size), self.dtype.itemsize
+        return self.block_size * self.architecture.token_bytes(ranks, number_bytes, scale_bytes)
 
     def num_fitting_blocks(self, num_bytes: float) -> int:
         """Return the number of blocks that fit into `num_bytes`. Raises ModelError if none fits."""
@@ -84,7 +85,7 @@ class KVLayout(NamedTuple):
             num_blocks * self.block_bytes / 2**30,
         )
         block_size, num_kv_heads, head_dim = self.block_shape
-        size = (self.model.num_hidden_layers, 2, num_blocks)
+        size = (len(self.architecture.kv_layers), 2, num_blocks)
         values = (*size, block_size, num_kv_heads, head_dim)
         kv = region.view(0, values, self.dtype) if region else _zeros(values, self.dtype, device)
         if self.dtype != FP8:

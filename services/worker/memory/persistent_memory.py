@@ -19,8 +19,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from penstock.models.allocation import without_memory
-from penstock.models.qwen3 import Qwen3
+from penstock.models.model import Model
+from penstock.models.parallel import without_memory
 from penstock.protocol.config import Config
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.transport.socket_pairs import MemoryClient, create_memory
@@ -197,9 +197,9 @@ class NewRegion(NamedTuple):
 def load_model(
     memory: PersistentMemory,
     config: Config,
-    make: Callable[[], Qwen3],
-    fill: Callable[[Qwen3], None],
-) -> Qwen3:
+    make: Callable[[], Model],
+    fill: Callable[[Model], None],
+) -> Model:
     """Return a model with the last worker's weights, or one that `make` makes and `fill` loads."""
     if config.quantization in INTEGER_BITS:  # made of the weights, which are then freed
         memory.check_own("weights")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.reference import attend
+from penstock.kernels.attention.backends import attend
 from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from tests.kernels.conftest import in_8_bits, numbers_of, on, on_gpu

@@ -8,7 +8,7 @@ from penstock.kernels.attention.rope import qk_norm_rope_store
 from penstock.kernels.elementwise import rms_norm
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.matrices import FP8
-from penstock.models.rope_table import rope_table
+from penstock.models.layers import rope_table
 
 EPS = 1e-6
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.reference import attend
+from penstock.kernels.attention.backends import attend
 from penstock.kernels.layouts.kv_cache import KVCache
 
 pytest.importorskip("triton")

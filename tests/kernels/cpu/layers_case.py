@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.reference import attend
+from penstock.kernels.attention.backends import attend
 from penstock.kernels.attention.rope import qk_norm_rope_store
 from penstock.kernels.cpu import compiler
 from penstock.kernels.cpu.compiled_layers import CompiledLayers
@@ -14,7 +14,7 @@ from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.linear.linear import linear_add, norm_linear, norm_swiglu
 from penstock.kernels.packed.matrices import Integers, pack, quantize
-from penstock.models.rope_table import rope_table
+from penstock.models.layers import rope_table
 
 SHAPE = LayerShape(hidden=72, heads=6, kv_heads=2, head_dim=32, intermediate=102, eps=1e-6)
 WHOLE_GROUPS = SHAPE._replace(hidden=128, intermediate=192)

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.kernels.attention.rope import qk_norm_rope_store
 from penstock.kernels.elementwise import rms_norm_reference, silu_and_mul_reference
 from penstock.kernels.layouts.kv_cache import KVCache
-from penstock.models.rope_table import rope_table
+from penstock.models.layers import rope_table
 from tests.kernels.conftest import in_8_bits, on
 from tests.search import diagonal
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import from_numpy
 
 from penstock.launch.gguf import MATRICES, OTHERS, TOP
-from penstock.models.checkpoint_tensors import SINGLE_FILE
+from penstock.models.weights import SINGLE_FILE
 
 NORMAL, CONTROL, USER = 1, 3, 4
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from penstock.launch.gguf import GROUP, write_tokenizer
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import resolve
+from penstock.models.architecture import describe
 from penstock.models.parallel import Layer
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.checkpoint_files import check_files
@@ -41,7 +42,8 @@ def test_numbers_are_those_of_the_file(tmp_path: Path, kind: str, shape: dict[st
     options = resolve({"model": str(file)})
     assert options["served_model_name"] == "model"
     folder = Path(options["model"])
-    check_files(folder, read_model_config(folder), weights=True)
+    config = read_model_config(folder)
+    check_files(folder, config, describe(config).tensors())
     found, wanted = (load_model(one, is_compiled=False) for one in (folder, made))
     others = dict(wanted.named_modules())
     num_layers = 0

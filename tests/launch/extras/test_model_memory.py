@@ -8,10 +8,11 @@ from penstock.kernels.attention.backends import TorchAttention
 from penstock.kernels.cpu.types import MATRICES
 from penstock.kernels.matrices import FP8
 from penstock.launch.extras.models import Layout, needs, weight_bytes
-from penstock.models import allocation
-from penstock.models.allocation import with_integers
+from penstock.models import parallel
+from penstock.models.architecture import describe
 from penstock.models.compiled import CompiledDecoder
-from penstock.models.qwen3 import Qwen3
+from penstock.models.model import Model
+from penstock.models.parallel import with_integers
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights
 from penstock.protocol.checkpoint import ModelConfig, ModelError, quantized, read_model_config
@@ -56,7 +57,7 @@ def published(name: str) -> ModelConfig:
 def test_weights_are_the_parameters(
     name: str, layout: Layout, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(allocation, "stays_packed", lambda: layout.on_gpus)
+    monkeypatch.setattr(parallel, "stays_packed", lambda: layout.on_gpus)
     config = published(name)
     if quantization == "fp8" and not (config.fp8 or config.weight_format is None):
         with pytest.raises(ModelError, match="quantization: got fp8, expected none for weights in"):
@@ -70,7 +71,7 @@ def test_weights_are_the_parameters(
     torch.set_default_dtype(torch.bfloat16 if layout.on_gpus else torch.float32)
     try:
         with torch.device("meta"), with_integers():
-            model = Qwen3(config, group, attention, 16, False, layout.quantize_lm_head)
+            model = Model(config, group, attention, 16, False, layout.quantize_lm_head)
     finally:
         torch.set_default_dtype(before)
     parameters = sum(one.nbytes for one in model.parameters())
@@ -83,7 +84,7 @@ def test_weights_are_the_parameters(
 def test_the_kv_cache_is_the_workers(name: str, tp: int, is_fp8: bool) -> None:
     config = published(name)
     need = needs(config, Layout(tp=tp, fp8_kv_cache=is_fp8))
-    layout = KVLayout(config, tp, 16, FP8 if is_fp8 else torch.bfloat16)
+    layout = KVLayout(describe(config), tp, 16, FP8 if is_fp8 else torch.bfloat16)
     num_bytes = need.kv_per_token * 16 * 1000
     assert layout.num_fitting_blocks(num_bytes) == 1000
     assert layout.num_fitting_blocks(num_bytes - 1) == 999
@@ -111,7 +112,7 @@ def test_integers_are_the_compiled_ones(bits: int, quantize_lm_head: bool) -> No
     config = read_model_config(DEMO)
     layout = Layout(on_gpus=False, integer_bits=bits, quantize_lm_head=quantize_lm_head)
     attention = TorchAttention(16, config.head_dim**-0.5)
-    model = Qwen3(config, TensorParallel(0, 1, torch.device("cpu")), attention, 16)
+    model = Model(config, TensorParallel(0, 1, torch.device("cpu")), attention, 16)
     load_weights(model, DEMO, lambda: None)
     start = sum(4 * one.numel() for one in model.parameters())
     compiled = CompiledDecoder(model, config, bits, quantize_lm_head)

@@ -14,8 +14,8 @@ from penstock.kernels.back_ends import is_deterministic
 from penstock.kernels.cpu import compiled_layers
 from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.layouts.sampling import BIAS, DEFERRED, MASK, PENALTIES
-from penstock.models.checkpoint_tensors import SINGLE_FILE
-from penstock.models.qwen3 import Qwen3
+from penstock.models.model import Model
+from penstock.models.weights import SINGLE_FILE
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.structured import StructuredOutputs
@@ -33,7 +33,7 @@ from tests.models.checkpoints import save_checkpoint
 ASSIGNMENT = WorkerAssignment(1, "g", 0, 1, "")
 
 
-def loaded_model(config: Config) -> Qwen3:
+def loaded_model(config: Config) -> Model:
     return load(config, ASSIGNMENT, lambda: None)._model
 
 

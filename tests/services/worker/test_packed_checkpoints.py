@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.kernels.cpu import compiled_layers
 from penstock.kernels.packed.matrices import Integers
-from penstock.models.qwen3 import Qwen3
+from penstock.models.model import Model
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.worker import WorkerAssignment
@@ -17,7 +17,7 @@ from tests.models.checkpoints import save_checkpoint
 from tests.models.stored_formats import awq, quantize_checkpoint
 
 
-def loaded_model(folder: Path, **options: object) -> Qwen3:
+def loaded_model(folder: Path, **options: object) -> Model:
     config = Config(device="cpu", model=str(folder), **options)  # type: ignore[arg-type]
     return load(config, WorkerAssignment(1, "g", 0, 1, ""), lambda: None)._model
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.cpu.compiled_step import DecodeStep
-from penstock.models.qwen3 import Qwen3
+from penstock.models.model import Model
 from tests.services.worker.driver import NUM_DECODED, PROMPTS, Driver, make_runner, tables
 from tests.services.worker.plans import plan, row
 
@@ -19,9 +19,9 @@ class Logits:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[Tensor] = []
-        compute_logits = Qwen3.compute_logits
+        compute_logits = Model.compute_logits
 
-        def record(model: Qwen3, hidden_states: Tensor, out: Tensor | None) -> Tensor | None:
+        def record(model: Model, hidden_states: Tensor, out: Tensor | None) -> Tensor | None:
             logits = compute_logits(model, hidden_states, out)
             assert logits is not None
             self.rows += logits.unbind(0)
@@ -36,7 +36,7 @@ class Logits:
             self.rows += step.logits[:num_rows].clone().unbind(0)
             return tokens
 
-        monkeypatch.setattr(Qwen3, "compute_logits", record)
+        monkeypatch.setattr(Model, "compute_logits", record)
         monkeypatch.setattr(DecodeStep, "__call__", record_decoding)
 
     def take(self) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from penstock.kernels.matrices import FP8
+from penstock.models.architecture import describe
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
@@ -30,7 +31,7 @@ def test_is_as_large_as_asked_for(
     folder: Path, block_size: int, tp_size: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     model = read_model_config(folder)
-    layout = KVLayout(model, tp_size, block_size, dtype)
+    layout = KVLayout(describe(model), tp_size, block_size, dtype)
     memory = layout.allocate(7, torch.device("cpu"))
     kv_caches = memory.layers
     assert len(kv_caches) == 2
@@ -59,12 +60,12 @@ def test_takes_as_many_blocks_as_fit(
     folder: Path, tp_size: int, dtype: torch.dtype, num_bytes: int, num_blocks: int
 ) -> None:
     model = read_model_config(folder)
-    layout = KVLayout(model, tp_size, 16, dtype)
+    layout = KVLayout(describe(model), tp_size, 16, dtype)
     assert layout.num_fitting_blocks(10.5 * num_bytes) == num_blocks
 
 
 def test_refuses_what_holds_no_block(folder: Path) -> None:
-    layout = KVLayout(read_model_config(folder), 1, 16, torch.float32)
+    layout = KVLayout(describe(read_model_config(folder)), 1, 16, torch.float32)
     with pytest.raises(ModelError, match=r"KV cache: got 0\.00 GiB, expected"):
         layout.num_fitting_blocks(BLOCK_BYTES - 1)
 
@@ -100,7 +101,7 @@ def answers(*, preempt: bool = False, **options: object) -> tuple[list[list[int]
 
 
 def test_memory_that_the_machine_does_not_have(folder: Path) -> None:
-    layout = KVLayout(read_model_config(folder), 1, 16, torch.float32)
+    layout = KVLayout(describe(read_model_config(folder)), 1, 16, torch.float32)
     with pytest.raises(ModelError, match=r"KV cache: Unable to allocate .*lower --kv-cache-gib"):
         layout.allocate(1 << 45, torch.device("cpu"))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from penstock.models.allocation import parameter, without_memory
-from penstock.models.qwen3 import Qwen3
+from penstock.models.model import Model
+from penstock.models.parallel import parameter, without_memory
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
@@ -60,8 +60,8 @@ def fills(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     read = persistent_memory.load_model
 
-    def count(memory: object, config: Config, make: object, fill: Callable[[Qwen3], None]) -> Qwen3:
-        def fill_and_count(model: Qwen3) -> None:
+    def count(memory: object, config: Config, make: object, fill: Callable[[Model], None]) -> Model:
+        def fill_and_count(model: Model) -> None:
             found.append(config.model_folder.name)
             fill(model)
 

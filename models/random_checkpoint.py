@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from penstock.kernels.elementwise import quantize_blocks
+from penstock.models.architecture import describe
 from penstock.models.weights import SCALES
 from penstock.protocol.checkpoint import (
     ARCHITECTURE,
@@ -27,12 +28,11 @@ from penstock.protocol.checkpoint import (
     read_model_config,
 )
 from penstock.protocol.checkpoint_files import INDEX_FILE
-from penstock.protocol.expected_weights import expected_weights
 from penstock.protocol.quantization import FP8_BLOCKS
 from penstock.protocol.tokenizer_file import byte_characters
 
 # configuration whose chat template is copied
-DEMO_TOKENIZER = Path(__file__).parents[1] / "demo" / "checkpoint" / "tokenizer_config.json"
+DEMO_TOKENIZER = Path(__file__).parent / "demo" / "checkpoint" / "tokenizer_config.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 VOCAB_SIZE = 151_936
 NUM_BYTE_PAIRS = 151_643  # ids of ordinary tokens; special tokens follow
@@ -136,22 +136,24 @@ def _tensors(
     """Yield every tensor of the checkpoint."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     noise = torch.Generator(device).manual_seed(0)
-    for name, shape, _ in expected_weights(config):
-        if len(shape) == 1:  # of a norm
-            yield name, torch.ones(shape, dtype=dtype)
-            continue
-        weight = torch.empty(shape, dtype=dtype, device=device)
-        weight.normal_(0, DEVIATION, generator=noise)
-        if not quantization or ".layers." not in name or name.endswith("mlp.gate.weight"):  # router
-            yield name, weight.cpu()
-        elif quantization == "fp8":
-            quantized = quantize_blocks(weight)
-            yield name, quantized.values.cpu()
-            yield f"{name}{SCALES}", quantized.scale.cpu()
-        else:
-            module = name.removesuffix(".weight")
-            for end, tensor in _integers(shape[0], shape[1], quantization, noise).items():
-                yield f"{module}.{end}", tensor.cpu()
+    for weight in describe(config).weights:
+        for name in weight.names():
+            if len(weight.shape) == 1:  # of a norm
+                yield name, torch.ones(weight.shape, dtype=dtype)
+                continue
+            numbers = torch.empty(weight.shape, dtype=dtype, device=device)
+            numbers.normal_(0, DEVIATION, generator=noise)
+            if not quantization or not weight.is_matrix:
+                yield name, numbers.cpu()
+            elif quantization == "fp8":
+                quantized = quantize_blocks(numbers)
+                yield name, quantized.values.cpu()
+                yield f"{name}{SCALES}", quantized.scale.cpu()
+            else:
+                module = name.removesuffix(".weight")
+                rows, columns = weight.shape
+                for end, tensor in _integers(rows, columns, quantization, noise).items():
+                    yield f"{module}.{end}", tensor.cpu()
 
 
 def _integers(

@@ -1,0 +1,320 @@
+"""What a model consists of, described once: its layers, their weights, and what they keep.
+
+All that depends on shapes reads this description: the check of a checkpoint, loading and cutting by
+rank, the reckoning of memory, the KV cache, random checkpoints and compiled layers. `launch` reads
+it too, so it imports no torch.
+
+A family is a function that describes its models, an entry in `FAMILIES`, and a module with the
+forward pass.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+from typing import Literal, NamedTuple
+
+from penstock.protocol.checkpoint import ModelConfig, ModelError
+
+RUN = 4096  # token ids between which the vocabulary is cut on GPUs, as the sampler needs
+
+
+class Ranks(NamedTuple):
+    """A tensor-parallel group, how it divides a model, and one of its ranks."""
+
+    size: int = 1
+    rank: int = 0
+    on_gpus: bool = False
+    expert_parallel: bool = False  # each rank has whole experts, not parts of all
+
+
+class Part(NamedTuple):
+    """The part of a dimension that a rank has."""
+
+    start: int
+    stop: int
+    length: int  # with padding after `stop`
+
+
+class Axis(NamedTuple):
+    """A dimension that ranks divide, made of units that stay whole, such as heads."""
+
+    field: str  # of config.json: the number of units
+    units: int
+    unit_size: int = 1
+    # even: all ranks have as many units; shared: adjacent ranks have the same unit where there are
+    # fewer units than ranks; padded: the last ranks may have fewer units, and zeros after them
+    division: Literal["even", "shared", "padded"] = "even"
+
+    @property
+    def size(self) -> int:
+        return self.units * self.unit_size
+
+    def units_of_rank(self, ranks: Ranks) -> int:
+        """Return the units of each rank, with its padding."""
+        if self.division == "padded":
+            run = RUN if ranks.on_gpus and ranks.size > 1 else 1
+            return -(-self.units // (run * ranks.size)) * run
+        return self.units // self._num_parts(ranks)
+
+    def part(self, ranks: Ranks) -> Part:
+        """Return the part of the rank."""
+        length = self.units_of_rank(ranks) * self.unit_size
+        start = min(ranks.rank * self._num_parts(ranks) // ranks.size * length, self.size)
+        return Part(start, min(start + length, self.size), length)
+
+    def can_be_divided(self, num_ranks: int) -> bool:
+        is_shared = self.division == "shared" and num_ranks % self.units == 0
+        return self.division == "padded" or is_shared or self.units % num_ranks == 0
+
+    def _num_parts(self, ranks: Ranks) -> int:
+        """Return the number of parts that differ."""
+        return min(ranks.size, self.units) if self.division == "shared" else ranks.size
+
+
+class Weight(NamedTuple):
+    """A tensor of the checkpoint; of an expert's layer, one tensor for each expert."""
+
+    name: str  # in the checkpoint, with {} in place of an expert's number
+    shape: tuple[int, ...]  # of the whole tensor, or of one expert's
+    fields: str  # of config.json, from which the shape follows
+    # what lies side by side in dimension `dim`, each divided among the ranks; empty: all ranks have
+    # the whole tensor
+    axes: tuple[Axis, ...] = ()
+    dim: int = 0
+    is_matrix: bool = False  # True if it is stored in the checkpoint's format of weights
+    experts: Axis | None = None
+
+    @property
+    def module(self) -> str:
+        """Return the last part of the module's name: `q_proj`."""
+        return self.name.split(".")[-2]
+
+    @property
+    def num_tensors(self) -> int:
+        return self.experts.units if self.experts else 1
+
+    def names(self) -> Iterator[str]:
+        """Yield the name of each tensor."""
+        return (self.name.format(number) for number in range(self.num_tensors))
+
+    def experts_of_rank(self, ranks: Ranks) -> range:
+        """Return the numbers of the experts of which the rank has a part, or the whole."""
+        if self.experts and ranks.expert_parallel:
+            return range(*self.experts.part(ranks)[:2])
+        return range(self.num_tensors)
+
+    def divided(self, expert_parallel: bool) -> tuple[Axis, ...]:
+        """Return the axes that ranks divide."""
+        return (self.experts,) if self.experts and expert_parallel else self.axes
+
+    def parts(self, ranks: Ranks) -> list[Part]:
+        """Return the rank's parts of dimension `dim`; one of the whole where it is not divided."""
+        if self.axes and not (self.experts and ranks.expert_parallel):
+            return [axis.part(ranks) for axis in self.axes]
+        size = self.shape[self.dim]
+        return [Part(0, size, size)]
+
+    def shape_of_rank(self, ranks: Ranks) -> tuple[int, ...]:
+        """Return the shape of the rank's part, with the number of experts before it."""
+        sizes = list(self.shape)
+        sizes[self.dim] = sum(part.length for part in self.parts(ranks))
+        return (*([len(self.experts_of_rank(ranks))] if self.experts else ()), *sizes)
+
+
+class State(NamedTuple):
+    """A tensor that a layer keeps for each sequence, and overwrites at each step."""
+
+    axes: tuple[Axis, ...]  # side by side in the first dimension, each divided among the ranks
+    shape: tuple[int, ...]  # of the other dimensions
+    number_bytes: int = 4
+
+    def num_bytes(self, ranks: Ranks) -> int:
+        """Return the bytes of a rank's part."""
+        length = sum(axis.part(ranks).length for axis in self.axes)
+        return length * prod(self.shape) * self.number_bytes
+
+
+class Heads(NamedTuple):
+    """Heads of attention, each of `unit_size` features."""
+
+    queries: Axis
+    keys: Axis  # of keys and values, which are kept for each token
+
+
+class Layer(NamedTuple):
+    """A layer of the residual stream, with the norm before it."""
+
+    kind: str  # embedding, attention, mlp, experts, norm or head; a family may have other kinds
+    weights: tuple[Weight, ...]
+    heads: Heads | None = None
+    state: tuple[State, ...] = ()
+
+    def pick(self, *modules: str) -> list[Weight]:
+        """Return the weights of modules, by the last part of their names."""
+        by_module = {weight.module: weight for weight in self.weights}
+        return [by_module[module] for module in modules]
+
+
+class Architecture(NamedTuple):
+    """The layers of a model, in the order of their computation."""
+
+    layers: tuple[Layer, ...]
+
+    def of_kind(self, *kinds: str) -> list[Layer]:
+        return [layer for layer in self.layers if layer.kind in kinds]
+
+    @property
+    def kv_layers(self) -> list[Layer]:
+        """Return the layers that keep keys and values, all with the same heads."""
+        return [layer for layer in self.layers if layer.heads]
+
+    @property
+    def heads(self) -> Heads:
+        """Return the heads of the layers with attention."""
+        return next(layer.heads for layer in self.layers if layer.heads)
+
+    @property
+    def weights(self) -> Iterator[Weight]:
+        return (weight for layer in self.layers for weight in layer.weights)
+
+    def tensors(self) -> Iterator[tuple[str, list[int], str]]:
+        """Yield each tensor of the checkpoint: name, shape, and the fields it follows from."""
+        for weight in self.weights:
+            for name in weight.names():
+                yield name, list(weight.shape), weight.fields
+
+    def token_bytes(self, ranks: Ranks, number_bytes: int, scale_bytes: int = 0) -> int:
+        """Return the bytes of a rank's keys and values of a token.
+
+        scale_bytes: in addition for each key and value of a head.
+        """
+        _, kv_heads = self.heads
+        head_bytes = kv_heads.unit_size * number_bytes + scale_bytes
+        return 2 * len(self.kv_layers) * kv_heads.units_of_rank(ranks) * head_bytes
+
+    def sequence_bytes(self, ranks: Ranks) -> int:
+        """Return the bytes of a rank's state of a sequence."""
+        return sum(state.num_bytes(ranks) for layer in self.layers for state in layer.state)
+
+    def check_ranks(self, num_ranks: int, expert_parallel: bool = False) -> None:
+        """Raise ModelError where the model can't be divided among the ranks of a group."""
+        if expert_parallel and not any(weight.experts for weight in self.weights):
+            raise ModelError("enable_expert_parallel: got true, but the model has no experts")
+        axes = (axis for weight in self.weights for axis in weight.divided(expert_parallel))
+        for axis in axes:
+            if not axis.can_be_divided(num_ranks):
+                raise ModelError(
+                    f"tp: got {num_ranks}, expected a divisor of the model's {axis.field}, "
+                    f"{axis.units}"
+                )
+
+
+def vector(module: str, size: int, fields: str) -> Weight:
+    """Describe a weight of one dimension, such as a norm's."""
+    return Weight(f"{module}.weight", (size,), fields)
+
+
+def columns(module: str, axes: Iterable[Axis], inputs: int, fields: str) -> Weight:
+    """Describe a linear layer whose outputs are divided: column-parallel."""
+    axes = tuple(axes)
+    size = sum(axis.size for axis in axes)
+    return Weight(f"{module}.weight", (size, inputs), fields, axes, is_matrix=True)
+
+
+def rows(module: str, outputs: int, axis: Axis, fields: str) -> Weight:
+    """Describe a linear layer whose inputs are divided: row-parallel."""
+    return Weight(f"{module}.weight", (outputs, axis.size), fields, (axis,), 1, is_matrix=True)
+
+
+def attention(name: str, hidden: int, heads: Axis, kv_heads: Axis, norm: Weight) -> Layer:
+    """Describe grouped-query attention with a norm of each query and key head."""
+    fields, kv_fields = (f"{axis.field} times head_dim" for axis in (heads, kv_heads))
+    weights = (
+        norm,
+        vector(f"{name}.q_norm", heads.unit_size, "head_dim"),
+        vector(f"{name}.k_norm", heads.unit_size, "head_dim"),
+        columns(f"{name}.q_proj", [heads], hidden, fields),
+        columns(f"{name}.k_proj", [kv_heads], hidden, kv_fields),
+        columns(f"{name}.v_proj", [kv_heads], hidden, kv_fields),
+        rows(f"{name}.o_proj", hidden, heads, fields),
+    )
+    return Layer("attention", weights, Heads(heads, kv_heads))
+
+
+def mlp(name: str, hidden: int, inner: Axis, norm: Weight) -> Layer:
+    """Describe a SwiGLU."""
+    return Layer("mlp", (norm, *_swiglu(name, hidden, inner)))
+
+
+def experts(name: str, hidden: int, number: Axis, inner: Axis, norm: Weight) -> Layer:
+    """Describe a mixture of SwiGLU experts, and their router."""
+    router = Weight(f"{name}.gate.weight", (number.units, hidden), number.field)
+    swiglu = _swiglu(f"{name}.experts.{{}}", hidden, inner)
+    return Layer("experts", (norm, router, *(weight._replace(experts=number) for weight in swiglu)))
+
+
+def _swiglu(name: str, hidden: int, inner: Axis) -> tuple[Weight, ...]:
+    return (
+        columns(f"{name}.gate_proj", [inner], hidden, inner.field),
+        columns(f"{name}.up_proj", [inner], hidden, inner.field),
+        rows(f"{name}.down_proj", hidden, inner, inner.field),
+    )
+
+
+def decoder(config: ModelConfig, layers: Iterable[Layer]) -> Architecture:
+    """Describe a decoder: an embedding, `layers`, a norm, and an output layer unless it is tied."""
+    vocabulary = Axis("vocab_size", config.vocab_size, division="padded")
+    shape = config.vocab_size, config.hidden_size
+    embedding, head = (
+        Weight(f"{module}.weight", shape, "vocab_size and hidden_size", (vocabulary,))
+        for module in ("model.embed_tokens", "lm_head")
+    )
+    norm = vector("model.norm", config.hidden_size, "hidden_size")
+    heads = () if config.tie_word_embeddings else (Layer("head", (head,)),)
+    first = Layer("embedding", (embedding,))
+    return Architecture((first, *layers, Layer("norm", (norm,)), *heads))
+
+
+def qwen3(config: ModelConfig) -> Architecture:
+    """Describe Qwen3, and Qwen3-MoE, some or all of whose layers have experts."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    heads = Axis("num_attention_heads", config.num_attention_heads, head_dim)
+    kv_heads = Axis("num_key_value_heads", config.num_key_value_heads, head_dim, "shared")
+    inner = Axis("intermediate_size", config.intermediate_size)
+    number = Axis("num_experts", config.expert_count)
+    expert_inner = Axis("moe_intermediate_size", config.moe_intermediate_size)
+    layers = []
+    for index in range(config.num_hidden_layers):
+        name = f"model.layers.{index}"
+        norms = (
+            vector(f"{name}.{norm}_layernorm", hidden, "hidden_size")
+            for norm in ("input", "post_attention")
+        )
+        layers.append(attention(f"{name}.self_attn", hidden, heads, kv_heads, next(norms)))
+        is_dense = not config.expert_count or (index + 1) % config.decoder_sparse_step
+        if is_dense or index in (config.mlp_only_layers or ()):
+            layers.append(mlp(f"{name}.mlp", hidden, inner, next(norms)))
+        else:
+            layers.append(experts(f"{name}.mlp", hidden, number, expert_inner, next(norms)))
+    return decoder(config, layers)
+
+
+class Family(NamedTuple):
+    """Models that are described and computed alike."""
+
+    describe: Callable[[ModelConfig], Architecture]
+    module: str  # has `Decoder`, the forward pass
+
+
+QWEN3 = Family(qwen3, "penstock.models.qwen3")
+# by the names in config.json; `SERVED` in protocol/checkpoint.py has them too
+FAMILIES = {"Qwen3ForCausalLM": QWEN3, "Qwen3MoeForCausalLM": QWEN3, "Qwen3Model": QWEN3}
+
+
+def family_of(config: ModelConfig) -> Family:
+    """Return the family of a checkpoint that `read_model_config` has accepted."""
+    return next(FAMILIES[name] for name in config.architectures if name in FAMILIES)
+
+
+def describe(config: ModelConfig) -> Architecture:
+    """Return the description of a model."""
+    return family_of(config).describe(config)

@@ -1,1 +1,0 @@
-"""Measuring tools: checkpoints with random weights."""

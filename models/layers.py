@@ -1,0 +1,178 @@
+"""Layers of decoders: attention, SwiGLU, a mixture of SwiGLU experts, and the table of RoPE.
+
+Each adds its output for the norm of the residual stream to the residual stream.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from penstock.kernels.attention.backends import AttentionBackend
+from penstock.kernels.attention.rope import qk_norm_rope_store
+from penstock.kernels.layouts.forward_batch import ForwardBatch
+from penstock.kernels.layouts.kv_cache import KVCache
+from penstock.kernels.linear.linear import norm_swiglu
+from penstock.kernels.moe import norm_moe
+from penstock.models import architecture
+from penstock.models.architecture import Weight
+from penstock.models.parallel import (
+    ColumnParallelLinear,
+    Experts,
+    RMSNorm,
+    Router,
+    RowParallelLinear,
+)
+from penstock.models.tensor_parallel import TensorParallel
+from penstock.protocol.checkpoint import ModelConfig, Yarn
+from penstock.protocol.quantization import WeightFormat
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; each rank has a share of the heads."""
+
+    def __init__(
+        self,
+        layer: architecture.Layer,
+        config: ModelConfig,
+        tp: TensorParallel,
+        attend: AttentionBackend,
+    ) -> None:
+        super().__init__()
+        qkv, out = layer.pick("q_proj", "k_proj", "v_proj"), layer.pick("o_proj")
+        q_norm, k_norm = layer.pick("q_norm", "k_norm")
+        self.attend = attend
+        self.qkv_proj = ColumnParallelLinear(tp, qkv, _format(config, qkv))
+        self.num_heads, self.num_kv_heads, _ = (
+            weight.axes[0].units_of_rank(self.qkv_proj.ranks) for weight in qkv
+        )
+        self.q_norm = RMSNorm(tp, q_norm, config.rms_norm_eps)
+        self.k_norm = RMSNorm(tp, k_norm, config.rms_norm_eps)
+        self.o_proj = RowParallelLinear(tp, out, _format(config, out))
+
+    def forward(
+        self, residual: Tensor, norm: RMSNorm, batch: ForwardBatch, rope: Tensor, kv_cache: KVCache
+    ) -> Tensor:
+        """Return residual [num_tokens, hidden_size] plus the attention of its norm."""
+        q = qk_norm_rope_store(
+            self.qkv_proj(residual, norm),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            q_weight=self.q_norm.weight,
+            k_weight=self.k_norm.weight,
+            rope=rope,
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            kv_cache=kv_cache,
+            eps=self.q_norm.eps,
+        )
+        out = self.attend(q, kv_cache, batch)
+        return self.o_proj(out.flatten(1), residual)  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """SwiGLU; each rank has a share of the intermediate features."""
+
+    def __init__(self, layer: architecture.Layer, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        gate_up, down = layer.pick("gate_proj", "up_proj"), layer.pick("down_proj")
+        self.gate_up_proj = ColumnParallelLinear(tp, gate_up, _format(config, gate_up))
+        self.down_proj = RowParallelLinear(tp, down, _format(config, down))
+
+    def forward(self, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """Return residual [num_tokens, hidden_size] plus the MLP of its norm."""
+        x = norm_swiglu(residual, norm.weight, norm.eps, self.gate_up_proj.weight)
+        return self.down_proj(x, residual)  # type: ignore[no-any-return]
+
+
+class MoE(nn.Module):
+    """A mixture of experts: a router chooses the experts of each token.
+
+    The ranks of a group divide either every expert's inner features (tensor parallelism) or the
+    experts (expert parallelism). Each rank routes all tokens and adds the outputs of its share. The
+    sums are reduced as after any other layer.
+    """
+
+    def __init__(
+        self,
+        layer: architecture.Layer,
+        config: ModelConfig,
+        tp: TensorParallel,
+        expert_parallel: bool,
+    ) -> None:
+        """Make the layers; expert_parallel: each rank has whole experts, not parts of all."""
+        super().__init__()
+        self.tp = tp
+        self.top_k = config.num_experts_per_tok
+        self.normalize = config.norm_topk_prob
+        gate_up, down = layer.pick("gate_proj", "up_proj"), layer.pick("down_proj")
+        weight_format = _format(config, [*gate_up, *down])
+        self.gate = Router(tp, layer.pick("gate"))
+        self.gate_up_proj = Experts(tp, gate_up, weight_format, expert_parallel)
+        self.down_proj = Experts(tp, down, weight_format, expert_parallel)
+        self.first = down[0].experts_of_rank(self.down_proj.ranks).start
+
+    def forward(self, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """Return residual [num_tokens, hidden_size] plus the experts' output for its norm."""
+        num_tokens, hidden_size = residual.shape
+        part = norm_moe(
+            residual,
+            norm.weight,
+            norm.eps,
+            self.gate.weight,
+            self.gate_up_proj.weight,
+            self.down_proj.weight,
+            top_k=self.top_k,
+            normalize=self.normalize,
+            first_expert=self.first,
+            add=self.tp.size == 1,
+            out=self.tp.empty(num_tokens, hidden_size, residual.dtype),
+        )
+        return part if self.tp.size == 1 else self.tp.all_reduce(part, residual)
+
+    @property
+    def num_idle_weights(self) -> int:
+        """Number of this rank's weights that are not multiplied with a token, on average."""
+        weights = self.gate_up_proj.weight, self.down_proj.weight
+        num_weights = sum(weight.shape.numel() for weight in weights)
+        return num_weights - num_weights * self.top_k // len(self.gate.weight)
+
+
+def _format(config: ModelConfig, weights: list[Weight]) -> WeightFormat | None:
+    """Return the format of weights that are joined; None: 16 bits."""
+    names = (next(weight.names()).removesuffix(".weight") for weight in weights)
+    return config.weight_format and config.weight_format.of(names)
+
+
+def rope_table(head_dim: int, num_positions: int, base: float, yarn: Yarn | None = None) -> Tensor:
+    """Return cosines, then sines, of every position: float32 [num_positions, head_dim].
+
+    RoPE: Su et al. 2021, https://arxiv.org/abs/2104.09864. YaRN: Peng et al. 2023,
+    https://arxiv.org/abs/2309.00071.
+    """
+    if head_dim % 2:
+        raise ValueError(f"head_dim: got {head_dim}, expected an even number; RoPE rotates pairs")
+    wavelengths = base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    frequencies = 1.0 / wavelengths
+    if yarn is not None:
+        kept = _kept_share(head_dim, base, yarn)
+        frequencies = frequencies * kept + 1.0 / (yarn.factor * wavelengths) * (1 - kept)
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    table = torch.cat([angles.cos(), angles.sin()], dim=-1)
+    return table if yarn is None else table * yarn.attention_factor
+
+
+def _kept_share(head_dim: int, base: float, yarn: Yarn) -> Tensor:
+    """Return the share of each frequency that YaRN keeps: 1 if high, then a ramp to 0."""
+
+    def feature(turns: float) -> float:
+        """Return the feature that turns this often in the original positions."""
+        wavelength = yarn.original_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(base))
+
+    first, last = feature(yarn.beta_fast), feature(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    width = (last - first) or 0.001
+    return 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)

@@ -1,0 +1,97 @@
+"""A model of any family: its decoder, the output layer, and compiled layers in their place."""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from penstock.kernels.attention.backends import AttentionBackend
+from penstock.kernels.layouts.forward_batch import ForwardBatch
+from penstock.kernels.layouts.kv_cache import KVCache
+from penstock.kernels.layouts.step import Slots, StepBuffers
+from penstock.models.architecture import family_of
+from penstock.models.layers import rope_table
+from penstock.models.parallel import RMSNorm, VocabParallelEmbedding
+from penstock.models.tensor_parallel import TensorParallel
+from penstock.protocol.checkpoint import ModelConfig
+
+# (record, number of rows) → the rows' tokens, -1 for a failed row, without logits processing
+HostStep = Callable[[NDArray[np.int32], int], list[int]]
+
+
+class Compiled(Protocol):
+    """A faster replacement of the layers, and of the output layer unless that is `Quantized`."""
+
+    def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
+        """Compute the decoder's `forward`."""
+
+    def logits(
+        self, hidden_states: Tensor, norm: RMSNorm, weight: Tensor, out: Tensor | None
+    ) -> Tensor:
+        """Compute `VocabParallelEmbedding.logits`."""
+
+    def decode_step(
+        self, slots: Slots, buffers: StepBuffers, kv_caches: Sequence[KVCache]
+    ) -> HostStep | None:
+        """Return the function of steps that only decode, or None if there is none."""
+
+
+class Model(nn.Module):
+    """A model, or one rank's part."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        attention: AttentionBackend,
+        num_positions: int,
+        expert_parallel: bool = False,
+        quantize_lm_head: bool = False,
+    ) -> None:
+        """Build the layers.
+
+        num_positions: maximum tokens of a sequence. expert_parallel: see `MoE`. quantize_lm_head:
+        output layer in 8 bits, a copy of the embedding if the checkpoint ties the two.
+        """
+        super().__init__()
+        self.tp = tp
+        self.attention = attention
+        self.compiled: Compiled | None = None
+        # False: hidden states are the result, and no logits are computed
+        self.has_head = not config.is_embedding_model
+        family = family_of(config)
+        description = family.describe(config)
+        self.model: Any = import_module(family.module).Decoder(
+            config, description, tp, attention, expert_parallel
+        )
+        heads = description.of_kind("head")
+        if heads or (quantize_lm_head and self.has_head):
+            (source,) = heads or description.of_kind("embedding")
+            self.lm_head = VocabParallelEmbedding(tp, source.weights[0], quantize_lm_head)
+        rope = config.rope
+        self.rope = rope_table(config.head_dim, num_positions, rope.base, rope.yarn)
+
+    def forward(self, batch: ForwardBatch, kv_caches: Sequence[KVCache]) -> Tensor:
+        """Return the input of `compute_logits` for each token: [num_tokens, hidden_size].
+
+        kv_caches: of each layer that keeps keys and values, with the KV heads of this rank.
+        """
+        if self.compiled:
+            return self.compiled.forward(batch, self.rope, kv_caches)
+        self.attention.begin(batch)
+        return self.model(batch, self.rope, kv_caches)  # type: ignore[no-any-return]
+
+    @property
+    def head(self) -> VocabParallelEmbedding:
+        head: VocabParallelEmbedding = getattr(self, "lm_head", self.model.embed_tokens)
+        return head
+
+    def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return this rank's share of the logits: see `VocabParallelEmbedding.logits`."""
+        weight = self.head.weight
+        if self.compiled and isinstance(weight, Tensor):
+            return self.compiled.logits(hidden_states, self.model.norm, weight, out)
+        return self.head.logits(hidden_states, self.model.norm, out)
