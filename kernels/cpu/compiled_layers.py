@@ -16,21 +16,17 @@ from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.cpu.compiler import Target, host, load
+from penstock.kernels.cpu.layer_checks import KINDS, check_layer, check_matrix, elements, kind_of
 from penstock.kernels.cpu.llvm_decoder import KEYS, Kinds, build_module
 from penstock.kernels.cpu.llvm_products import Kind, scratch_words
 from penstock.kernels.cpu.shared_memory import WORDS, SharedMemory
 from penstock.kernels.cpu.types import (
-    KINDS,
     MATRICES,
     HeadFields,
     LayerShape,
     LayerWeights,
     Matrix,
     StepFields,
-    check_layer,
-    check_matrix,
-    elements,
-    kind_of,
 )
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
@@ -73,12 +69,11 @@ class CompiledLayers:
             raise ValueError(reason)
         for layer in layers:
             check_layer(layer, shape)
-        matrices = [getattr(layer, name) for layer in layers for name in MATRICES]
-        num_weights = sum(math.prod(matrix.shape) for matrix in matrices if matrix is not None)
+        found = (getattr(layer, name) for layer in layers for name in MATRICES)
+        matrices = [matrix for matrix in found if matrix is not None]
+        num_weights = sum(math.prod(matrix.shape) for matrix in matrices)
         self._half_weights = num_weights // (2 * len(layers))
-        of_layers = tuple(
-            dict.fromkeys(kind_of(matrix) for matrix in matrices if matrix is not None)
-        )
+        of_layers = tuple(dict.fromkeys(map(kind_of, matrices)))
         self._head_kind = kind_of(layers[0].qkv if head is None else head)
         self._embedding_dtype = torch.float32 if embedding is None else embedding.dtype
         self._layers = layers  # keeps the memory
