@@ -145,7 +145,7 @@ class Validation:
         self._check_token_ids("allowed_token_ids", request.allowed_token_ids or [])
 
     def _check_pooling(self, request: GenerateRequest) -> None:
-        """Refuse what the model does not do: an embedding model generates no text."""
+        """Check pooling: an embedding model generates no text, other models have no embeddings."""
         pooling, embeds = request.pooling, self._model.is_embedding_model
         if pooling is None:
             text = "got an embedding model, which generates no text; send inputs to /v1/embeddings"

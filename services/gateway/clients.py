@@ -113,7 +113,7 @@ class ClientSocket:
         self._pending[request.request_id] = request
 
     def deliver_pending(self) -> None:
-        """Send what `deliver` was called for: one message for each request, or HTTP server."""
+        """Send the output that waits: one message for each request, or for each HTTP server."""
         while self._pending:  # a reply that can't be encoded leads to another one
             batches: dict[Connection, list[Request]] = {}
             while self._pending:
@@ -147,7 +147,7 @@ class ClientSocket:
             self._on_sent(request, reply, error)
 
     def release(self, request: Request) -> None:
-        """Forget a request, whose client has the answer or can't get it."""
+        """Forget a request whose client has the answer, or can't get it."""
         self._pending.pop(request.request_id, None)
         request.client.connection.unsent.pop(request.request_id, None)
         self.ledger.remove(request)

@@ -53,11 +53,11 @@ class Failures:
         self.for_each(requests, self._resubmit)
 
     def resubmit_passed_on_by(self, tokenizer: bytes) -> None:
-        """Resubmit what a lost tokenizer has passed on: it may have been lost on the way."""
+        """Resubmit requests that a lost tokenizer has passed on: they may not have arrived."""
         self.for_each(self._ledger.passed_on_by(tokenizer), self._resubmit)
 
     def migrate_stranded(self) -> None:
-        """Migrate what a replica can't run to another one."""
+        """Migrate requests of replicas that can't run them."""
         if requests := self._router.stranded():
             log.warning("a replica is down; migrating %d requests to others", len(requests))
         self.for_each(requests, self._resubmit)
@@ -74,7 +74,7 @@ class Failures:
         self._submit(request)
 
     def for_each(self, requests: Iterable[Request], handle: Callable[[Request], None]) -> None:
-        """Call `handle` with each request; a request at which it raises fails, alone."""
+        """Call `handle` with each request. A request at which `handle` raises fails alone."""
         for request in requests:
             try:
                 handle(request)
@@ -92,7 +92,7 @@ class Failures:
                 self._fail_duplicates(request.message)
 
     def on_defect(self, work: Work) -> None:
-        """Fail work that raises, in an `except` block: other requests continue."""
+        """Fail work at which the gateway has raised; called in an `except` block."""
         if isinstance(work, Query):
             log.exception("a query raised and is failed")
             self._fail_query(work, DEFECT)
@@ -125,7 +125,7 @@ class Failures:
         self._answer(request, error)
 
     def _fail_duplicates(self, message: WorkRequest) -> None:
-        """Refuse a poison request, and fail those that are open and have no output."""
+        """Refuse a poison request, and fail equal requests that are open and have no output."""
         poison = self.poison.give_up(message)
         for request in self._router.requests:
             if not request.token_ids and digest(request.message) == poison:

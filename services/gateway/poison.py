@@ -24,7 +24,7 @@ class TokenizerPoison:
         self.suspects: Suspects[Work] = Suspects()
 
     def num_deaths(self, message: WorkRequest) -> int:
-        """Return at how many deaths of tokenizers the same request was the only one."""
+        """Return at how many deaths of tokenizers the same request was their only work."""
         return self.known.num_deaths(digest(message))
 
     def is_poison(self, message: WorkRequest) -> bool:
@@ -70,6 +70,6 @@ class TokenizerPoison:
 
 
 def digest(message: WorkRequest) -> bytes:
-    """Return equal bytes for equal requests, of whichever client."""
+    """Return equal bytes for equal requests, also of different clients."""
     fields = [field for field in message.__struct_fields__ if field not in IGNORED_FIELDS]
     return digest_of(type(message).__name__, [getattr(message, field) for field in fields])

@@ -73,7 +73,7 @@ class Gateway:
     # ---- a turn of the event loop: receive, decide, send ---------------------------------------
 
     def on_clients(self) -> None:
-        """Handle requests; an error is reported to the sender alone."""
+        """Handle clients' requests. A refusal is an error for its sender alone."""
         for client, frame in self.clients.receive():
             model = self.default
             try:
@@ -122,7 +122,7 @@ class Gateway:
         self.clients.deliver_pending()
 
     def after_turn(self) -> None:
-        """Send what is left to be sent. End the process when it has drained."""
+        """Send the output that waits. End the process when it has drained."""
         self.clients.deliver_pending()
         if self.status.for_ready:
             self.status.answer_ready()
@@ -149,7 +149,7 @@ class Gateway:
     def model_of(self, message: ClientRequest) -> Requests:
         """Return the model that a request names, or whose request it aborts. Raises RefusedError.
 
-        The name of the default is removed, another one becomes the model's first name.
+        The name of the default model is removed, another name becomes the first name of its model.
         """
         if isinstance(message, AbortRequest):
             request = self.ledger.get(message.request_id)
@@ -163,7 +163,7 @@ class Gateway:
         return model
 
     def _named_client(self, client: Client, message: ClientRequest) -> Client:
-        """Return the client that a request names. Raises RefusedError where it may name none."""
+        """Return the client that an HTTP server names. Raises RefusedError for other senders."""
         name = getattr(message, "client", None)
         if name is None:
             return client

@@ -1,4 +1,4 @@
-"""Requests: who sent each, what is needed to run it again, and what its client was sent."""
+"""Requests: the client of each, its parameters, its output, and how much was delivered."""
 
 from collections import deque
 from time import monotonic
@@ -123,7 +123,7 @@ class Client(NamedTuple):
 
 
 class GapError(Exception):
-    """A delta that begins after what is known: something between was lost."""
+    """A delta that begins after the known output: the output between was lost."""
 
 
 class Request:
@@ -228,10 +228,10 @@ class Request:
         return TokenizeRequest(request=request, replica=self.replica, **prompt)
 
     def append(self, delta: TextDelta) -> bool:
-        """Add what is new in `delta`; False if nothing is new.
+        """Add the new output of a delta. Return False if nothing is new.
 
-        Every hop may repeat itself, so a delta may begin before what is known. Raises GapError if
-        it begins after that.
+        Every hop may repeat itself, so a delta may begin before the end of the known output. Raises
+        GapError for a delta that begins after that end.
         """
         if delta.attempt != self.attempt:
             return False
@@ -267,7 +267,7 @@ class Request:
         return True
 
     def unsent_replies(self) -> list[Output]:
-        """Return what is to be sent to the client: new output, and the answer if there is one."""
+        """Return the replies to be sent: new output, and the answer if there is one."""
         return [reply for reply in (self.undelivered(), self.answer) if reply]
 
     def undelivered(self) -> TextDelta | None:
@@ -303,7 +303,7 @@ class Request:
 
     @property
     def num_unread_bytes(self) -> int:
-        """About the number of bytes of answers that are kept for the client."""
+        """The bytes of answers that are kept for the client, about."""
         num_tokens = num_chars = num_bytes = 0
         if self.is_stream:
             num_tokens = len(self.token_ids) - self._delivered_tokens

@@ -163,7 +163,7 @@ class Requests:
             self.router.release_everywhere(request_id, attempt)
 
     def on_query_reply(self, message: TokenizerReply) -> None:
-        """Send a tokenizer's reply to the client; the second one of a query is dropped."""
+        """Send a tokenizer's reply to the client; the second reply to a query is dropped."""
         if query := self.queries.end(message.number):
             self._clients.reply(query.client, message.reply)
         if isinstance(message.reply, ErrorReply):

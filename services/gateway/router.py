@@ -74,7 +74,7 @@ class Replica:
 
 
 def _runs_soon(status: SchedulerStatus) -> bool:
-    """Return whether plans can be run, or may be soon, with the KV cache there was."""
+    """Return whether plans can run now or soon, with the KV cache of earlier plans."""
     return status.workers_ready or status.awaits_workers
 
 
@@ -87,7 +87,7 @@ class Router:
         routing: Literal["prefix", "load", "random"],
         first_attempt: int = 0,
     ) -> None:
-        """to_schedulers: one a replica. first_attempt: of this gateway."""
+        """to_schedulers: a channel for each replica. first_attempt: of this gateway."""
         self._replicas = [Replica(index) for index in range(len(to_schedulers))]
         self._to_schedulers = to_schedulers
         self._first_attempt = first_attempt
@@ -96,7 +96,7 @@ class Router:
 
     @property
     def statuses(self) -> list[SchedulerStatus]:
-        """The newest ones; `ready` is False where the replica does not serve this gateway now."""
+        """The newest statuses; `ready` is False where a replica does not serve this gateway now."""
         return [  # without ids of other clients' requests
             replace(replica.status, ready=replica.is_ready, unclaimed=[])
             for replica in self._replicas
@@ -144,7 +144,7 @@ class Router:
         return all(replica.index in replicas or replica.is_silent for replica in self._replicas)
 
     def on_heartbeat(self) -> None:
-        """Count heartbeats, not seconds: a gateway that was stopped itself finds nobody silent."""
+        """Count missed heartbeats, not seconds: after a pause of this process nobody is silent."""
         for replica in self._replicas:
             replica.num_missed += 1
 

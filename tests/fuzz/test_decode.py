@@ -101,9 +101,9 @@ def use_request(message: TokenizedRequest) -> None:
     assert (plan is None) == (sequence.finish_reason is not None)
 
 
-def use_accepted(entry: Request) -> None:
+def use_accepted(accepted: Request) -> None:
     """As gateway and tokenizer do."""
-    frame = msgspec.msgpack.encode(entry.submission())
+    frame = msgspec.msgpack.encode(accepted.submission())
     sent = TO_TOKENIZER.decode(frame)
     assert msgspec.msgpack.encode(sent) == frame  # NaN, which a tool may hold, is equal to nothing
     use_prompt(sent)
@@ -112,14 +112,14 @@ def use_accepted(entry: Request) -> None:
 def use_texts(message: TextDeltas) -> None:
     """As the gateway does; what it keeps, it can submit again."""
     client = Client((b"c",), codec_of(b"{"), Connection(), Share(""))
-    entry = Request(GenerateRequest(prompt="a"), INNER_ID, client)
+    accepted = Request(GenerateRequest(prompt="a"), INNER_ID, client)
     try:
         for delta in message.deltas:
-            entry.append(delta)
+            accepted.append(delta)
     except GapError:
         pass
-    use_prompt(entry.submission())
-    entry.client.codec.encode(entry.reply("stop"))
+    use_prompt(accepted.submission())
+    accepted.client.codec.encode(accepted.reply("stop"))
 
 
 def use_plan(message: BatchPlan) -> None:
