@@ -9,41 +9,58 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, defstruct
+from msgspec.structs import asdict, fields
 
 from penstock.protocol.checkpoint import ModelError, read_bytes, read_json, read_model_config
-from penstock.protocol.messages import sampling as limits
-from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.sampling import LOGITS_NUMBERS, NUMBERS, SamplingParams
+
+# the fields that the pipeline uses: in a request, a number that is None has the model's default
+_File = defstruct(
+    "_File",
+    [
+        ("eos_token_id", int | list[int] | None, None),
+        ("do_sample", bool | None, False),
+        *(
+            (field.name, field.type, None)
+            for field in fields(SamplingParams)
+            if field.name in NUMBERS and field.default is None
+        ),
+    ],
+)
 
 
-class GenerationConfig(Struct, kw_only=True, frozen=True):
-    """The fields of `generation_config.json` that the pipeline uses."""
+class GenerationConfig:
+    """A model's end tokens, and its defaults of the numbers of `SamplingParams`."""
 
-    eos_token_id: int | list[int] | None = None
-    do_sample: bool | None = False
-    temperature: limits.Temperature | None = None
-    top_k: limits.TopK | None = None
-    top_p: limits.TopP | None = None
-    min_p: limits.Share | None = None
-    repetition_penalty: limits.RepetitionPenalty | None = None
+    def __init__(
+        self,
+        eos_token_id: int | list[int] | None = None,
+        do_sample: bool | None = False,
+        **numbers: float | None,
+    ) -> None:
+        """Take the fields of the file; without `do_sample` the model is greedy."""
+        self.eos_token_id = eos_token_id
+        given = {name: number for name, number in numbers.items() if number is not None}
+        if do_sample:
+            self._defaults = NUMBERS | {"temperature": 1.0} | given
+        else:
+            kept = given.keys() & LOGITS_NUMBERS.keys()
+            self._defaults = NUMBERS | {name: given[name] for name in kept}
 
     def fill(self, sampling: SamplingParams) -> None:
         """Put the model's defaults where the request says nothing."""
-        if sampling.temperature is None:
-            own = 1.0 if self.temperature is None else self.temperature
-            sampling.temperature = own if self.do_sample else 0.0
-        for field, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-            if getattr(sampling, field) is None:
-                default = getattr(self, field) if self.do_sample else None
-                setattr(sampling, field, neutral if default is None else default)
-        if sampling.repetition_penalty is None:
-            sampling.repetition_penalty = self.repetition_penalty or 1.0
+        for name, default in self._defaults.items():
+            if getattr(sampling, name) is None:
+                setattr(sampling, name, default)
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
     """All defaults where the file is missing."""
     path = folder / "generation_config.json"
-    return read_json(path, GenerationConfig) if path.exists() else GenerationConfig()
+    return (
+        GenerationConfig(**asdict(read_json(path, _File))) if path.exists() else GenerationConfig()
+    )
 
 
 log = logging.getLogger("checkpoint")

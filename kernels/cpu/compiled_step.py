@@ -19,7 +19,7 @@ from penstock.kernels.cpu.llvm_step import build_step
 from penstock.kernels.cpu.types import PLAN, HeadFields, Matrix, SampleFields, StepFields
 from penstock.kernels.layouts.forward_batch import SMALL_TILE, BatchShape
 from penstock.kernels.layouts.kv_cache import KVCache
-from penstock.kernels.layouts.sampling import SamplingTensors
+from penstock.kernels.layouts.sampling import SamplingTensors, column
 from penstock.kernels.layouts.step import Slots, StepBuffers
 
 Floats = NDArray[np.float32]
@@ -84,8 +84,7 @@ def sample_fields(
         num_rows=len(logits),
         slots=slots.data_ptr(),
         positions=positions.data_ptr(),
-        seeds=by_slot.seeds.data_ptr(),
-        temperature=by_slot.temperature.data_ptr(),
+        parameters=by_slot.parameters.data_ptr(),
         last_token=by_slot.last_token.data_ptr(),
     )
 
@@ -100,8 +99,8 @@ class Restrictions(NamedTuple):
 
     @classmethod
     def of(cls, by_slot: SamplingTensors) -> "Restrictions":
-        """Return arrays in the tensors' memory."""
-        return cls(*(tensor.numpy() for tensor in by_slot[1:5]))
+        """Return views of the slot table."""
+        return cls(*(column(by_slot.parameters, name).numpy() for name in cls._fields))
 
     def by_slot(self) -> NDArray[np.bool_]:
         """Return True for slots whose parameters remove tokens."""
@@ -183,7 +182,7 @@ class DecodeStep:
         """Allocate memory for steps of all slots; the tensors keep their addresses."""
         self._layers, self._step = layers, step
         self._halves = range(2 * num_layers)
-        num_rows, hidden = len(slots.seeds), embedding.shape[1]
+        num_rows, hidden = len(slots.parameters), embedding.shape[1]
         self._shape = BatchShape(num_rows, num_rows, num_rows, 0, SMALL_TILE, 1, 0)
         self._rope, self._kv_caches, self._buffers = rope, kv_caches, buffers
         self._residual = torch.empty(num_rows, hidden)

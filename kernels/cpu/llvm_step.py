@@ -11,7 +11,7 @@ from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.llvm_elementwise import LN2_HIGH, LN2_LOW
 from penstock.kernels.cpu.types import PLAN, SampleFields
 from penstock.kernels.cpu.values import FLOAT, INT32, INT64, Kernel, Pointer, Value, Variable
-from penstock.kernels.layouts.sampling import RUN
+from penstock.kernels.layouts.sampling import NUM_WORDS, RUN, WORD
 from penstock.kernels.layouts.step import APPENDED, PARAMETERS, ROW, StepBuffers
 
 QUARTER = RUN // 4
@@ -173,18 +173,21 @@ def emit_sample_rows(module: ir.Module, target: Target) -> None:
     k = Kernel(module, "sample", "i64", public=True)
     (fields,) = k.arguments
     at = {name: fields + index for index, name in enumerate(SampleFields._fields)}
-    slots, positions, seeds, last, tokens = (
-        at[name].pointer(0, "i64") for name in ("slots", "positions", "seeds", "last_token", "out")
+    slots, positions, last, tokens = (
+        at[name].pointer(0, "i64") for name in ("slots", "positions", "last_token", "out")
     )
-    logits, temperature, thresholds = (
-        at[name].pointer(0, "f32") for name in ("logits", "temperature", "thresholds")
+    logits, numbers, thresholds = (
+        at[name].pointer(0, "f32") for name in ("logits", "parameters", "thresholds")
     )
+    seeds = at["parameters"].pointer(0, "i64")
     with k.range(0, at["num_rows"][0]) as row:
         slot = slots[row]
         with k.when(slot >= 0):
             own = logits + row * at["stride"][0]
-            rest = temperature + slot, thresholds + row, tokens + row
-            k.call(sampler, own, at["vocab_size"][0], seeds[slot], positions[row], *rest)
+            temperature = numbers + (slot * NUM_WORDS + WORD["temperature"])
+            seed = seeds[slot * (NUM_WORDS // 2) + WORD["seed"] // 2]
+            rest = temperature, thresholds + row, tokens + row
+            k.call(sampler, own, at["vocab_size"][0], seed, positions[row], *rest)
             token = tokens[row]
             last[slot] = (token > 0).choose(token, 0)
     k.end()
@@ -246,11 +249,9 @@ class _Plan:
         self._pad(record[0], num_tokens.value, num_keys.value, num_tiles.value)
 
     def _set_parameters(self, entry: Pointer) -> None:
-        slot = entry[0]
-        for index, name in enumerate(("temperature", "top_k", "top_p", "min_p"), 1):
-            self._at(f"slot_{name}", "i32")[slot] = entry[index]  # the bits of fractions
-        seeds = self._at("slot_seeds", "i32")
-        seeds[slot * 2], seeds[slot * 2 + 1] = entry[5], entry[6]  # little-endian
+        words = self._at("slot_parameters", "i32") + entry[0] * NUM_WORDS
+        with self.k.range(0, NUM_WORDS) as word:
+            words[word] = entry[word + 1]
 
     def _tokens(self, row: Pointer) -> None:
         k, out = self.k, self.out

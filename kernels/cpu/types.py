@@ -113,8 +113,7 @@ class SampleFields(NamedTuple):
     num_rows: int
     slots: int
     positions: int
-    seeds: int
-    temperature: int
+    parameters: int  # the slot table
     last_token: int
     thresholds: int = 0  # of each row's scores; -inf: none is removed
     out: int = 0

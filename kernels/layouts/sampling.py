@@ -1,18 +1,56 @@
-"""Sampling parameters and changes to logits on the device, by slot."""
+"""The slot table: numbers by which a row's token is chosen; and changes to logits, by slot."""
 
+from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 # flags of a slot: its row has penalties, a bias, or a bitmask; or the row is left to a second call
-# of `process_logits`
+# of `process_logits` (the largest flag)
 PENALTIES, BIAS, MASK, DEFERRED = 1, 2, 4, 8
-NUM_COLUMNS = 8
-FLAGS, REPETITION, FREQUENCY, PRESENCE = range(4)
-# columns of `LogitsState.parameters`; penalties as the bits of a float32
-NUM_GIVEN, MIN_LENGTH, NUM_BIAS, NUM_LONG_BIAS = range(4, NUM_COLUMNS)
+
+
+class Column(NamedTuple):
+    """A number of each slot."""
+
+    dtype: torch.dtype  # the table has the number's bits
+    neutral: float = 0  # changes nothing
+    removes: bool = False  # another value lets only some of the tokens be drawn
+    flags: int = 0  # of a row with another value
+
+
+# Numbers of `SamplingParams` have the same name here.
+COLUMNS = {
+    "seed": Column(torch.int64),  # key of the sampling noise; the first, so that it is aligned
+    "temperature": Column(torch.float32),  # 0: greedy
+    "top_k": Column(torch.int32, removes=True),  # 0 or less: all tokens
+    "top_p": Column(torch.float32, 1.0, removes=True),
+    "min_p": Column(torch.float32, removes=True),
+    "repetition_penalty": Column(torch.float32, 1.0, flags=PENALTIES),
+    "frequency_penalty": Column(torch.float32, flags=PENALTIES),
+    "presence_penalty": Column(torch.float32, flags=PENALTIES),
+    # what the worker derives
+    "flags": Column(torch.int32),
+    "num_given": Column(torch.int32),  # tokens that the row came with
+    "min_length": Column(torch.int32),  # at positions before it, the long bias applies
+    "num_bias": Column(torch.int32),  # leading entries of the bias that apply always
+    "num_long_bias": Column(torch.int32),  # leading entries of the long bias
+}
+_SIZES = [column.dtype.itemsize // 4 for column in COLUMNS.values()]
+# name → index of its first int32 in a slot's words
+WORD = dict(zip(COLUMNS, accumulate(_SIZES, initial=0), strict=False))
+NUM_WORDS = -(-sum(_SIZES) // 16) * 16  # int32 of a slot: whole cache lines
+_NUMPY: dict[torch.dtype, Any] = {
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float32: np.float32,
+}
+
 MAX_BIAS = 2048  # biased tokens of a row, including its end tokens
 # bias of a forbidden token; finite, so that the token can be drawn if a grammar allows no other
 NEVER = -1e30
@@ -21,31 +59,57 @@ RUN = 4096  # token ids that share a run of 1024 counters of four words each
 
 
 class SamplingTensors(NamedTuple):
-    """Sampling parameters and last tokens by slot, each [num_slots]."""
+    """The slot table and the last tokens."""
 
-    seeds: Tensor  # int64
-    temperature: Tensor  # float32; 0: greedy
-    top_k: Tensor  # int32; 0 or less: all tokens
-    top_p: Tensor  # float32; 1: all tokens
-    min_p: Tensor  # float32; 0: all tokens
-    last_token: Tensor  # int64: `sample` writes the new token here
+    parameters: Tensor  # int32 [num_slots, NUM_WORDS]: COLUMNS
+    last_token: Tensor  # int64 [num_slots]: `sample` writes the new token here
 
 
 class LogitsState(NamedTuple):
-    """Changes to logits by slot, for one rank's shard of the vocabulary. Only flagged slots count.
-
-    The first `NUM_BIAS` entries of a bias apply always. Further ones, up to `NUM_LONG_BIAS`, apply
-    at positions before `MIN_LENGTH`.
-    """
+    """Changes to logits by slot, for one rank's shard of the vocabulary; of flagged slots."""
 
     first_token: int  # token id of the shard's first logit
-    parameters: Tensor  # int32 [num_slots, NUM_COLUMNS]: the columns above
+    parameters: Tensor  # the slot table
     # int32 [num_slots, tokens of the shard]: twice the occurrences in the output, plus 1 if the
     # prompt has the token
     occurrences: Tensor
     bias: Tensor  # int32 [num_slots, 2, MAX_BIAS]: token ids, and values as the bits of a float32
     # int32 [num_slots, ceil(vocab_size / 32)]: bit i of word w allows token 32 w + i
     bitmask: Tensor
+
+
+def make_parameters(num_slots: int, device: torch.device) -> Tensor:
+    """Return a slot table whose slots have no row yet."""
+    return torch.zeros(num_slots, NUM_WORDS, dtype=torch.int32, device=device)
+
+
+def column(parameters: Tensor, name: str) -> Tensor:
+    """Return a view of one number of all slots, [num_slots], in its own type."""
+    begin, dtype = WORD[name], COLUMNS[name].dtype
+    return parameters[:, begin : begin + dtype.itemsize // 4].view(dtype)[:, 0]
+
+
+def write_numbers(words: NDArray[np.int32], numbers: Mapping[str, float]) -> None:
+    """Store numbers, by name, in the words of a slot. Raises ValueError."""
+    for name, number in numbers.items():
+        if name not in COLUMNS:
+            raise ValueError(f"sampling: got {name}, expected {', '.join(COLUMNS)}")
+        begin, dtype = WORD[name], COLUMNS[name].dtype
+        bits = np.array([number], _NUMPY[dtype]).view(np.int32)
+        words[begin : begin + len(bits)] = bits
+
+
+NEUTRAL_WORDS: NDArray[np.int32] = np.zeros(NUM_WORDS, np.int32)  # of a greedy row
+write_numbers(NEUTRAL_WORDS, {name: column.neutral for name, column in COLUMNS.items()})
+
+
+def unrestricted(parameters: Tensor) -> Tensor:
+    """Return a copy of the slot table in which every row may draw all tokens."""
+    copy = parameters.clone()
+    for name, kind in COLUMNS.items():
+        if kind.removes:
+            column(copy, name).fill_(kind.neutral)
+    return copy
 
 
 def shard_size(vocab_size: int, num_ranks: int) -> int:
@@ -57,13 +121,14 @@ def shard_size(vocab_size: int, num_ranks: int) -> int:
 
 
 def make_logits_state(
-    num_slots: int, vocab_size: int, first_token: int, num_tokens: int, device: torch.device
+    parameters: Tensor, vocab_size: int, first_token: int, num_tokens: int
 ) -> LogitsState:
     """Return a state without changes; a CPU allocates a page when a row first writes to it."""
-    empty = partial(torch.empty, dtype=torch.int32, device=device)
+    num_slots = len(parameters)
+    empty = partial(torch.empty, dtype=torch.int32, device=parameters.device)
     return LogitsState(
         first_token,
-        parameters=torch.zeros(num_slots, NUM_COLUMNS, dtype=torch.int32, device=device),
+        parameters,
         occurrences=empty(num_slots, num_tokens),
         bias=empty(num_slots, 2, MAX_BIAS),
         bitmask=empty(num_slots, -(-vocab_size // 32)),

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.layouts.forward_batch import SMALL_TILE, BatchShape, ForwardBatch
-from penstock.kernels.layouts.sampling import SamplingTensors
+from penstock.kernels.layouts.sampling import NUM_WORDS, SamplingTensors, make_parameters
 
 # int32 of the parts of a record; see `penstock.kernels.step.apply_plan`
-HEADER, ROW, APPENDED, PARAMETERS = 8, 8, 3, 8
+HEADER, ROW, APPENDED, PARAMETERS = 8, 8, 3, 1 + NUM_WORDS
 # columns of a record's rows
 SLOT, START, COUNT, FIRST, TOKEN_INDEX, FIRST_KEY, SAMPLING_SLOT, UNUSED = range(ROW)
 
@@ -21,15 +21,11 @@ class Slots(NamedTuple):
     block_tables: Tensor  # int32 [num_slots, max_blocks]
     # int64 [num_slots + 1]: sampled last; the last element takes writes for slot -1
     last_token: Tensor
-    seeds: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor  # [num_slots], as in `SamplingTensors`
+    parameters: Tensor  # the slot table: int32 [num_slots, NUM_WORDS]
 
     def sampling(self) -> SamplingTensors:
         """Return the arguments of `sample` by slot."""
-        return SamplingTensors(*self[2:], last_token=self.last_token[:-1])
+        return SamplingTensors(self.parameters, self.last_token[:-1])
 
 
 class StepBuffers(NamedTuple):
@@ -71,11 +67,7 @@ def make_slots(num_slots: int, max_blocks: int, device: torch.device) -> Slots:
     return Slots(
         block_tables=zeros((num_slots, max_blocks), dtype=torch.int32),
         last_token=zeros(num_slots + 1, dtype=torch.int64),
-        seeds=zeros(num_slots, dtype=torch.int64),
-        temperature=zeros(num_slots, dtype=torch.float32),
-        top_k=zeros(num_slots, dtype=torch.int32),
-        top_p=zeros(num_slots, dtype=torch.float32),
-        min_p=zeros(num_slots, dtype=torch.float32),
+        parameters=make_parameters(num_slots, device),
     )
 
 

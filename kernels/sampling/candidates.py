@@ -6,20 +6,26 @@ token drawn from the whole vocabulary is among all ranks' candidates, unless mor
 drawn (`candidates_suffice`). The host does not wait for the device.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from penstock.kernels.layouts.sampling import SamplingTensors
+from penstock.kernels.layouts.sampling import COLUMNS, SamplingTensors, unrestricted
 from penstock.kernels.sampling.sampling import sample
 
 NUM_LIKELIEST = 64  # candidates of each rank in addition to the drawn token
 NEVER = -1e30  # logit of other tokens; finite, so that sums over such tokens alone are not NaN
 
 
-def candidates_suffice(temperature: float, top_k: int, top_p: float, min_p: float) -> bool:
-    """Return True if the candidates include all tokens that a row may draw, or the winner."""
-    is_restricted = temperature > 0 and (top_k > 0 or top_p < 1 or min_p > 0)
-    return not is_restricted or 0 < top_k <= NUM_LIKELIEST
+def candidates_suffice(numbers: Mapping[str, float]) -> bool:
+    """Return True if the candidates include all tokens that a row may draw, or the winner.
+
+    numbers: the row's, by column, without neutral ones.
+    """
+    is_random = numbers.get("temperature", 0) > 0
+    is_restricted = is_random and any(COLUMNS[name].removes for name in numbers)
+    return not is_restricted or 0 < numbers.get("top_k", 0) <= NUM_LIKELIEST
 
 
 def candidates(
@@ -45,13 +51,10 @@ def candidates(
     # Noise depends on the token id, so that the shard must keep its place in the vocabulary.
     whole = logits.new_full((len(logits), num_ranks * part_size), NEVER)
     whole[:, first : first + part_size] = logits
-    unrestricted = by_slot._replace(
-        top_k=torch.zeros_like(by_slot.top_k),
-        top_p=torch.ones_like(by_slot.top_p),
-        min_p=torch.zeros_like(by_slot.min_p),
-        last_token=torch.empty_like(by_slot.last_token),
+    of_all_tokens = SamplingTensors(
+        unrestricted(by_slot.parameters), torch.empty_like(by_slot.last_token)
     )
-    drawn = sample(whole, slots, positions, unrestricted)
+    drawn = sample(whole, slots, positions, of_all_tokens)
     # A rank without tokens, or a padded row, may draw another rank's token.
     drawn = (drawn[:, None] - first).clamp(0, part_size - 1)
     likeliest = logits.topk(min(NUM_LIKELIEST, part_size)).indices

@@ -12,17 +12,11 @@ from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.layouts.sampling import (
     BIAS,
     DEFERRED,
-    FLAGS,
-    FREQUENCY,
     MASK,
-    MIN_LENGTH,
-    NUM_BIAS,
-    NUM_GIVEN,
-    NUM_LONG_BIAS,
     PENALTIES,
-    PRESENCE,
-    REPETITION,
+    WORD,
     LogitsState,
+    column,
 )
 from penstock.kernels.sampling import penalties
 
@@ -98,33 +92,33 @@ def _process(
     deferred: bool,
 ) -> None:
     """Compute `process_logits` in torch; logits: the shard's."""
-    if not state.parameters.numpy()[:, FLAGS][slots.numpy()].any():
+    of_slots = column(state.parameters, "flags")
+    if not of_slots.numpy()[slots.numpy()].any():
         return  # fast, because most steps end here
-    flags = state.parameters[slots, FLAGS].masked_fill(slots < 0, 0)
+    flags = of_slots[slots].masked_fill(slots < 0, 0)
     if not deferred:
         flags = flags.masked_fill(flags & DEFERRED > 0, 0)
     for row in flags.nonzero().squeeze(1).tolist():
         slot, flag, position = int(slots[row]), int(flags[row]), int(positions[row])
-        parameters = state.parameters[slot]
+        own_slot = state.parameters[slot, None]
+        words = own_slot[0]
         if flag & PENALTIES:
             token = int(newest[row]) - state.first_token
-            if position > parameters[NUM_GIVEN] and 0 <= token < logits.shape[1]:
+            if position > words[WORD["num_given"]] and 0 <= token < logits.shape[1]:
                 state.occurrences[slot, token] += 2
             occurrences = state.occurrences[slot, None]
-            repetition, frequency, presence = (
-                parameters[[REPETITION, FREQUENCY, PRESENCE]].view(torch.float32).unsqueeze(1)
-            )
             logits[row] = penalties.penalize(
                 logits[row, None],
                 occurrences >> 1,
                 occurrences & 1 > 0,
-                repetition=repetition,
-                frequency=frequency,
-                presence=presence,
+                repetition=column(own_slot, "repetition_penalty"),
+                frequency=column(own_slot, "frequency_penalty"),
+                presence=column(own_slot, "presence_penalty"),
             )
         if flag & BIAS:
-            column = NUM_LONG_BIAS if position < parameters[MIN_LENGTH] else NUM_BIAS
-            token_ids, values = state.bias[slot, :, : parameters[column]]
+            is_short = position < words[WORD["min_length"]]
+            number = words[WORD["num_long_bias" if is_short else "num_bias"]]
+            token_ids, values = state.bias[slot, :, :number]
             own = token_ids.long() - state.first_token
             here = (own >= 0) & (own < logits.shape[1])
             logits[row].index_add_(0, own[here], values.view(torch.float32)[here])

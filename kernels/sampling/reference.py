@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.kernels.layouts.sampling import RUN, SamplingTensors
+from penstock.kernels.layouts.sampling import RUN, SamplingTensors, column
 
 NUM_ROUNDS = 10
 _MASK = 0xFFFFFFFF
@@ -106,14 +106,17 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 def sample(logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTensors) -> Tensor:
     """Compute `penstock.kernels.sampling.sampling.sample` on any device."""
     largest, tokens = logits.max(-1)  # NaN counts as the largest number
-    rows = ((slots >= 0) & (by_slot.temperature[slots] > 0)).nonzero().squeeze(1)
+    temperature = column(by_slot.parameters, "temperature")
+    rows = ((slots >= 0) & (temperature[slots] > 0)).nonzero().squeeze(1)
     if rows.numel():
         random = slots[rows]
         # The largest score is 0, so that a tiny temperature does not overflow.
         scores = logits[rows] - largest[rows, None]
-        scores /= by_slot.temperature[random, None]
-        _restrict(scores, by_slot.top_k[random], by_slot.top_p[random], by_slot.min_p[random])
-        scores += gumbel_noise(by_slot.seeds[random], positions[rows], logits.shape[1])
+        scores /= temperature[random, None]
+        limits = (column(by_slot.parameters, name) for name in ("top_k", "top_p", "min_p"))
+        _restrict(scores, *(limit[random] for limit in limits))
+        seeds = column(by_slot.parameters, "seed")[random]
+        scores += gumbel_noise(seeds, positions[rows], logits.shape[1])
         tokens[rows] = scores.argmax(-1)
     tokens.masked_fill_(~largest.isfinite(), -1).masked_fill_(slots < 0, 0)
     active = slots >= 0

@@ -1,14 +1,12 @@
-"""Choice of the next token of each row: greedy, or random with top-k, top-p and min-p."""
+"""Choice of the next token of each row: greedy, or random among the tokens that may be drawn."""
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.back_ends import CHOSEN
-from penstock.kernels.layouts.sampling import SamplingTensors
+from penstock.kernels.layouts.sampling import NUM_WORDS, SamplingTensors
 from penstock.kernels.sampling import reference
-
-_DTYPES = {"seeds": torch.int64, "top_k": torch.int32, "last_token": torch.int64}
 
 
 def sample(
@@ -34,9 +32,11 @@ def sample(
     for name, values in (("slots", slots), ("positions", positions)):
         check_tensor(name, values, (logits.shape[0],), torch.int64)
         check_contiguous(name, values)
-    for name, values in by_slot._asdict().items():
-        check_tensor(name, values, (by_slot.seeds.numel(),), _DTYPES.get(name, torch.float32))
-        check_contiguous(name, values)
+    last_token = by_slot.last_token
+    check_tensor("last_token", last_token, (len(by_slot.parameters),), torch.int64)
+    check_contiguous("last_token", last_token)
+    check_tensor("parameters", by_slot.parameters, (len(last_token), NUM_WORDS), torch.int32)
+    check_contiguous("parameters", by_slot.parameters)
     if out is not None:
         check_tensor("out", out, slots.shape, torch.int64)
         check_contiguous("out", out)

@@ -7,15 +7,32 @@ The unit saves a multiplication, and the winner is the same. For the mapping of 
 import triton
 import triton.language as tl
 
+from penstock.kernels.layouts import sampling as layout
+
 RUN = tl.constexpr(4096)
 QUARTER = tl.constexpr(1024)
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
+NUM_WORDS = tl.constexpr(layout.NUM_WORDS)
+SEED, TEMPERATURE = tl.constexpr(layout.WORD["seed"]), tl.constexpr(layout.WORD["temperature"])
 _COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 _MULTIPLIER_0 = tl.constexpr(0xD2511F53)
 _MULTIPLIER_2 = tl.constexpr(0xCD9E8D57)
 _KEY_STEP_0 = tl.constexpr(0x9E3779B9)
 _KEY_STEP_1 = tl.constexpr(0xBB67AE85)
+
+
+@triton.jit
+def load_float(pointer):
+    """Load an int32 as the float32 of its bits."""
+    return tl.load(pointer).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_seed(slot_ptr):
+    """Load the seed of a slot, whose words begin at the pointer."""
+    low = tl.load(slot_ptr + SEED).to(tl.uint32, bitcast=True).to(tl.int64)
+    return (tl.load(slot_ptr + (SEED + 1)).to(tl.int64) << 32) | low
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.kernels.layouts import sampling as layout
 from penstock.kernels.layouts.sampling import LogitsState
-from penstock.kernels.sampling.triton_gumbel import RUN
+from penstock.kernels.sampling.triton_gumbel import NUM_WORDS, RUN, load_float
 from penstock.kernels.sampling.triton_sampling import summarise_run
 from penstock.kernels.sampling.triton_top_k_top_p import GROUP, GROUPS_PER_RUN
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
@@ -20,11 +20,13 @@ _BIAS_BLOCK = tl.constexpr(256)
 _PENALTIES, _BIAS = tl.constexpr(layout.PENALTIES), tl.constexpr(layout.BIAS)
 _MASK, _DEFERRED = tl.constexpr(layout.MASK), tl.constexpr(layout.DEFERRED)
 _MAX_BIAS = tl.constexpr(layout.MAX_BIAS)
-_NUM_COLUMNS = tl.constexpr(layout.NUM_COLUMNS)
-_REPETITION, _FREQUENCY = tl.constexpr(layout.REPETITION), tl.constexpr(layout.FREQUENCY)
-_PRESENCE, _NUM_GIVEN = tl.constexpr(layout.PRESENCE), tl.constexpr(layout.NUM_GIVEN)
-_MIN_LENGTH = tl.constexpr(layout.MIN_LENGTH)
-_NUM_BIAS, _NUM_LONG_BIAS = tl.constexpr(layout.NUM_BIAS), tl.constexpr(layout.NUM_LONG_BIAS)
+_FLAGS, _NUM_GIVEN = tl.constexpr(layout.WORD["flags"]), tl.constexpr(layout.WORD["num_given"])
+_REPETITION = tl.constexpr(layout.WORD["repetition_penalty"])
+_FREQUENCY = tl.constexpr(layout.WORD["frequency_penalty"])
+_PRESENCE = tl.constexpr(layout.WORD["presence_penalty"])
+_MIN_LENGTH = tl.constexpr(layout.WORD["min_length"])
+_NUM_BIAS = tl.constexpr(layout.WORD["num_bias"])
+_NUM_LONG_BIAS = tl.constexpr(layout.WORD["num_long_bias"])
 
 
 def process(
@@ -86,12 +88,6 @@ def top_logprobs(
 
 
 @triton.jit
-def _float(pointer):
-    """Load an int32 as the float32 of its bits."""
-    return tl.load(pointer).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _penalize(
     logits_ptr, occurrences_ptr, repetition, frequency, presence, ids, exists, newest
 ):  # fmt: skip
@@ -143,8 +139,8 @@ def _process(
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     if slot >= 0:
-        parameters_ptr += slot * _NUM_COLUMNS
-        flags = tl.load(parameters_ptr)
+        parameters_ptr += slot * NUM_WORDS
+        flags = tl.load(parameters_ptr + _FLAGS)
         if not deferred:
             flags = tl.where((flags & _DEFERRED) > 0, 0, flags)
         if flags > 0:
@@ -160,9 +156,9 @@ def _process(
             end = tl.minimum(first + size, num_tokens)
             if (flags & _PENALTIES) > 0:
                 occurrences_ptr += slot * num_tokens
-                repetition = _float(parameters_ptr + _REPETITION)
-                frequency = _float(parameters_ptr + _FREQUENCY)
-                presence = _float(parameters_ptr + _PRESENCE)
+                repetition = load_float(parameters_ptr + _REPETITION)
+                frequency = load_float(parameters_ptr + _FREQUENCY)
+                presence = load_float(parameters_ptr + _PRESENCE)
                 for begin in range(first, end, BLOCK):
                     ids = begin + tl.arange(0, BLOCK)
                     _penalize(

@@ -16,8 +16,27 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.layouts.sampling import SamplingTensors
-from penstock.kernels.sampling.triton_gumbel import LOG2_E, QUARTER, RUN, best, noise, weight, words
-from penstock.kernels.sampling.triton_top_k_top_p import GROUP, GROUPS_PER_RUN, draw, list_groups
+from penstock.kernels.sampling.triton_gumbel import (
+    LOG2_E,
+    NUM_WORDS,
+    QUARTER,
+    RUN,
+    TEMPERATURE,
+    best,
+    load_float,
+    load_seed,
+    noise,
+    weight,
+    words,
+)
+from penstock.kernels.sampling.triton_top_k_top_p import (
+    GROUP,
+    GROUPS_PER_RUN,
+    draw,
+    is_restricted,
+    list_groups,
+    load_limits,
+)
 from penstock.kernels.triton_collectives import Shards, shift
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
@@ -40,7 +59,7 @@ def sample(
         slots.new_empty((num_rows, num_runs), dtype=torch.int32),
         logits.new_empty(num_rows, num_runs * GROUPS_PER_RUN.value),
     )
-    arguments = (logits, logits.stride(0), slots, positions, *by_slot[:-1], *runs)
+    arguments = (logits, logits.stride(0), slots, positions, by_slot.parameters, *runs)
     scan_runs(arguments, vocab_size, Shards(num_runs))
     return finish_rows(arguments, by_slot.last_token, vocab_size, Shards(num_runs), out)
 
@@ -87,16 +106,9 @@ def finish_rows(
 
 
 @triton.jit
-def _is_restricted(temperature, top_k, top_p, min_p, vocab_size: tl.constexpr):
-    """Return True for a random row with top-k, top-p or min-p."""
-    some = ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1) | (min_p > 0)
-    return (temperature > 0) & some
-
-
-@triton.jit
 def _scan_runs(
-    logits_ptr, row_stride, slots_ptr, positions_ptr, seeds_ptr, temperature_ptr, top_k_ptr,
-    top_p_ptr, min_p_ptr, run_best_ptr, run_sum_ptr, run_token_ptr, group_max_ptr,
+    logits_ptr, row_stride, slots_ptr, positions_ptr, parameters_ptr, run_best_ptr, run_sum_ptr,
+    run_token_ptr, group_max_ptr,
     vocab_size: tl.constexpr, first_run: tl.constexpr, runs_per_shard: tl.constexpr,
 ):  # fmt: skip
     """Scan one run of one row in each program; grid (this rank's runs, num_rows)."""
@@ -105,20 +117,19 @@ def _scan_runs(
     run, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     if slot >= 0:
-        temperature = tl.load(temperature_ptr + slot)
-        top_k, top_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot)
-        min_p = tl.load(min_p_ptr + slot)
+        slot_ptr = parameters_ptr + slot * NUM_WORDS
+        temperature = load_float(slot_ptr + TEMPERATURE)
         row_ptr = logits_ptr + row.to(tl.int64) * row_stride - first_run * RUN
         at = row * runs_per_shard + run
         run += first_run
-        if _is_restricted(temperature, top_k, top_p, min_p, vocab_size):
+        if is_restricted(temperature, load_limits(slot_ptr, vocab_size)):
             largest, total = summarise_run(
                 row_ptr, run, temperature, group_max_ptr + at * GROUPS_PER_RUN, vocab_size
             )
             tl.store(run_best_ptr + at, largest)
             tl.store(run_sum_ptr + at, total)
         else:
-            seed, position = tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)
+            seed, position = load_seed(slot_ptr), tl.load(positions_ptr + row)
             score, token = _best_of_run(row_ptr, run, temperature, seed, position, vocab_size)
             tl.store(run_best_ptr + at, score)
             tl.store(run_token_ptr + at, token)
@@ -168,9 +179,8 @@ def summarise_run(row_ptr, run, temperature, group_max_ptr, vocab_size: tl.const
 
 @triton.jit
 def _finish_rows(
-    logits_ptr, row_stride, slots_ptr, positions_ptr, seeds_ptr, temperature_ptr, top_k_ptr,
-    top_p_ptr, min_p_ptr, run_best_ptr, run_sum_ptr, run_token_ptr, group_max_ptr, group_list_ptr,
-    tokens_ptr, last_token_ptr, distances_ptr,
+    logits_ptr, row_stride, slots_ptr, positions_ptr, parameters_ptr, run_best_ptr, run_sum_ptr,
+    run_token_ptr, group_max_ptr, group_list_ptr, tokens_ptr, last_token_ptr, distances_ptr,
     vocab_size: tl.constexpr, num_runs: tl.constexpr, runs_padded: tl.constexpr,
     runs_per_shard: tl.constexpr, num_shards: tl.constexpr, keeps: tl.constexpr,
 ):  # fmt: skip
@@ -183,18 +193,17 @@ def _finish_rows(
         if not keeps:
             tl.store(tokens_ptr + row, 0)
     else:
-        temperature, min_p = tl.load(temperature_ptr + slot), tl.load(min_p_ptr + slot)
-        top_k, top_p = tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot)
+        slot_ptr = parameters_ptr + slot * NUM_WORDS
+        temperature, limits = load_float(slot_ptr + TEMPERATURE), load_limits(slot_ptr, vocab_size)
         runs = tl.arange(0, runs_padded)
         at = row * runs_per_shard + runs
         at += shift(runs, (distances_ptr, runs_per_shard, num_shards), 1)
         run_best = tl.load(run_best_ptr + at, runs < num_runs, other=-float("inf"))
-        if _is_restricted(temperature, top_k, top_p, min_p, vocab_size):
+        if is_restricted(temperature, limits):
             scale = LOG2_E / tl.maximum(temperature, 1e-30)
             largest = tl.max(run_best)
             run_sum = tl.load(run_sum_ptr + at, runs < num_runs, other=0.0)
             total = tl.sum(run_sum * weight(run_best, largest, scale))
-            top_k = tl.where(top_k < vocab_size, top_k, 0)
             list_ptr = group_list_ptr + row * num_runs * GROUPS_PER_RUN
             token = tl.full((), -1, tl.int32)
             if total > 0:  # False for NaN, and if every token is forbidden
@@ -202,7 +211,7 @@ def _finish_rows(
                     group_max_ptr + row * runs_per_shard * GROUPS_PER_RUN,
                     list_ptr,
                     (largest, scale, total),
-                    (top_k, top_p, min_p),
+                    limits,
                     (distances_ptr, runs_per_shard, num_shards),
                     num_runs * GROUPS_PER_RUN,
                     runs_padded * GROUPS_PER_RUN,
@@ -214,8 +223,8 @@ def _finish_rows(
                     ),
                     (list_ptr, num_listed),
                     (largest, scale, total),
-                    (top_k, top_p, min_p),
-                    (tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)),
+                    limits,
+                    (load_seed(slot_ptr), tl.load(positions_ptr + row)),
                     vocab_size,
                 )
         else:

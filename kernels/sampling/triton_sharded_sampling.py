@@ -72,7 +72,7 @@ class ShardedSampler:
         if not num_rows:
             return slots.new_empty(0)
         rows = (self._logits, self._logits.stride(0), slots, positions)
-        arguments = (*rows, *by_slot[:-1], *self._runs)
+        arguments = (*rows, by_slot.parameters, *self._runs)
         scan_runs(arguments, self._vocab_size, self._shards)
         barrier()
         return finish_rows(arguments, by_slot.last_token, self._vocab_size, self._shards)

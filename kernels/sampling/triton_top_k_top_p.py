@@ -12,14 +12,32 @@ is the winner among the tokens that `penstock.kernels.sampling.reference.keep_to
 import triton
 import triton.language as tl
 
-from penstock.kernels.sampling.triton_gumbel import RUN, best, noise_of, weight
+from penstock.kernels.layouts.sampling import WORD
+from penstock.kernels.sampling.triton_gumbel import RUN, best, load_float, noise_of, weight
 from penstock.kernels.triton_collectives import shift
 
 GROUP = tl.constexpr(32)
 GROUPS_PER_RUN = tl.constexpr(RUN.value // GROUP.value)
 _TILE = tl.constexpr(128)  # groups read at a time
 _LOWEST = tl.constexpr(-(2**31))
+_TOP_K, _TOP_P = tl.constexpr(WORD["top_k"]), tl.constexpr(WORD["top_p"])
+_MIN_P = tl.constexpr(WORD["min_p"])
 _NO_GROUP = tl.constexpr(2**25)  # a group whose token ids exceed any vocabulary
+
+
+@triton.jit
+def load_limits(slot_ptr, vocab_size: tl.constexpr):
+    """Load top_k (0: all), top_p and min_p of a slot, whose words begin at the pointer."""
+    top_k = tl.load(slot_ptr + _TOP_K)
+    top_k = tl.where(top_k < vocab_size, top_k, 0)
+    return top_k, load_float(slot_ptr + _TOP_P), load_float(slot_ptr + _MIN_P)
+
+
+@triton.jit
+def is_restricted(temperature, limits):
+    """Return True for a random row with top-k, top-p or min-p."""
+    top_k, top_p, min_p = limits
+    return (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
 
 
 @triton.jit
@@ -34,8 +52,8 @@ def list_groups(
 ):
     """List the groups that may contain a kept token, ascending; return their number.
 
-    softmax: the largest logit, the scale of logits, the sum of all weights. limits: top_k (0: all),
-    top_p, min_p. shards: as for `shift`.
+    softmax: the largest logit, the scale of logits, the sum of all weights. limits: as
+    `load_limits` returns them. shards: as for `shift`.
     """
     largest, scale, total = softmax
     top_k, top_p, min_p = limits

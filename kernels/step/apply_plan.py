@@ -10,8 +10,8 @@ parameters stay on the device, by slot. The record:
   slot again if the row samples (otherwise -1), 0. For a row that decodes, the index among the
   prefill tokens is -1 for the token sampled last, or -2 - index;
 - appended [num_appended, 3]: slot, column of its block table, block id;
-- parameters [num_added, 8]: slot, temperature, top_k, top_p, min_p, seed (low, high word), 0;
-  fractions as the bits of a float32;
+- parameters [num_added, 1 + NUM_WORDS]: slot, and its words in the slot table
+  (`penstock.kernels.layouts.sampling.COLUMNS`);
 - prefill token ids.
 """
 

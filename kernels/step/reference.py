@@ -18,14 +18,8 @@ def apply_changes(record: Tensor, slots: Slots) -> None:
         slots.block_tables.numpy()[appended[:, 0], appended[:, 1]] = appended[:, 2]
     if num_added:
         end = parameters_at + num_added * PARAMETERS
-        parameters = np.ascontiguousarray(data[parameters_at:end].reshape(-1, PARAMETERS).T)
-        slot, temperature, top_k, top_p, min_p = parameters[:5]
-        slots.temperature.numpy()[slot] = temperature.view(np.float32)
-        slots.top_k.numpy()[slot] = top_k
-        slots.top_p.numpy()[slot] = top_p.view(np.float32)
-        slots.min_p.numpy()[slot] = min_p.view(np.float32)
-        seeds = np.ascontiguousarray(parameters[5:7].T).view(np.int64)
-        slots.seeds.numpy()[slot] = seeds[:, 0]
+        entries = data[parameters_at:end].reshape(-1, PARAMETERS)
+        slots.parameters.numpy()[entries[:, 0]] = entries[:, 1:]
 
 
 def make_rows(

@@ -5,11 +5,13 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.layouts.forward_batch import BatchShape
+from penstock.kernels.layouts.sampling import NUM_WORDS
 from penstock.kernels.layouts.step import Slots, StepBuffers
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 NUM_PROGRAMS = 16  # programs of `_apply_changes`
 BLOCK = 256
+_NUM_WORDS = tl.constexpr(NUM_WORDS)
 
 
 @triton.jit
@@ -27,34 +29,25 @@ def _append_blocks(record, block_tables, max_blocks, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _set_parameters(record, seeds, temperature, top_k, top_p, min_p, BLOCK: tl.constexpr):
-    num_added, parameters_at = tl.load(record + 2), tl.load(record + 5)
+def _set_parameters(record, parameters, BLOCK: tl.constexpr):
+    num_words, parameters_at = tl.load(record + 2) * _NUM_WORDS, tl.load(record + 5)
     stride = tl.num_programs(0) * BLOCK
-    for begin in range(tl.program_id(0) * BLOCK, num_added, stride):
-        entry = begin + tl.arange(0, BLOCK)
-        exists = entry < num_added
-        source = record + parameters_at + entry * 8
-        slot = tl.load(source, exists, 0)
-        bits = tl.load(source + 1, exists, 0)
-        tl.store(temperature + slot, bits.to(tl.float32, bitcast=True), exists)
-        tl.store(top_k + slot, tl.load(source + 2, exists, 0), exists)
-        bits = tl.load(source + 3, exists, 0)
-        tl.store(top_p + slot, bits.to(tl.float32, bitcast=True), exists)
-        bits = tl.load(source + 4, exists, 0)
-        tl.store(min_p + slot, bits.to(tl.float32, bitcast=True), exists)
-        low = tl.load(source + 5, exists, 0).to(tl.uint32, bitcast=True).to(tl.int64)
-        high = tl.load(source + 6, exists, 0).to(tl.int64)
-        tl.store(seeds + slot, (high << 32) | low, exists)
+    for begin in range(tl.program_id(0) * BLOCK, num_words, stride):
+        index = begin + tl.arange(0, BLOCK)
+        exists = index < num_words
+        word = index % _NUM_WORDS
+        source = record + parameters_at + index // _NUM_WORDS * (1 + _NUM_WORDS)
+        slot = tl.load(source, exists, 0).to(tl.int64)
+        value = tl.load(source + 1 + word, exists, 0)
+        tl.store(parameters + slot * _NUM_WORDS + word, value, exists)
 
 
 @triton.jit
-def _apply_changes(
-    record, block_tables, seeds, temperature, top_k, top_p, min_p, max_blocks, BLOCK: tl.constexpr
-):
+def _apply_changes(record, block_tables, parameters, max_blocks, BLOCK: tl.constexpr):
     launch_dependents()
     wait()
     _append_blocks(record, block_tables, max_blocks, BLOCK)
-    _set_parameters(record, seeds, temperature, top_k, top_p, min_p, BLOCK)
+    _set_parameters(record, parameters, BLOCK)
 
 
 @triton.jit
@@ -200,9 +193,8 @@ def apply_plan(
     """Compute `penstock.kernels.step.apply_plan.apply_plan` in two launches."""
     max_blocks = slots.block_tables.shape[1]
     _apply_changes[(NUM_PROGRAMS,)](
-        record, slots.block_tables, slots.seeds, slots.temperature, slots.top_k, slots.top_p,
-        slots.min_p, max_blocks, BLOCK=BLOCK, num_warps=2, **LAUNCH,
-    )  # fmt: skip
+        record, slots.block_tables, slots.parameters, max_blocks, BLOCK=BLOCK, num_warps=2, **LAUNCH
+    )
     _make_rows[(shape.num_rows,)](
         record, slots.block_tables, slots.last_token, *buffers, max_blocks, block_size,
         shape.num_rows, shape.num_tokens, shape.num_tiles, TILE=shape.tile_size, BLOCK=BLOCK,

@@ -47,6 +47,7 @@ from penstock.launch.pipeline.target import LocalClient, check_no_options, targe
 from penstock.protocol.client.session import Answer
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ErrorReply, GenerateReply, GenerateRequest
+from penstock.protocol.messages.sampling import SAMPLER_NUMBERS
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 
 WARM_UP_TOKENS = 16
@@ -110,9 +111,8 @@ class Meter:
         """Connect. Every request has the sampling parameters: the model may have other defaults."""
         name = pipeline.config.name if pipeline.config else None
         self.client = LocalClient(pipeline.endpoint, name, pipeline.keys)
-        sampling = ("temperature", "top_k", "top_p")
-        self.sampling: dict[str, Any] = {name: getattr(options, name) for name in sampling}
-        self.sampling["min_p"] = 0.0
+        given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+        self.sampling: dict[str, Any] = {**SAMPLER_NUMBERS, **given}
         self.report = self.client.status(wait=True)  # of the last idle moment
 
     def __enter__(self) -> Self:

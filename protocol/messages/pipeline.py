@@ -25,7 +25,7 @@ from penstock.protocol.messages.structured import Reasoning
 from penstock.protocol.messages.supervisor import SupervisorReport
 
 log = logging.getLogger(__name__)
-PROTOCOL_VERSION = 15  # of the messages in this folder; those that register a process carry it
+PROTOCOL_VERSION = 16  # of the messages in this folder; those that register a process carry it
 
 
 class Heartbeat(Struct, tag=True):

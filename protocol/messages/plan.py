@@ -33,13 +33,11 @@ MAX_SLOTS = 1 << (31 - BLOCK_BITS)
 class RowExtras(Struct, array_like=True):
     """Options that few rows have: logits processing and logprobs.
 
-    Filled by the scheduler; used by rank 0 only.
+    Filled by the scheduler. Rows with LOGITS_NUMBERS of `penstock.protocol.messages.sampling` have
+    extras, too.
     """
 
     num_prompt_tokens: int  # of the row's prefill tokens; the others are output
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     min_tokens: int = 0  # of output, before which none of `end_token_ids` may be drawn
     end_token_ids: list[int] = []  # EOS, unless it is ignored, and the row's stop tokens
@@ -66,11 +64,10 @@ class RowAdded(Struct, PackedLists, array_like=True):
     token_ids: bytes  # prefill tokens: the prompt and what was generated before: int32 [num_tokens]
     block_ids: bytes  # its block table: int32 [num_blocks], room for every prefill token
     num_computed_tokens: int  # leading tokens whose KV is in the blocks already (prefix cache)
-    temperature: float
-    top_k: int  # 0: all
-    top_p: float
-    min_p: float
-    seed: int  # int64, key of the sampling noise
+    # by name, the NUMBERS of `penstock.protocol.messages.sampling` that are not neutral: each has a
+    # column in the worker's slot table
+    sampling: dict[str, float] = {}
+    seed: int = 0  # int64, key of the sampling noise
     extras: RowExtras | None = None
 
 

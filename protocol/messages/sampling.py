@@ -116,3 +116,26 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
         StructuredOutputs | None,
         Meta(description="JSON schema, regex, choice or grammar that the text must match"),
     ] = None
+
+    def numbers(self) -> dict[str, float]:
+        """Return the NUMBERS that are not neutral, by name."""
+        given = {name: getattr(self, name) for name in NUMBERS}
+        if given["top_k"] == -1:  # as 0
+            del given["top_k"]
+        return {
+            name: number
+            for name, number in given.items()
+            if number is not None and number != NUMBERS[name]
+        }
+
+
+# Numbers that the worker keeps for each slot, and the value of each that changes nothing: those by
+# which the sampler chooses tokens, and those that change logits before. Rows with the latter are
+# not drafted.
+SAMPLER_NUMBERS: dict[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+LOGITS_NUMBERS: dict[str, float] = {
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+NUMBERS = SAMPLER_NUMBERS | LOGITS_NUMBERS

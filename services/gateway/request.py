@@ -22,7 +22,7 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.pipeline import TokenizedRequest, TokenizeRequest
-from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.sampling import NUMBERS, SamplingParams
 from penstock.protocol.messages.status import Metrics, RequestTimes
 from penstock.protocol.tokenizer_file import GenerationConfig
 from penstock.protocol.transport.event_loop import Timer
@@ -30,15 +30,7 @@ from penstock.protocol.transport.event_loop import Timer
 TOKEN_BYTES = 8  # bytes that a token id counts for, in memory and in messages
 TEXT_BYTES = 4  # bytes of text that count as a token, until a tokenizer has counted the tokens
 # parameters of a request with `pooling`, whose logits nothing may change
-POOLED = SamplingParams(
-    max_tokens=1,
-    temperature=0.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    speculative=False,
-)
+POOLED = msgspec.convert({**NUMBERS, "max_tokens": 1, "speculative": False}, SamplingParams)
 _LOGPROB_BYTES = 256  # bytes that one `Logprob` counts for: four objects and their struct
 DEFAULTS = GenerationConfig()
 NO_DELTA = TextDelta(request_id="", token_offset=0, char_offset=0, token_ids=[], text="")

@@ -14,6 +14,7 @@ from penstock.protocol.messages.plan import (
     RowExtras,
     SampledTokens,
 )
+from penstock.protocol.messages.sampling import LOGITS_NUMBERS
 from penstock.services.scheduler.sequence import Sequence
 
 MIN_PLANS = 2  # minimum in flight; with fewer, the GPU waits for the host
@@ -101,28 +102,23 @@ class PlanBuilder:
 
 def row_of(sequence: Sequence) -> RowAdded:
     """Return the row of a sequence in the persistent batch, for the workers."""
-    sampling = sequence.sampling
+    numbers = sequence.sampling.numbers()
     return RowAdded(
         slot=sequence.slot,
         token_ids=sequence.packed_token_ids(),
         block_ids=pack(sequence.block_table),
         num_computed_tokens=sequence.num_planned_tokens,
-        temperature=sampling.temperature or 0.0,
-        top_k=max(0, sampling.top_k or 0),
-        top_p=1.0 if sampling.top_p is None else sampling.top_p,
-        min_p=sampling.min_p or 0.0,
+        sampling=numbers,
         seed=sequence.seed,
-        extras=_extras(sequence),
+        extras=_extras(sequence, is_changed=not LOGITS_NUMBERS.keys().isdisjoint(numbers)),
     )
 
 
-def _extras(sequence: Sequence) -> RowExtras | None:
+def _extras(sequence: Sequence, *, is_changed: bool) -> RowExtras | None:
+    """Return the extras of a row, or None; is_changed: the row has LOGITS_NUMBERS."""
     sampling, needs_prompt_logprobs = sequence.sampling, sequence.needs_prompt_logprobs
     extras = RowExtras(
         num_prompt_tokens=sequence.num_prompt_tokens,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty or 1.0,
         logit_bias=sampling.logit_bias,
         min_tokens=sampling.min_tokens,
         num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
@@ -132,7 +128,7 @@ def _extras(sequence: Sequence) -> RowExtras | None:
         bad_words=sequence.bad_words,
         pooling=sequence.pooling,
     )
-    if extras == RowExtras(sequence.num_prompt_tokens):
+    if not is_changed and extras == RowExtras(sequence.num_prompt_tokens):
         return None
     extras.end_token_ids = sorted(sequence.stop_token_ids)
     if sampling.structured_outputs:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.layouts.sampling import DEFERRED
+from penstock.kernels.layouts.sampling import DEFERRED, column
 from penstock.kernels.layouts.step import COUNT, FIRST, SLOT, Slots
 from penstock.kernels.sampling.candidates import candidates_suffice
 from penstock.kernels.sampling.logits import apply_bitmask, process_logits
@@ -130,8 +130,10 @@ class LogitsProcessor:
         self._slots = slots
         self._device = slots.last_token.device
         self._vocab_size = vocab_size
-        num_slots, shard = len(slots.seeds), (model.head.start, model.head.stop)
-        self._changes = LogitsChanges(num_slots, vocab_size, *shard, self._device)
+        num_slots = len(slots.parameters)
+        self._changes = LogitsChanges(
+            slots.parameters, vocab_size, model.head.start, model.head.stop
+        )
         self.state = self._changes.state
         self._masks = TokenMasks(num_slots, vocab_size, self._device) if grammars else None
         # by slot; False without a row
@@ -144,17 +146,20 @@ class LogitsProcessor:
     def clear(self) -> None:
         self._remove(list(self.rows))
 
-    def apply(self, plan: BatchPlan) -> None:
-        """Remove and add rows. Raises ValueError for an invalid plan."""
+    def apply(self, plan: BatchPlan) -> dict[int, ProcessedRow]:
+        """Remove and add rows; return the new ones by slot. Raises ValueError for an invalid plan.
+
+        The caller writes their numbers to the slot table.
+        """
         if self.rows:
             self._remove([slot for slot in unpack(plan.removed) if slot in self.rows])
         added = {}
         for row in plan.added:
-            parameters = row.temperature, row.top_k, row.top_p, row.min_p
-            is_deferred = self._model.tp.spans_nodes and not candidates_suffice(*parameters)
+            is_deferred = self._model.tp.spans_nodes and not candidates_suffice(row.sampling)
             if row.extras or is_deferred:
                 added[row.slot] = self._add(row, is_deferred)
         self._changes.add(added)
+        return added
 
     def follow(self, tokens: Callable[[], list[int]]) -> None:
         """Take the launched step's tokens, for which `tokens` waits, before the next step."""
@@ -187,7 +192,6 @@ class LogitsProcessor:
             if row.extras.structured_outputs and self.grammars:
                 self.grammars.remove(slot)
         self._traits[slots] = False
-        self._changes.remove(slots)
 
     def handles(self, rows: Rows) -> bool:
         """Return True if `run` has to be called after a step of these rows."""
@@ -231,7 +235,9 @@ class LogitsProcessor:
         logits: this rank's shard. tokens: of the rows, as drawn from all tokens; on rank 0, the
         result. slots, positions, newest: as for `process_logits`.
         """
-        slots = self._changes.deferred[slots]
+        # -1 stays what it is: the last slot's flags don't matter
+        flags = column(self.state.parameters, "flags")[slots]
+        slots = slots.masked_fill(flags < DEFERRED, -1)
         process_logits(logits, slots, positions, newest, self.state, deferred=True)
         joined = self._model.head.join(logits)
         if joined is not None and self._masks:

@@ -168,7 +168,9 @@ class ModelRunner:
         may_process = any(row.extras for row in plan.added) or self._model.tp.spans_nodes
         if may_process or self.logits_processor.rows:
             with torch.inference_mode():
-                self.logits_processor.apply(plan)
+                processed = self.logits_processor.apply(plan)
+            for slot, row in processed.items():
+                self._batch.set_numbers(slot, row.numbers())
         rows = self._batch.advance(plan.chunks, plan.drafts)
         if rows is None:
             return LaunchedStep.finished([])

@@ -5,7 +5,7 @@ tokens to a row. The tensors of the model and the sampler stay on the device; ea
 with the record that `penstock.kernels.step.apply_plan` describes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.kernels.layouts import step as layout
 from penstock.kernels.layouts.forward_batch import SMALL_TILE, BatchShape, tile_size
+from penstock.kernels.layouts.sampling import NEUTRAL_WORDS, write_numbers
 from penstock.kernels.layouts.step import APPENDED, HEADER, PARAMETERS, ROW
 from penstock.protocol.messages.plan import BLOCK_BITS, MAX_BLOCKS, BatchPlan, RowAdded
 
@@ -38,7 +39,7 @@ class Changes(NamedTuple):
     """Changes of slots, sent with the next record."""
 
     appended: list[Record]  # (slot, column, block id)
-    parameters: list[Record]  # sampling parameters
+    parameters: dict[int, Record]  # slot → the slot, and its words in the slot table
 
     def clear(self) -> None:
         self.appended.clear()
@@ -46,20 +47,21 @@ class Changes(NamedTuple):
 
     def forget(self, slots: Integers) -> None:
         """Drop the changes of slots whose rows leave."""
-        self.parameters[:] = [entry for entry in self.parameters if entry[0] not in slots]
+        for slot in slots.tolist():
+            self.parameters.pop(slot, None)
         entries = [appended.reshape(-1, APPENDED) for appended in self.appended]
         self.appended[:] = [entry[~np.isin(entry[:, 0], slots)].ravel() for entry in entries]
 
 
 def make_record(num_rows: int, changes: Changes, token_ids: list[Record]) -> tuple[Record, Record]:
     """Return a record with all parts except the rows, and the rows to be filled, [num_rows, 8]."""
-    parts = *changes.appended, *changes.parameters, *token_ids
+    parts = *changes.appended, *changes.parameters.values(), *token_ids
     num_appended = sum(map(len, changes.appended))
-    num_parameters = sum(map(len, changes.parameters))
+    num_parameters = len(changes.parameters) * PARAMETERS
     end = HEADER + num_rows * ROW
     record: Record = np.empty(end + sum(map(len, parts)), np.int32)
     record[:HEADER] = (
-        *(num_rows, num_appended // APPENDED, num_parameters // PARAMETERS, HEADER),
+        *(num_rows, num_appended // APPENDED, len(changes.parameters), HEADER),
         *(end, end + num_appended, end + num_appended + num_parameters, 0),
     )
     if parts:
@@ -79,7 +81,7 @@ class DecodingRows:
         self._order = np.arange(num_rows)
         self.steps_left = 0  # steps for which the rows' blocks are known to have room
         self._longest = int(lengths.max())
-        self._record, rows = make_record(num_rows, Changes([], []), [])
+        self._record, rows = make_record(num_rows, Changes([], {}), [])
         rows[:, layout.SLOT] = rows[:, layout.SAMPLING_SLOT] = slots
         rows[:, layout.START], rows[:, layout.COUNT] = lengths - 1, 1
         rows[:, layout.FIRST], rows[:, layout.TOKEN_INDEX] = self._order, -1
@@ -117,15 +119,6 @@ def shape_of(counts: Integers, num_decode: int, max_seqlen_k: int) -> BatchShape
         max_seqlen_q=longest,
         max_seqlen_k=max_seqlen_k,
     )
-
-
-def parameters_of(row: RowAdded) -> Record:
-    """Return the sampling parameters of a row."""
-    entry = np.zeros(PARAMETERS, np.int32)
-    entry[0], entry[2] = row.slot, row.top_k
-    entry[[1, 3, 4]] = np.array([row.temperature, row.top_p, row.min_p], np.float32).view(np.int32)
-    entry[5:7] = np.array([row.seed], "<i8").view(np.int32)
-    return entry
 
 
 def integers(data: bytes) -> Integers:
@@ -218,7 +211,7 @@ class PersistentBatch:
         self._is_paused = np.zeros(num_slots, np.bool_)
         # prefill tokens of the rows that have not computed all of them
         self._prefill_tokens: dict[int, Record] = {}
-        self._changes = Changes([], [])
+        self._changes = Changes([], {})
         # of the last step; None: rows have come, left or changed since
         self._decoding_rows: DecodingRows | None = None
 
@@ -243,6 +236,10 @@ class PersistentBatch:
         if plan.appended:
             appended = integers(plan.appended)
             self._append(appended >> BLOCK_BITS, appended & (MAX_BLOCKS - 1))
+
+    def set_numbers(self, slot: int, numbers: Mapping[str, float]) -> None:
+        """Set some columns of the slot of a row that the last plan added. Raises ValueError."""
+        write_numbers(self._changes.parameters[slot][1:], numbers)
 
     def advance(self, chunks: bytes, drafts: bytes = b"") -> Rows | None:
         """Return the next step, or None without any rows; the rows count as computed.
@@ -323,7 +320,8 @@ class PersistentBatch:
         self._is_paused[slot] = False
         self._num_row_blocks[slot] = 0
         self._prefill_tokens[slot] = token_ids.astype(np.int32)
-        self._changes.parameters.append(parameters_of(row))
+        self._changes.parameters[slot] = np.concatenate([[np.int32(slot)], NEUTRAL_WORDS])
+        self.set_numbers(slot, {"seed": row.seed, **row.sampling})
         return block_ids
 
     def _append(self, slots: Integers, block_ids: Integers) -> None:

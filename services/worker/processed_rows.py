@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from penstock.kernels.layouts.sampling import (
     BIAS,
+    COLUMNS,
     DEFERRED,
-    FLAGS,
     MASK,
     MAX_BIAS,
     NEVER,
-    NUM_COLUMNS,
     PENALTIES,
     make_logits_state,
 )
@@ -23,7 +23,6 @@ from penstock.protocol.messages.plan import RowAdded, RowExtras
 from penstock.services.worker.launched_step import integers_to_device, to_device
 
 Bitmask = NDArray[np.int32]  # int32 [..., num_words]: bit i of word w is token 32 w + i
-NO_PENALTIES = 1.0, 0.0, 0.0
 
 
 class ProcessedRow:
@@ -51,16 +50,12 @@ class ProcessedRow:
         if biased:
             ids, values = zip(*biased[:MAX_BIAS], strict=True)
             self.bias[:] = ids, np.array(values, np.float32).view(np.int32)
-        self._penalties = (
-            extras.repetition_penalty,
-            extras.frequency_penalty,
-            extras.presence_penalty,
-        )
-        self.flags = PENALTIES * (self._penalties != NO_PENALTIES) + BIAS * (self.bias.size > 0)
-        self.flags += MASK * (self.mask is not None)
+        self.flags = BIAS * (self.bias.size > 0) | MASK * (self.mask is not None)
+        for name in row.sampling:
+            self.flags |= COLUMNS[name].flags
         # logprobs are of the raw logits, which `process_logits` overwrites
         if is_deferred or self.needs_tokens or (self.flags and extras.num_logprobs >= 0):
-            self.flags += DEFERRED
+            self.flags |= DEFERRED
 
     def _check(self, vocab_size: int) -> None:
         for name in "logit_bias", "allowed_token_ids":
@@ -87,14 +82,17 @@ class ProcessedRow:
         """True if the host must know each token of the row before the next is drawn."""
         return self.has_bad_words or self.extras.structured_outputs is not None
 
-    def parameters(self) -> NDArray[np.int32]:
-        """Return the row's `LogitsState.parameters`."""
+    def numbers(self) -> dict[str, int]:
+        """Return what the row has in the slot table in addition to its sampling parameters."""
         extras = self.extras
-        penalties = np.array(self._penalties, np.float32).view(np.int32)
-        # no sequence is as long as an int32 can count
-        min_length = min(extras.num_prompt_tokens + extras.min_tokens, 2**31 - 1)
-        numbers = len(self.token_ids), min_length, len(extras.logit_bias), self.bias.shape[1]
-        return np.array([self.flags, *penalties, *numbers], np.int32)
+        return {
+            "flags": self.flags,
+            "num_given": len(self.token_ids),
+            # no sequence is as long as an int32 can count
+            "min_length": min(extras.num_prompt_tokens + extras.min_tokens, 2**31 - 1),
+            "num_bias": len(extras.logit_bias),
+            "num_long_bias": self.bias.shape[1],
+        }
 
     def occurrences(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return token ids and summands of `LogitsState.occurrences`."""
@@ -154,27 +152,15 @@ NO_TAG = -2  # neither a token nor a failed row
 class LogitsChanges:
     """The `LogitsState` of one rank's shard, which the step's CUDA graph applies."""
 
-    def __init__(
-        self, num_slots: int, vocab_size: int, start: int, stop: int, device: torch.device
-    ) -> None:
-        """Allocate the state; start, stop: token ids of the shard."""
-        self.state = make_logits_state(num_slots, vocab_size, start, stop - start, device)
-        # by slot: the slot if its row is deferred, otherwise -1; the last element: for slot -1
-        self.deferred = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=device)
-        self._parameters = np.zeros((num_slots, NUM_COLUMNS), np.int32)
-        self._start, self._stop, self._device = start, stop, device
-
-    def remove(self, slots: list[int]) -> None:
-        """Leave the logits of these slots as they are."""
-        if self._parameters[slots, 0].any():
-            self._parameters[slots, 0] = 0
-            self._copy_parameters()
+    def __init__(self, parameters: Tensor, vocab_size: int, start: int, stop: int) -> None:
+        """Allocate the state; parameters: the slot table; start, stop: token ids of the shard."""
+        self.state = make_logits_state(parameters, vocab_size, start, stop - start)
+        self._start, self._stop, self._device = start, stop, parameters.device
 
     def add(self, rows: dict[int, ProcessedRow]) -> None:
         """Copy the changes of new rows, slot → row, to the device."""
         where, summands = [], []
         for slot, row in rows.items():
-            self._parameters[slot] = row.parameters()
             if row.bias.size:
                 self.state.bias[slot, :, : row.bias.shape[1]] = to_device(row.bias, self._device)
             if row.mask is not None:
@@ -186,18 +172,10 @@ class LogitsChanges:
                 begin = slot * (self._stop - self._start) - self._start
                 where.append(token_ids[own] + begin)
                 summands.append(some[own])
-        if rows:
-            self._copy_parameters()
         if where:
             (index,) = integers_to_device([np.concatenate(where)], self._device)
             values = to_device(np.concatenate(summands), self._device)
             self.state.occurrences.view(-1).index_add_(0, index, values)
-
-    def _copy_parameters(self) -> None:
-        self.state.parameters.copy_(to_device(self._parameters.copy(), self._device))
-        is_deferred = self._parameters[:, FLAGS] & DEFERRED > 0
-        slots = np.where(is_deferred, np.arange(len(is_deferred)), -1)
-        self.deferred[:-1].copy_(to_device(slots, self._device))
 
 
 class TokenMasks:

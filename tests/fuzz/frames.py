@@ -129,7 +129,6 @@ OPENED = StreamOpened(
 )
 EXTRAS = RowExtras(
     num_prompt_tokens=6,
-    presence_penalty=0.5,
     logit_bias={52: 1.5},
     min_tokens=1,
     end_token_ids=[258],
@@ -139,7 +138,8 @@ EXTRAS = RowExtras(
     bad_words=[[52, 50], [55]],
 )
 POOLED = StreamOpened(2, INNER_ID, 0, b"", b"", finish_reason="stop", pooled=bytes(8))
-ROW = RowAdded(0, pack(PROMPT), pack([0]), 0, 1.0, 5, 0.9, 0.1, 3, EXTRAS)
+NUMBERS = {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 0.5}
+ROW = RowAdded(0, pack(PROMPT), pack([0]), 0, NUMBERS, 3, EXTRAS)
 
 MESSAGES: dict[str, list[Struct]] = {
     "Request": [

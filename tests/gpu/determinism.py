@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.kernels.layouts.sampling import column
 from penstock.launch.pipeline.options import add_options, given_options
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
@@ -49,7 +50,7 @@ class Recorder:
     """Digests of the logits of an engine's steps, made on the device."""
 
     def __init__(self, engine: Engine) -> None:
-        self._seeds = engine.runner._slots.seeds
+        self._seeds = column(engine.runner._slots.parameters, "seed")
         self._vocab_size = engine.model.vocab_size
         factors = torch.Generator(self._seeds.device).manual_seed(1)
         limits = -(2**62), 2**62

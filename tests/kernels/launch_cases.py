@@ -244,12 +244,12 @@ def _others() -> None:
 
 def _process_logits(meta: torch.device) -> None:
     """Launch the kernels that change logits, for a whole vocabulary and for a shard of it."""
-    from penstock.kernels.layouts.sampling import make_logits_state
+    from penstock.kernels.layouts.sampling import make_logits_state, make_parameters
     from penstock.kernels.sampling import triton_logits
 
     for first_token, num_tokens in ((0, VOCABULARY), (VOCABULARY // 2, VOCABULARY // 2)):
         logits = torch.empty(64, num_tokens)
-        state = make_logits_state(256, VOCABULARY, first_token, num_tokens, meta)
+        state = make_logits_state(make_parameters(256, meta), VOCABULARY, first_token, num_tokens)
         for deferred in (False, True):
             triton_logits.process(logits, longs(64), longs(64), longs(64), state, deferred)
         triton_logits.mask(logits, state.bitmask, longs(64))

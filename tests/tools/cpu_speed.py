@@ -63,7 +63,7 @@ def worker_turn(name: str, batch: int, length: int, steps: int) -> Turn:
                 slot,
                 pack(prompt(slot, length)),
                 pack(range(slot * blocks, (slot + 1) * blocks)),
-                *(0, 0.0, 0, 1.0, 0.0, 0),
+                0,
             )
             for slot in range(batch)
         ]

@@ -24,6 +24,11 @@ log = logging.getLogger(__name__)
 STANDBY_BYTES = 1 << 30
 
 
+# of the largest steps
+SAMPLING = {"temperature": 1.0, "top_k": 20, "top_p": 0.95}
+PENALTIES = {"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.5}
+
+
 class KVMemory(NamedTuple):
     """The KV cache of one rank: [layers with attention, 2, num_blocks, ...]."""
 
@@ -160,10 +165,7 @@ def worst_case_plan(
             token_ids=bytes(4 * length),
             block_ids=bytes(4 * -(-length // block_size)),
             num_computed_tokens=0,
-            temperature=1.0,
-            top_k=20,
-            top_p=0.95,
-            min_p=0.0,
+            sampling=SAMPLING | (PENALTIES if with_extras else {}),
             seed=slot,
             extras=_all_extras(length) if with_extras else None,
         )
@@ -176,9 +178,6 @@ def worst_case_plan(
 def _all_extras(num_prompt_tokens: int) -> RowExtras:
     return RowExtras(
         num_prompt_tokens,
-        presence_penalty=1.0,
-        frequency_penalty=1.0,
-        repetition_penalty=1.5,
         logit_bias={0: 1.0},
         num_logprobs=20,
         num_prompt_logprobs=20,

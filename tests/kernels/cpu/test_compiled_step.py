@@ -8,6 +8,7 @@ import torch
 from penstock.kernels.cpu.compiled_step import FEW, CompiledStep
 from penstock.kernels.layouts.sampling import SamplingTensors
 from penstock.kernels.sampling import reference
+from tests.kernels.sampling.slot_table import slot_table
 
 NUM_ROWS = 24
 KINDS = [
@@ -25,8 +26,8 @@ def parameters(temperature: float, top_k: int, top_p: float, min_p: float) -> Sa
     def full(value: float) -> torch.Tensor:
         return torch.full((NUM_ROWS,), value)
 
-    return SamplingTensors(
-        seeds=torch.randint(-(2**63), 2**63 - 1, (NUM_ROWS,)),
+    return slot_table(
+        seed=torch.randint(-(2**63), 2**63 - 1, (NUM_ROWS,)),
         temperature=full(temperature),
         top_k=full(top_k).int(),
         top_p=full(top_p),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.layouts.sampling import SamplingTensors, shard_size
+from penstock.kernels.layouts.sampling import COLUMNS, shard_size
 from penstock.kernels.sampling.candidates import (
     NUM_LIKELIEST,
     candidates,
@@ -12,6 +12,7 @@ from penstock.kernels.sampling.candidates import (
     draw_candidate,
 )
 from penstock.kernels.sampling.sampling import sample
+from tests.kernels.sampling.slot_table import slot_table
 
 KINDS = [
     (0.0, 0, 1.0, 0.0),
@@ -33,7 +34,7 @@ def rows_of_every_kind(device: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         torch.tensor(values, device=device) for values in zip(*kinds, strict=True)
     )
     parameters = {
-        "seeds": torch.randint(-(2**63), 2**63 - 1, (len(kinds),), device=device),
+        "seed": torch.randint(-(2**63), 2**63 - 1, (len(kinds),), device=device),
         "temperature": temperature,
         "top_k": top_k.int(),
         "top_p": top_p,
@@ -63,10 +64,10 @@ def test_draws_what_the_whole_vocabulary_gives(
     logits = 4 * torch.randn(len(slots), vocab_size, device=device)
     logits[5, vocab_size - 1], logits[6, 3] = torch.nan, torch.inf
     logits[slots == 0] = logits[slots == 0].clamp(max=3)  # of equal scores the lowest id wins
-    expected = sample(logits, slots, positions, SamplingTensors(**parameters))
+    expected = sample(logits, slots, positions, slot_table(**parameters))
     assert expected[[5, 6]].tolist() == [-1, -1]
     expected_last = parameters["last_token"].clone()
-    rows = slots, positions, SamplingTensors(**parameters)
+    rows = slots, positions, slot_table(**parameters)
     num_ranks = 3 if vocab_size == 5000 else -(-vocab_size // part_size)
     parts = []
     for rank in range(num_ranks):
@@ -94,4 +95,7 @@ def test_draws_what_the_whole_vocabulary_gives(
 def test_rows_that_may_draw_any_of_many_tokens_need_more(
     kind: tuple[float, int, float, float], enough: bool
 ) -> None:
-    assert candidates_suffice(*kind) == enough
+    names = "temperature", "top_k", "top_p", "min_p"
+    given = zip(names, kind, strict=True)
+    numbers = {name: value for name, value in given if value != COLUMNS[name].neutral}
+    assert candidates_suffice(numbers) == enough

@@ -117,7 +117,7 @@ def test_penalized_and_restricted_tokens_have_their_probabilities() -> None:
     bitmask = torch.tensor([[0b11101011]], dtype=torch.int32)  # not tokens 2 and 4
     changed = apply_bitmask(changed, bitmask).expand(1000, -1)
     positions = torch.arange(num_draws).split(1000)
-    tokens = torch.cat([draw(changed, top_p=0.99, positions=some, seeds=3) for some in positions])
+    tokens = torch.cat([draw(changed, top_p=0.99, positions=some, seed=3) for some in positions])
     left = {0: 2 / 1.25, 1: 1.5 / 1.25 - 0.4 - 0.2, 3: 3 / 1.25 - 0.8 - 0.2, 5: 0.0, 6: 1.2}
     weights = torch.zeros(8)
     weights[list(left)] = torch.tensor(list(left.values())).exp()

@@ -12,9 +12,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from penstock.kernels.layouts.sampling import SamplingTensors
+from penstock.kernels.layouts.sampling import SamplingTensors, make_parameters
 from penstock.kernels.sampling.reference import gumbel_noise, keep_top_k_top_p, philox, uniform
 from penstock.kernels.sampling.sampling import sample
+from tests.kernels.sampling.slot_table import slot_table
 
 NUM_DRAWS = 10_000
 CHI_SQUARE_999 = {3: 16.27, 7: 24.32}
@@ -23,8 +24,8 @@ CHI_SQUARE_999 = {3: 16.27, 7: 24.32}
 
 def draw(logits: Tensor, **given: Any) -> Tensor:
     """`sample` with parameters as numbers or lists; temperature 1 and no restriction if absent."""
-    defaults = {"positions": 0, "seeds": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    dtypes = {"positions": torch.int64, "seeds": torch.int64, "top_k": torch.int32}
+    defaults = {"positions": 0, "seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    dtypes = {"positions": torch.int64, "seed": torch.int64, "top_k": torch.int32}
     num_rows = len(logits)
     parameters = {
         name: torch.as_tensor(value, dtype=dtypes.get(name, torch.float32)).repeat(num_rows)[
@@ -34,15 +35,10 @@ def draw(logits: Tensor, **given: Any) -> Tensor:
     }
     last_token = torch.full((num_rows,), -1)
     positions = parameters.pop("positions")
-    by_slot = SamplingTensors(**parameters, last_token=last_token)
+    by_slot = slot_table(**parameters, last_token=last_token)
     tokens = sample(logits, torch.arange(num_rows), positions, by_slot)
     assert torch.equal(last_token, tokens)
     return tokens
-
-
-def sample_by_name(slots: Tensor, positions: Tensor, **by_slot: Tensor) -> Tensor:
-    """`sample` of two rows of five tokens."""
-    return sample(torch.zeros(2, 5), slots, positions, SamplingTensors(**by_slot))
 
 
 def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
@@ -62,18 +58,18 @@ def test_temperature_0_takes_the_likeliest_and_of_equals_the_lowest_id() -> None
 def test_random_rows_take_the_lowest_id_of_equal_scores() -> None:
     # A temperature so small that the noise is lost in the distance to the third token.
     logits = torch.tensor([[0.0, 1.0, 1.0]])
-    tokens = {draw(logits, temperature=1e-30, seeds=seed).item() for seed in range(20)}
+    tokens = {draw(logits, temperature=1e-30, seed=seed).item() for seed in range(20)}
     assert tokens == {1, 2}
     # Tokens that tie are kept together.
     tokens = {
-        draw(logits, temperature=1e-30, top_k=1, top_p=1e-6, min_p=1.0, seeds=seed).item()
+        draw(logits, temperature=1e-30, top_k=1, top_p=1e-6, min_p=1.0, seed=seed).item()
         for seed in range(20)
     }
     assert tokens == {1, 2}
 
 
 @pytest.mark.parametrize(
-    ("vary", "temperature"), [("positions", 0.5), ("seeds", 1.0), ("positions", 2.0)]
+    ("vary", "temperature"), [("positions", 0.5), ("seed", 1.0), ("positions", 2.0)]
 )
 def test_tokens_have_the_probabilities_of_the_softmax(vary: str, temperature: float) -> None:
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, 0.5, -2.0, 1.5])
@@ -92,7 +88,7 @@ def test_tokens_have_the_probabilities_of_the_restricted_softmax() -> None:
 
 
 def test_neighbouring_positions_are_independent() -> None:
-    tokens = draw(torch.zeros(NUM_DRAWS, 2), positions=torch.arange(NUM_DRAWS), seeds=5)
+    tokens = draw(torch.zeros(NUM_DRAWS, 2), positions=torch.arange(NUM_DRAWS), seed=5)
     pairs = tokens[:-1] * 2 + tokens[1:]
     assert chi_square(pairs, torch.full((4,), 0.25)) < CHI_SQUARE_999[3]
 
@@ -125,7 +121,7 @@ def mixed_rows(num_rows: int, vocab_size: int) -> tuple[Tensor, dict[str, Tensor
     """Rows of all kinds: greedy, free, restricted in one way or in several."""
     parameters = {
         "positions": torch.randint(0, 5000, (num_rows,)),
-        "seeds": torch.randint(-(2**62), 2**62, (num_rows,)),
+        "seed": torch.randint(-(2**62), 2**62, (num_rows,)),
         "temperature": torch.tensor([0.0, 0.7, 1.0, 1.7])[torch.arange(num_rows) % 4],
         "top_k": torch.tensor([0, 1, 40], dtype=torch.int32)[torch.randint(3, (num_rows,))],
         "top_p": torch.tensor([1.0, 0.9, 0.3])[torch.randint(3, (num_rows,))],
@@ -138,11 +134,11 @@ def mixed_rows(num_rows: int, vocab_size: int) -> tuple[Tensor, dict[str, Tensor
 def test_a_row_does_not_depend_on_the_others(vocab_size: int) -> None:
     logits, parameters = mixed_rows(64, vocab_size)
     together = draw(logits, **parameters)
-    noise = gumbel_noise(parameters["seeds"], parameters["positions"], vocab_size)
+    noise = gumbel_noise(parameters["seed"], parameters["positions"], vocab_size)
     for row in range(64):
         alone = {name: values[row : row + 1] for name, values in parameters.items()}
         assert draw(logits[row : row + 1], **alone).item() == together[row].item()
-        own_noise = gumbel_noise(alone["seeds"], alone["positions"], vocab_size)
+        own_noise = gumbel_noise(alone["seed"], alone["positions"], vocab_size)
         assert torch.equal(own_noise[0], noise[row])
 
 
@@ -208,9 +204,7 @@ def test_rows_use_the_parameters_of_their_slots() -> None:
     by_slot = {name: values for name, values in parameters.items() if name != "positions"}
     wide = torch.full((4, 300), torch.nan)
     wide[:, :264] = logits[:4]
-    tokens = sample(
-        wide[:, :264], slots, positions, SamplingTensors(**by_slot, last_token=last_token)
-    )
+    tokens = sample(wide[:, :264], slots, positions, slot_table(**by_slot, last_token=last_token))
     for row in (0, 2, 3):
         alone = {name: values[slots[row : row + 1]] for name, values in by_slot.items()}
         expected = draw(logits[row : row + 1], positions=positions[row], **alone)
@@ -221,7 +215,7 @@ def test_rows_use_the_parameters_of_their_slots() -> None:
 
 def test_the_likeliest_is_always_kept() -> None:
     logits = torch.tensor([[0.0, 1.0, 0.9]]).expand(50, -1)
-    tokens = draw(logits, top_p=0.0, min_p=1.0, seeds=torch.arange(50))
+    tokens = draw(logits, top_p=0.0, min_p=1.0, seed=torch.arange(50))
     assert tokens.tolist() == [1] * 50
 
 
@@ -232,23 +226,22 @@ def test_refuses_what_does_not_fit() -> None:
         draw(torch.zeros(1, 3).double())
     with pytest.raises(ValueError, match=r"logits: got strides \[1, 2\], expected 1 as the last"):
         draw(torch.zeros(5, 2).T)
-    parameters = {
+    given = {
         "slots": torch.zeros(2, dtype=torch.int64),
         "positions": torch.zeros(2, dtype=torch.int64),
-        "seeds": torch.zeros(3, dtype=torch.int64),
-        "temperature": torch.ones(3),
-        "top_k": torch.zeros(3, dtype=torch.int32),
-        "top_p": torch.ones(3),
-        "min_p": torch.zeros(3),
+        "parameters": make_parameters(3, torch.device("cpu")),
         "last_token": torch.zeros(3, dtype=torch.int64),
     }
-    sample_by_name(**parameters)
-    for name, values in parameters.items():
-        if name != "seeds":
-            with pytest.raises(ValueError, match=rf"{name}: got shape \[1\], expected \[[23]\]"):
-                sample_by_name(**{**parameters, name: values[:1]})
-        with pytest.raises(ValueError, match=rf"{name}: got strides \[2\]"):
-            sample_by_name(**{**parameters, name: values.repeat(2)[::2]})
+
+    def run(slots: Tensor, positions: Tensor, **by_slot: Tensor) -> Tensor:
+        return sample(torch.zeros(2, 5), slots, positions, SamplingTensors(**by_slot))
+
+    run(**given)
+    for name, values in given.items():
+        with pytest.raises(ValueError, match=r"got shape \[1|got shape \[3"):
+            run(**{**given, name: values[:1]})
+        with pytest.raises(ValueError, match=rf"{name}: got strides \[(2|32)"):
+            run(**{**given, name: values.repeat_interleave(2, 0)[::2]})
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -257,7 +250,7 @@ def test_a_row_with_a_logit_that_is_no_number_has_no_token(bad: float) -> None:
     logits[:, 200:] = -torch.inf
     by_slot = {name: values for name, values in parameters.items() if name != "positions"}
     slots, last_token = torch.arange(16), torch.full((16,), -1)
-    rows = slots, slots, SamplingTensors(**by_slot, last_token=last_token)
+    rows = slots, slots, slot_table(**by_slot, last_token=last_token)
     alone = sample(logits, *rows)
     assert (alone >= 0).all()
     logits[::4, 7], logits[1::4, 230], logits[2::4] = bad, bad, -torch.inf

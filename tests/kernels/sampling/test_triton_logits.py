@@ -15,6 +15,8 @@ from penstock.kernels.layouts.sampling import (
     PENALTIES,
     LogitsState,
     make_logits_state,
+    make_parameters,
+    write_numbers,
 )
 from penstock.kernels.sampling import logits as wrapper
 from penstock.kernels.sampling import penalties, triton_logits
@@ -29,7 +31,8 @@ SIZES = [(264, 0, 264), (9001, 0, 9001), (9001, 4096, 4096), (9001, 8192, 809)]
 def random_state(vocab_size: int, first_token: int, num_tokens: int) -> LogitsState:
     """Penalties, bias and mask for each of FLAGS; of other slots what no kernel may use."""
     num_slots = len(FLAGS)
-    state = make_logits_state(num_slots, vocab_size, first_token, num_tokens, torch.device("cpu"))
+    table = make_parameters(num_slots, torch.device("cpu"))
+    state = make_logits_state(table, vocab_size, first_token, num_tokens)
     occurrences = torch.randint(-40, 9, state.occurrences.shape, dtype=torch.int32).clamp(min=0)
     state.occurrences.copy_(occurrences)
     state.bitmask.copy_(torch.randint(-(2**31), 2**31, state.bitmask.shape))
@@ -42,9 +45,17 @@ def random_state(vocab_size: int, first_token: int, num_tokens: int) -> LogitsSt
         state.bias[slot, 0, : len(both)] = both
         values = torch.cat([torch.randn(number), torch.full((len(twice),), NEVER)])
         state.bias[slot, 1, : len(both)] = values.view(torch.int32)
-        penalty = torch.tensor([1.0 + slot / 7, slot / 5, -slot / 3]).view(torch.int32)
-        numbers = [100, 100 + slot % 3, number, len(both)]
-        state.parameters[slot] = torch.tensor([FLAGS[slot], *penalty.tolist(), *numbers])
+        numbers = {
+            "repetition_penalty": 1.0 + slot / 7,
+            "frequency_penalty": slot / 5,
+            "presence_penalty": -slot / 3,
+            "flags": FLAGS[slot],
+            "num_given": 100,
+            "min_length": 100 + slot % 3,
+            "num_bias": number,
+            "num_long_bias": len(both),
+        }
+        write_numbers(table[slot].numpy(), numbers)
     return state
 
 
@@ -88,10 +99,11 @@ def test_processes_logits_like_the_reference(
 
 
 def test_the_newest_token_is_counted_once_unless_it_was_given() -> None:
-    state = make_logits_state(2, 50, 0, 50, torch.device("cpu"))
+    state = make_logits_state(make_parameters(2, torch.device("cpu")), 50, 0, 50)
     state.occurrences.zero_()
-    one, half = torch.tensor([1.0, 0.5]).view(torch.int32).tolist()
-    state.parameters[:] = torch.tensor([PENALTIES, one, half, half, 10, 0, 0, 0])
+    penalties_of_row = {"repetition_penalty": 1, "frequency_penalty": 0.5, "presence_penalty": 0.5}
+    for words in state.parameters.numpy():
+        write_numbers(words, {"flags": PENALTIES, "num_given": 10, **penalties_of_row})
     logits = torch.zeros(2, 50)
     positions, newest = torch.tensor([10, 11]), torch.tensor([7, 7])
     for _ in range(2):
@@ -141,7 +153,7 @@ def test_logprobs_like_the_reference(device: str, vocab_size: int, num_likeliest
 
 
 def test_refuses_what_does_not_fit() -> None:
-    state = make_logits_state(2, 50, 0, 50, torch.device("cpu"))
+    state = make_logits_state(make_parameters(2, torch.device("cpu")), 50, 0, 50)
     slots = torch.tensor([0, 1])
     with pytest.raises(ValueError, match=r"logits: got shape \[2, 49\]"):
         wrapper.process_logits(torch.zeros(2, 49), slots, slots, slots, state)

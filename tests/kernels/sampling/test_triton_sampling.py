@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.layouts.sampling import SamplingTensors
 from penstock.kernels.sampling import reference
 from penstock.kernels.sampling import sampling as wrapper
 from penstock.kernels.sampling import triton_sampling as sampling
 from penstock.kernels.sampling.reference import philox
 from penstock.kernels.sampling.triton_gumbel import words
 from tests.kernels.conftest import on_gpu
+from tests.kernels.sampling.slot_table import slot_table
 
 # temperature, top_k, top_p, min_p
 GREEDY, PLAIN = (0.0, 3, 0.5, 0.5), (0.8, 0, 1.0, 0.0)
@@ -47,7 +47,7 @@ def parameters_of(kinds: list[tuple[float, int, float, float]]) -> dict[str, Ten
         name: torch.tensor(values, dtype=torch.int32 if name == "top_k" else torch.float32)
         for name, values in zip(FIELDS, zip(*kinds, strict=True), strict=True)
     }
-    return {"seeds": torch.randint(-(2**62), 2**62, (len(kinds),)), **by_name}
+    return {"seed": torch.randint(-(2**62), 2**62, (len(kinds),)), **by_name}
 
 
 def draw(
@@ -59,10 +59,10 @@ def draw(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens and the last token by slot (-1: not written), by the kernels."""
-    num_slots = len(parameters["seeds"])
+    num_slots = len(parameters["seed"])
     last_token = torch.full((num_slots,), -1, device=device)
     on_device = {name: values.to(device) for name, values in parameters.items()}
-    by_slot = SamplingTensors(**on_device, last_token=last_token)
+    by_slot = slot_table(**on_device, last_token=last_token)
     rows = logits.to(device), slots.to(device), positions.to(device)
     tokens = sampling.sample(*rows, by_slot, None if out is None else out.to(device))
     return tokens.cpu(), last_token.cpu()
@@ -125,7 +125,7 @@ def test_rows_without_a_slot_keep_their_tokens(device: str) -> None:
     rows = torch.where(slots < 0, before, tokens), last_token
     kept = draw(device, logits, slots, before, parameters, before.clone())
     assert all(map(torch.equal, rows, kept))
-    by_slot = SamplingTensors(**parameters, last_token=torch.full((3,), -1))
+    by_slot = slot_table(**parameters, last_token=torch.full((3,), -1))
     tokens = wrapper.sample(logits, slots, before, by_slot, before.clone())
     assert all(map(torch.equal, rows, (tokens, by_slot.last_token)))
 
@@ -148,7 +148,7 @@ def test_the_last_token_kept_may_be_drawn_and_the_next_may_not(
     vocab_size = 5000
     parameters = parameters_of([(1.0, *limits)] * 4)
     slots = torch.arange(4)
-    lucky = reference.gumbel_noise(parameters["seeds"], slots, vocab_size).argmax(1)
+    lucky = reference.gumbel_noise(parameters["seed"], slots, vocab_size).argmax(1)
     weights = torch.full((vocab_size,), 1e-3)
     weights[:200], weights[:100] = 0.5, 1.0
     ordered = weights.log() - torch.arange(vocab_size) * 1e-6
@@ -278,6 +278,6 @@ def test_what_a_grammar_rules_out_counts_nothing(device: str) -> None:
     slots = torch.arange(len(kinds))
     parameters = parameters_of(kinds)
     tokens, _ = draw(device, logits, slots, slots, parameters)
-    by_slot = SamplingTensors(**parameters, last_token=slots.clone())
+    by_slot = slot_table(**parameters, last_token=slots.clone())
     expected = reference.sample(logits, slots, slots, by_slot)
     assert tokens.tolist() == expected.tolist()

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.layouts.sampling import SamplingTensors, shard_size
+from penstock.kernels.layouts.sampling import shard_size
 from penstock.kernels.sampling import reference
 from penstock.kernels.sampling.triton_sharded_sampling import ShardedSampler, buffer_size
 from tests.kernels.conftest import on_gpu
 from tests.kernels.sampling import test_triton_sampling as whole
+from tests.kernels.sampling.slot_table import slot_table
 
 
 def samplers_of(
@@ -43,13 +44,13 @@ def draw(
         own = logits[:, rank * shard : (rank + 1) * shard]
         # What pads the vocabulary would win.
         samplers[rank].logits(len(logits)).fill_(torch.inf)[:, : own.shape[1]] = own
-        last_tokens.append(torch.full((len(parameters["seeds"]),), -1, device=logits.device))
+        last_tokens.append(torch.full((len(parameters["seed"]),), -1, device=logits.device))
         tokens.append(
             samplers[rank].sample(
                 lambda: run(rank + 1),
                 slots,
                 positions,
-                SamplingTensors(**parameters, last_token=last_tokens[rank]),
+                slot_table(**parameters, last_token=last_tokens[rank]),
             )
         )
 
@@ -99,7 +100,7 @@ def test_draws_the_tokens_of_one_rank(device: str, vocab_size: int, num_ranks: i
     expected_last = torch.full_like(last_token, -1)
     rows = (tensor.cpu() for tensor in (logits, slots, positions))
     by_slot = {name: values.cpu() for name, values in parameters.items()}
-    expected = reference.sample(*rows, SamplingTensors(**by_slot, last_token=expected_last))
+    expected = reference.sample(*rows, slot_table(**by_slot, last_token=expected_last))
     # Sums and logarithms of the reference round differently: a row in many may be between.
     assert (tokens != expected).sum() <= len(slots) // 40
 
@@ -119,7 +120,7 @@ def test_refuses_what_does_not_fit() -> None:
     sampler = ShardedSampler(buffer, [0, 16], 0, 2, 5000)
     _, slots, positions, parameters = cases("cpu", 5000)
     assert sampler.logits(1).shape == (1, 4096)
-    by_slot = SamplingTensors(**parameters, last_token=torch.full((len(slots),), -1))
+    by_slot = slot_table(**parameters, last_token=torch.full_like(parameters["seed"], -1))
     with pytest.raises(ValueError, match="slots: got 3 rows, expected at most 2"):
         sampler.sample(int, slots[:3], positions[:3], by_slot)
     none = sampler.sample(int, slots[:0], positions[:0], by_slot)

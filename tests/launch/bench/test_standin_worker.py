@@ -23,7 +23,7 @@ def test_a_place_that_is_told_again_changes_nothing(tmp_path: Path) -> None:
     )
     said: list[Any] = []
     worker.plans.send = said.append  # type: ignore[assignment,method-assign]
-    row = RowAdded(0, pack([1, 2]), pack([0]), 0, 0.0, 0, 1.0, 0.0, 0)
+    row = RowAdded(0, pack([1, 2]), pack([0]), 0)
     place = WorkerAssignment(7, "g", 0, 1, "")
     heard = [place, BatchPlan(7, 0, added=[row], chunks=pack([0, 2])), place, BatchPlan(7, 1)]
     worker.plans.receive = lambda: iter([(b"", one) for one in heard])  # type: ignore

@@ -25,7 +25,7 @@ def test_a_steady_plan_is_under_100_bytes() -> None:
     assert len(msgspec.msgpack.encode(BatchPlan(epoch=2**62, step=2**31))) < 100
 
 
-ROW = (0, pack([1, 2]), pack([0]), 0, 1.0, 0, 1.0, 0.0, 7)
+ROW = (0, pack([1, 2]), pack([0]), 0, {"temperature": 1.0}, 7)
 WHOLE = [
     TokenizedRequest("r", 0, SamplingParams(), pack([1, 2])),
     StreamOpened(1, "r", 0, pack([1, 2]), pack([3])),

@@ -35,23 +35,17 @@ def row(
     block_ids: Iterable[int],
     num_computed_tokens: int = 0,
     *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
     seed: int = 0,
     extras: RowExtras | None = None,
+    **sampling: float,
 ) -> RowAdded:
-    """Return a row; greedy if nothing else is said."""
+    """Return a row; sampling: its numbers, which make it greedy if nothing else is said."""
     return RowAdded(
         slot,
         pack(token_ids),
         pack(block_ids),
         num_computed_tokens,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
+        sampling,
         seed,
         extras,
     )

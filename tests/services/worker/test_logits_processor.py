@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,10 +70,10 @@ class Listener(Driver):
         return [dict(output.logprobs)[index] for output in self.outputs]
 
 
-def generate(folder: Path, asked: RowExtras | None, **sampling: float) -> Listener:
+def generate(folder: Path, asked: RowExtras | None, **sampling: Any) -> Listener:
     """PROMPT in slot 3 with extras, between two rows of OTHER without."""
     listener = Listener(folder)
-    added = [row(3, PROMPT, range(5), extras=asked, **sampling)]  # type: ignore[arg-type]
+    added = [row(3, PROMPT, range(5), extras=asked, **sampling)]
     added += [row(1, OTHER, range(10, 14)), row(6, OTHER, range(20, 24), temperature=1.0, seed=3)]
     listener.step(plan(added=added, chunks=[(3, 37), (1, 20), (6, 20)]), 1, 3, 6)
     listener.decode(NUM_STEPS - 1, 1, 3, 6)
@@ -86,7 +87,7 @@ def plain(folder: Path) -> dict[int, list[int]]:
 
 
 def test_penalties(folder: Path, reference: Qwen3ForCausalLM, plain: dict[int, list[int]]) -> None:
-    tokens = generate(folder, extras(**PENALTIES)).tokens
+    tokens = generate(folder, extras(), **PENALTIES).tokens
     assert tokens[3] == expected(reference, penalize)[0] != plain[3]
     assert (tokens[1], tokens[6]) == (plain[1], plain[6])
 
@@ -116,7 +117,7 @@ def test_min_tokens(folder: Path, plain: dict[int, list[int]]) -> None:
 
 
 def test_logprobs_are_of_the_raw_logits(folder: Path, reference: Qwen3ForCausalLM) -> None:
-    listener = generate(folder, extras(num_logprobs=3, **PENALTIES))
+    listener = generate(folder, extras(num_logprobs=3), **PENALTIES)
     tokens, raw = expected(reference, penalize)
     for logits, token_id, packed in zip(raw, tokens, listener.logprobs(1), strict=True):
         exact = logits[0].double().log_softmax(-1)
@@ -175,17 +176,17 @@ def test_prompt_logprobs(
 
 def test_a_row_that_comes_again_goes_on_as_before(folder: Path) -> None:
     """Count its output as output when the row returns in another slot, after another row."""
-    asked = extras(min_tokens=12, end_token_ids=list(range(100, 200)), **PENALTIES)
-    whole = generate(folder, asked, **SAMPLING).tokens[3]
+    asked = extras(min_tokens=12, end_token_ids=list(range(100, 200)))
+    numbers: Any = PENALTIES | SAMPLING
+    whole = generate(folder, asked, **numbers).tokens[3]
     driver = Driver(make_runner(folder))
     driver.step(
-        plan(added=[row(3, PROMPT, range(5), extras=asked, **SAMPLING)], chunks=[(3, 37)]), 3
+        plan(added=[row(3, PROMPT, range(5), extras=asked, **numbers)], chunks=[(3, 37)]), 3
     )
     driver.decode(8, 3)
     so_far = driver.tokens.pop(3)
-    others = extras(OTHER, presence_penalty=2.0)
-    added = [row(3, OTHER, range(10, 14), extras=others)]
-    added += [row(0, PROMPT + so_far, range(5), extras=asked, **SAMPLING)]
+    added = [row(3, OTHER, range(10, 14), extras=extras(OTHER), presence_penalty=2.0)]
+    added += [row(0, PROMPT + so_far, range(5), extras=asked, **numbers)]
     driver.step(plan(removed=[3], added=added, chunks=[(3, 20), (0, 46)]), 0, 3)
     driver.decode(NUM_STEPS - 10, 0, 3)
     assert so_far + driver.tokens[0] == whole
@@ -193,11 +194,11 @@ def test_a_row_that_comes_again_goes_on_as_before(folder: Path) -> None:
 
 def test_there_is_a_place_for_every_row(folder: Path) -> None:
     """Twenty rows with penalties come and go, up to eight at once."""
-    alone = generate(folder, extras(**PENALTIES)).tokens[3]
+    alone = generate(folder, extras(), **PENALTIES).tokens[3]
     driver = Driver(make_runner(folder))
     for _ in range(3):
         added = [
-            row(s, PROMPT, range(5 * s, 5 * s + 5), extras=extras(**PENALTIES)) for s in range(8)
+            row(s, PROMPT, range(5 * s, 5 * s + 5), extras=extras(), **PENALTIES) for s in range(8)
         ]
         driver.step(plan(added=added, chunks=[(slot, 37) for slot in range(8)]), *range(8))
         driver.decode(3, *range(8))

@@ -1,6 +1,7 @@
 """Steps of the real model: the tokens of transformers, and the same bits in every order of work."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_refuses_a_token_that_the_model_does_not_have(folder: Path) -> None:
 
 def test_seeded_tokens_depend_on_nothing_but_the_sequence(folder: Path) -> None:
     """Other slot, other rows, other chunks, and recomputed in the middle."""
-    sampling = {"temperature": 1.5, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": -7}
+    sampling: Any = {"temperature": 1.5, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": -7}
     alone = Driver(make_runner(folder))
     alone.step(plan(added=[row(0, PROMPTS[0], range(5), **sampling)], chunks=[(0, 37)]), 0)
     alone.decode(19, 0)
@@ -155,7 +156,7 @@ def broken_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "extras",
     [
         None,
-        RowExtras(4, num_logprobs=2, num_prompt_logprobs=1, repetition_penalty=1.5),
+        RowExtras(4, num_logprobs=2, num_prompt_logprobs=1),
         RowExtras(4, structured_outputs=StructuredOutputs(regex="[a-z]*"), end_token_ids=[258]),
     ],
 )
@@ -175,7 +176,10 @@ def test_a_row_whose_logits_are_nan_fails_alone(
     alone.step(plan(added=[beside], chunks=[(2, 5)]), 2)
     alone.decode(4, 2)
     runner = make_runner(broken_folder)
-    bad = row(1, [1, 2, BROKEN, 3], [3], temperature=temperature, extras=extras)
+    numbers: Any = {"temperature": temperature}
+    if extras and extras.num_logprobs == 2:
+        numbers["repetition_penalty"] = 1.5
+    bad = row(1, [1, 2, BROKEN, 3], [3], extras=extras, **numbers)
     step = plan(added=[bad, beside], chunks=[(1, 4), (2, 5)])
     for number in range(5):
         launched = runner.launch(step)

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from penstock.kernels.layouts.forward_batch import BatchShape
+from penstock.kernels.layouts.sampling import COLUMNS, column
 from penstock.kernels.step.apply_plan import apply_plan
 from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.sampling import NUMBERS
 from tests.services.worker.device_batch import Batch, run
 from tests.services.worker.plans import plan, row
 
@@ -150,9 +152,14 @@ def test_a_slot_is_left_and_taken_in_one_plan(batch: Batch) -> None:
 def test_sampling_parameters_are_those_of_the_row(batch: Batch) -> None:
     added = row(6, [1], [0], temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=-(2**63))
     run(batch, plan(added=[added], chunks=[(6, 1)]))
-    slots = batch.slots
-    tensors = (slots.temperature, slots.top_k, slots.top_p, slots.min_p, slots.seeds)
-    assert [tensor[6].item() for tensor in tensors] == [0.5, 7, 0.25, 0.125, -(2**63)]
+    numbers = {name: column(batch.slots.parameters, name)[6].item() for name in COLUMNS}
+    neutral = {name: kind.neutral for name, kind in COLUMNS.items()}
+    given = {"temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125, "seed": -(2**63)}
+    assert numbers == neutral | given
+
+
+def test_the_slot_table_has_the_neutral_values_of_the_parameters() -> None:
+    assert {name: COLUMNS[name].neutral for name in NUMBERS} == NUMBERS
 
 
 def test_without_rows_there_is_no_step(batch: Batch) -> None:
@@ -173,10 +180,11 @@ def test_refuses_a_plan_that_can_not_be(batch: Batch) -> None:
         "slot 1: got 0 computed of 5 tokens, expected fewer, and room in 1 blocks of 4": plan(
             added=[row(1, range(5), [1])]
         ),
-        "token id of slot 1: got 100, expected 0 to 99": plan(added=[row(1, [100], [1])]),
-        "token id of slot 2: got -1": plan(added=[row(2, [-1], [1])]),
+        "sampling: got heat, expected seed, temperature": plan(added=[row(1, [1], [1], heat=1)]),
+        "token id of slot 2: got 100, expected 0 to 99": plan(added=[row(2, [100], [1])]),
+        "token id of slot 3: got -1": plan(added=[row(3, [-1], [1])]),
         "block id: got 20, expected 0 to 19": plan(appended=[(0, 20)]),
-        "slot: got 3, expected a slot with a row": plan(appended=[(3, 1)]),
+        "slot: got 5, expected a slot with a row": plan(appended=[(5, 1)]),
         "slot: got 4, expected a slot with a row": plan(removed=[4]),
         "block of a row: got 4, expected 0 to 3": plan(appended=[(0, b) for b in range(4)]),
     }.items():
@@ -202,7 +210,7 @@ def test_a_row_that_left_before_it_ran_leaves_nothing(batch: Batch) -> None:
     added = row(0, [3], [5], temperature=0.25)
     step, _ = run(batch, plan(removed=[0], added=[added], chunks=[(0, 1)]))
     assert step.block_tables[0, 0] == 5
-    assert batch.slots.temperature[0] == 0.25
+    assert column(batch.slots.parameters, "temperature")[0] == 0.25
 
 
 def test_padded_rows_touch_nothing(batch: Batch) -> None:

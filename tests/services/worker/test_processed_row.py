@@ -96,7 +96,7 @@ def test_refuses_an_allowed_token_that_the_model_does_not_have(token_id: int) ->
 
 
 def test_a_row_that_restricts_nothing_has_no_mask() -> None:
-    assert processed(RowExtras(0, presence_penalty=1.0)).mask is None
+    assert processed(RowExtras(0, logit_bias={3: 1.0})).mask is None
 
 
 # ---- rows of the real model --------------------------------------------------------------------
@@ -120,7 +120,6 @@ def test_rows(folder: Path, reference: Qwen3ForCausalLM, plain: dict[int, list[i
         logit_bias={10: 100.0, two: 1.0},
         min_tokens=5,
         end_token_ids=[end],
-        **PENALTIES,
     )
 
     def change(logits: Tensor, token_ids: list[int]) -> Tensor:
@@ -131,7 +130,7 @@ def test_rows(folder: Path, reference: Qwen3ForCausalLM, plain: dict[int, list[i
         bad = {word[-1] for word in words if [*output, word[-1]][-len(word) :] == word}
         return forbid(logits, set(allowed) - bad - ({end} if len(output) < 5 else set()))
 
-    tokens = generate(folder, asked).tokens
+    tokens = generate(folder, asked, **PENALTIES).tokens
     assert tokens[3] == expected(reference, change)[0] != plain[3]
     assert (tokens[1], tokens[6]) == (plain[1], plain[6])
 

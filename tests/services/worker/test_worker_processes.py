@@ -157,8 +157,8 @@ def test_every_rank_decodes_the_tokens_of_rows_that_ask(pair: Workers, folder: P
     added = [row(0, PROMPTS[0], range(10)), row(3, prompt, range(10, 20), extras=extras)]
     bias = {5: 300.0, 255: 200.0, 6: 100.0}  # of both ranks' shards
     for slot, num_logprobs in ((4, -1), (5, 2)):
-        asked = RowExtras(5, frequency_penalty=120.0, logit_bias=bias, num_logprobs=num_logprobs)
-        added.append(row(slot, range(5), [slot + 20], extras=asked))
+        asked = RowExtras(5, logit_bias=bias, num_logprobs=num_logprobs)
+        added.append(row(slot, range(5), [slot + 20], extras=asked, frequency_penalty=120.0))
     chunks = [(0, 37), (3, 12), (4, 5), (5, 5)]
     tokens = [workers.run(plan(0, added=added, chunks=chunks))]
     tokens.append(workers.run(plan(1, chunks=[(3, 8)])))

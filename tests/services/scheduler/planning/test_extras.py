@@ -17,9 +17,9 @@ from tests.services.scheduler.reference import EOS, logprobs_at
 from tests.services.scheduler.simulation import Simulation
 
 ASKING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "presence": ({"presence_penalty": 0.5}, {"presence_penalty": 0.5}),
-    "frequency": ({"frequency_penalty": -0.5}, {"frequency_penalty": -0.5}),
-    "repetition": ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    "presence": ({"presence_penalty": 0.5}, {}),
+    "frequency": ({"frequency_penalty": -0.5}, {}),
+    "repetition": ({"repetition_penalty": 1.5}, {}),
     "bias": ({"logit_bias": {7: -1.0}}, {"logit_bias": {7: -1.0}}),
     "min_tokens": ({"min_tokens": 2}, {"min_tokens": 2}),
     "logprobs": ({"logprobs": 0}, {"num_logprobs": 0}),

@@ -250,7 +250,7 @@ def test_row_of_a_sequence() -> None:
     row = row_of(sequence)
     assert (row.slot, row.num_computed_tokens) == (3, 2)
     assert (row.token_ids, row.block_ids) == (pack([5, 6, 7]), pack([8, 9]))
-    assert (row.temperature, row.top_k, row.top_p, row.min_p) == (0.5, 0, 0.9, 0.1)
+    assert row.sampling == {"temperature": 0.5, "top_p": 0.9, "min_p": 0.1}
     assert row.seed == -(2**63)
 
 

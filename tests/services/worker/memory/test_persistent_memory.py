@@ -83,7 +83,7 @@ def start(
 def tokens(runner: ModelRunner, num_computed: int = 0) -> list[int]:
     """Return the tokens after a prompt of 40, of which the KV of `num_computed` is there."""
     runner.clear()
-    row = RowAdded(0, pack(range(40)), pack([3, 1, 4]), num_computed, 0.0, 0, 1.0, 0.0, 0)
+    row = RowAdded(0, pack(range(40)), pack([3, 1, 4]), num_computed)
     plan = BatchPlan(1, 0, added=[row], chunks=pack([0, 40 - num_computed]))
     first = runner.launch(plan).token_ids()
     return first + [runner.launch(BatchPlan(1, n)).token_ids()[0] for n in range(1, 4)]
