@@ -271,7 +271,7 @@ def write_tokenizer(path: Path, fields: dict[str, Any], folder: Path) -> None:
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }
     _write(folder / "tokenizer.json", tokenizer)
-    end = next((tokens[one] for one in _ends(fields) if one < len(tokens)), None)
+    end = next((tokens[token] for token in _ends(fields) if token < len(tokens)), None)
     config = {"eos_token": end, "chat_template": fields.get("tokenizer.chat_template")}
     _write(folder / "tokenizer_config.json", config)
 

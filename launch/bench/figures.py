@@ -140,12 +140,14 @@ def stream_figures(all_stamps: Sequence[Stamps]) -> Figures:
     NaN where outputs of one token have none. ITL is the time from one message of a stream to the
     next, of all requests.
     """
-    stamps = [one for one in all_stamps if one.times]
+    stamps = [stream for stream in all_stamps if stream.times]
     seconds = {
-        "ttft": [one.ttft for one in stamps],
-        "tpot": [one.tpot for one in stamps if one.num_tokens > 1],
-        "itl": [b - a for one in stamps for a, b in zip(one.times, one.times[1:], strict=False)],
-        "e2el": [one.e2el for one in stamps],
+        "ttft": [stream.ttft for stream in stamps],
+        "tpot": [stream.tpot for stream in stamps if stream.num_tokens > 1],
+        "itl": [
+            b - a for stream in stamps for a, b in zip(stream.times, stream.times[1:], strict=False)
+        ],
+        "e2el": [stream.e2el for stream in stamps],
     }
     figures: Figures = {}
     for name, values in seconds.items():
@@ -163,10 +165,10 @@ def load_figures(
     stamps: in the order of `times`, when requests should have left; goodput: milliseconds that a
     good request keeps within.
     """
-    num_good = sum(bool(one.times) and one.is_good(goodput) for one in stamps)
+    num_good = sum(bool(stream.times) and stream.is_good(goodput) for stream in stamps)
     return {
         **run,
-        **arrivals([one.start for one in stamps], times),
+        **arrivals([stream.start for stream in stamps], times),
         "request_goodput": num_good / run["duration"] if goodput else math.nan,
         **stream_figures(stamps),
     }
@@ -198,7 +200,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def hardware() -> dict[str, Any]:
     """Return the number of processors that this process may use, and the GPUs of the machine."""
-    return {"cpus": num_processors(), "gpus": [one.name for one in physical_gpus() or ()]}
+    return {"cpus": num_processors(), "gpus": [gpu.name for gpu in physical_gpus() or ()]}
 
 
 def versions() -> dict[str, str]:

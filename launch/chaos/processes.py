@@ -193,16 +193,16 @@ class Processes:
     def memory(self) -> dict[str, int]:
         """Resident bytes by kind of process, of those that are there."""
         used: Counter[str] = Counter()
-        for one in list_processes(self._pipeline):
-            used[kind_of(one.name)] += one.rss_bytes
+        for process in list_processes(self._pipeline):
+            used[kind_of(process.name)] += process.rss_bytes
         return dict(used)
 
     def _receive(self) -> None:
         """Take all processes from the reply, and later those that were restarted."""
         for _, message in self._events.receive():
             if isinstance(message, ControlReply):
-                for one in message.processes:
-                    self._see(one.name, one.pid, one.node)
+                for process in message.processes:
+                    self._see(process.name, process.pid, process.node)
             elif message.name in self.pids:
                 self.num_restarts[message.name] += 1
                 self._see(message.name, message.pid, message.node)

@@ -96,17 +96,19 @@ def make_row(recoveries: list[Recovery], verdicts: list[Verdict]) -> Row:
     A fault counts for the last event before its end. silence_killed, silence_stopped: seconds,
     median and worst, of the longest time of an event in which a stream got nothing.
     """
-    signals = Counter(kill.how for one in recoveries for kill in one.event.all_kills)
-    running = [one.num_running for one in recoveries]
+    signals = Counter(kill.how for recovery in recoveries for kill in recovery.event.all_kills)
+    running = [recovery.num_running for recovery in recoveries]
     return {
         "sigkill": signals["SIGKILL"],
         "sigstop": signals["SIGSTOP"],
         "requests_running": sum(running),
         "median_running": statistics.median(running or [0]),
         **_sums(verdicts),
-        "silence_killed": _silence(one for one in recoveries if not one.event.has_stop),
-        "silence_stopped": _silence(one for one in recoveries if one.event.has_stop),
-        "not_recovered": sum(not one.is_over for one in recoveries),
+        "silence_killed": _silence(
+            recovery for recovery in recoveries if not recovery.event.has_stop
+        ),
+        "silence_stopped": _silence(recovery for recovery in recoveries if recovery.event.has_stop),
+        "not_recovered": sum(not recovery.is_over for recovery in recoveries),
     }
 
 
@@ -122,7 +124,7 @@ def _sums(verdicts: list[Verdict]) -> Row:
 
 
 def _silence(recoveries: Iterable[Recovery]) -> tuple[float, float] | None:
-    seconds = [one.silence for one in recoveries]
+    seconds = [recovery.silence for recovery in recoveries]
     return (statistics.median(seconds), max(seconds)) if seconds else None
 
 

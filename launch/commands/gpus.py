@@ -83,32 +83,34 @@ def gpus_by_model(config: Config) -> dict[str, str]:
     models = config.by_model()
     if len(models) == 1 or (number_here := num_gpus()) == 0:
         return {}
-    needed = {one.group: one.tp * one.dp for one in models if one.device != "cpu"}
+    needed = {model.group: model.tp * model.dp for model in models if model.device != "cpu"}
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in given.split(",") if name.strip()]
     free = names or [str(index) for index in range(number_here or sum(needed.values()))]
     free = free[:number_here]
     shared: list[str] = []
     found: dict[str, str] = {}
-    for one in models:
-        number = needed.get(one.group, 0)
-        chosen = (free + shared if one.kv_cache_gib else free)[:number]
+    for model in models:
+        number = needed.get(model.group, 0)
+        chosen = (free + shared if model.kv_cache_gib else free)[:number]
         if len(chosen) < number:
             raise LaunchError(
-                f"{one.model_name}: --tp {one.tp} and --dp {one.dp} need {number} GPUs, and the "
-                f"models before it leave {len(free)}; models share GPUs if each has "
+                f"{model.model_name}: --tp {model.tp} and --dp {model.dp} need {number} GPUs, and "
+                f"the models before it leave {len(free)}; models share GPUs if each has "
                 "--kv-cache-gib, and --device cpu needs none"
             )
         free = free[number:]
-        shared = [*shared, *(set(chosen) - set(shared))] if one.kv_cache_gib else shared
-        found[one.group] = ",".join(chosen)
+        shared = [*shared, *(set(chosen) - set(shared))] if model.kv_cache_gib else shared
+        found[model.group] = ",".join(chosen)
     return found
 
 
 def num_gpus() -> int | None:
     """Return the GPUs that a process here may see, at most; None: not known."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    chosen = None if visible is None else len([one for one in visible.split(",") if one.strip()])
+    chosen = (
+        None if visible is None else len([index for index in visible.split(",") if index.strip()])
+    )
     if chosen is not None and (chosen == 0 or "MIG-" in (visible or "")):
         return chosen  # one physical GPU may have several of those
     physical = physical_gpus()

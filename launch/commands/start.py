@@ -120,10 +120,10 @@ def start(
     except ClientError as error:
         raise LaunchError(str(error)) from None
     models = []
-    for one in config.by_model():
-        with _naming(one):
-            models.append((one, _check_model(one)))
-        report_few_spares(one)
+    for of_model in config.by_model():
+        with _naming(of_model):
+            models.append((of_model, _check_model(of_model)))
+        report_few_spares(of_model)
     raise_descriptor_limit()
     check_open_files(len(process_names(config, commands)))
     run = partial(_run_on_ray, source) if config.backend == "ray" else _run
@@ -133,9 +133,9 @@ def start(
         check_http_reach(config)
         if chosen and config.backend == "local":
             config = with_free_addresses(config, chosen)
-        for one, model in models:
-            with _naming(one):
-                _check_files(one, model, commands)
+        for of_model, model in models:
+            with _naming(of_model):
+                _check_files(of_model, model, commands)
         return run(config, commands, max_deaths)
 
 

@@ -78,14 +78,18 @@ def _loads(
     """Return the requests that processes have, by name, and which workers are spare."""
     if gateway is None:
         return {}
-    standby = {one.name for one in processes if one.counters.get("standby_ready")}
+    standby = {process.name for process in processes if process.counters.get("standby_ready")}
     loads: dict[str, int | str] = {"gateway.1": gateway.num_requests, **gateway.tokenizers}
     for its, model in zip(config.by_model(), gateway.by_model, strict=True):
-        for one in model.schedulers:
-            name = f"{its.prefix}scheduler.{1 + one.replica}"
-            loads[name] = one.num_waiting + one.num_running
+        for scheduler in model.schedulers:
+            name = f"{its.prefix}scheduler.{1 + scheduler.replica}"
+            loads[name] = scheduler.num_waiting + scheduler.num_running
         if model.scheduler and model.ready:
-            workers = [one.name for one in processes if stem_of(one.name) == f"{its.prefix}worker"]
+            workers = [
+                process.name
+                for process in processes
+                if stem_of(process.name) == f"{its.prefix}worker"
+            ]
             spare = set(workers).difference(model.scheduler.workers)
             loads |= {name: "standby" if name in standby else "spare" for name in spare}
         loads |= model.scheduler.detokenizers if model.scheduler else {}
@@ -96,16 +100,16 @@ def _model_lines(gateway: StatusReply | None) -> list[str]:
     if gateway is None:
         return ["", "the gateway does not answer"]
     lines = []
-    for one in gateway.by_model:
-        state = "ready" if one.ready else "not ready"
-        title = [f"{one.name}: {state}"] if gateway.models else []
-        num_bad_frames = gateway.num_bad_frames * (one is gateway.by_model[0])
-        lines += ["", *title, *_queue_lines(one, num_bad_frames)]
+    for model in gateway.by_model:
+        state = "ready" if model.ready else "not ready"
+        title = [f"{model.name}: {state}"] if gateway.models else []
+        num_bad_frames = gateway.num_bad_frames * (model is gateway.by_model[0])
+        lines += ["", *title, *_queue_lines(model, num_bad_frames)]
     return lines
 
 
 def _process_lines(processes: list[ProcessStatus], loads: dict[str, int | str]) -> list[str]:
-    labels = [at_node(one.name, one.node) for one in processes]
+    labels = [at_node(process.name, process.node) for process in processes]
     width = max([15, *map(len, labels)])
     lines = [f"{'process':<{width}} {'pid':>8} {'uptime':>9} {'restarts':>8} {'requests':>8}"]
     for label, one in zip(labels, processes, strict=True):
@@ -129,20 +133,20 @@ def _queue_lines(model: ModelStatus, num_bad_frames: int) -> list[str]:
         f"steps     {scheduler.num_steps}, preemptions {scheduler.num_preemptions}"
         + (f", GPU idle between them {median:.1f} µs (p99 {p99:.1f})" if median else ""),
         f"dropped   {num_bad_frames + scheduler.num_bad_frames} bad frames",
-        *(_replica_line(one) for one in model.schedulers if len(model.schedulers) > 1),
+        *(_replica_line(scheduler) for scheduler in model.schedulers if len(model.schedulers) > 1),
     ]
 
 
-def _replica_line(one: SchedulerStatus) -> str:
-    state = "ready" if one.ready else "not ready"
+def _replica_line(scheduler: SchedulerStatus) -> str:
+    state = "ready" if scheduler.ready else "not ready"
     parts = [
-        f"waiting {one.num_waiting}",
-        f"running {one.num_running}",
-        f"KV blocks {one.kv_usage:.0%}",
-        f"steps {one.num_steps}",
-        *one.workers,
+        f"waiting {scheduler.num_waiting}",
+        f"running {scheduler.num_running}",
+        f"KV blocks {scheduler.kv_usage:.0%}",
+        f"steps {scheduler.num_steps}",
+        *scheduler.workers,
     ]
-    return f"replica {one.replica} {state}: {', '.join(parts)}"
+    return f"replica {scheduler.replica} {state}: {', '.join(parts)}"
 
 
 def _duration(seconds: float) -> str:

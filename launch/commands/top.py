@@ -144,8 +144,8 @@ def _queues(before: Report, now: Report) -> Table:
             rates = [f"{max(tokens, 0) / seconds:,.0f}" for tokens in grown]
         name = f"{model.name}: " * has_more
         table.add_row(f"{name}{model.num_requests}", *cells, *rates)
-        for one in model.schedulers if len(model.schedulers) > 1 else []:
-            table.add_row(f"{name}replica {one.replica}", *_cells(one))
+        for scheduler in model.schedulers if len(model.schedulers) > 1 else []:
+            table.add_row(f"{name}replica {scheduler.replica}", *_cells(scheduler))
     return table
 
 
@@ -186,10 +186,17 @@ def quantile(bounds: list[float], counts: list[int], share: float) -> str:
 def _processes(before: Report, now: Report) -> Table:
     table = Table("process", "pid", "uptime", "restarts", "CPU", "MiB")
     seconds = now.moment - before.moment
-    old = {(one.name, one.pid): one.cpu_seconds for one in before.status.processes}
-    for one in now.status.processes:
-        used = one.cpu_seconds - old.get((one.name, one.pid), one.cpu_seconds)
+    old = {(process.name, process.pid): process.cpu_seconds for process in before.status.processes}
+    for process in now.status.processes:
+        used = process.cpu_seconds - old.get((process.name, process.pid), process.cpu_seconds)
         cpu = f"{used / seconds:.0%}" if seconds else "-"
-        cells = (str(one.pid), str(timedelta(seconds=int(one.uptime))), str(one.restarts), cpu)
-        table.add_row(at_node(one.name, one.node), *cells, f"{one.rss_bytes / 2**20:,.0f}")
+        cells = (
+            str(process.pid),
+            str(timedelta(seconds=int(process.uptime))),
+            str(process.restarts),
+            cpu,
+        )
+        table.add_row(
+            at_node(process.name, process.node), *cells, f"{process.rss_bytes / 2**20:,.0f}"
+        )
     return table

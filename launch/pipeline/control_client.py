@@ -34,8 +34,8 @@ def request(pipeline: str, message: ControlRequest, timeout: int = TIMEOUT) -> C
         channel = context.connect(zmq.DEALER, control_endpoint(run_folder(pipeline)), ControlReply)
         with channel.socket as socket:
             poller = zmq.Poller()
-            for one in (socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)):
-                poller.register(one, zmq.POLLIN)
+            for polled in (socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)):
+                poller.register(polled, zmq.POLLIN)
             channel.send(message)
             ready = dict(poller.poll(timeout * 1000))
             socket.disable_monitor()
@@ -74,7 +74,7 @@ def restart(pipeline: str, target: str) -> Iterator[list[str]]:
     Workers of a replica are restarted together: their group can't lose one. Yields the names of
     restarted processes once they are ready. Raises LaunchError.
     """
-    names = [one.name for one in list_processes(pipeline)]
+    names = [process.name for process in list_processes(pipeline)]
     config = running_config(pipeline)
 
     def group(chosen: str) -> tuple[str, ...]:

@@ -150,7 +150,7 @@ def near_folder(model: str) -> str:
     if path.is_symlink():
         return " (this is a symbolic link that leads nowhere)"
     try:
-        folders = [one.name for one in path.parent.iterdir() if one.is_dir()]
+        folders = [child.name for child in path.parent.iterdir() if child.is_dir()]
     except OSError:
         return ""
     near = difflib.get_close_matches(path.name, folders, n=1)

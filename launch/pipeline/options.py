@@ -142,7 +142,7 @@ def _converter(field: str, hint: Any, is_json: bool) -> Callable[[str], Any]:
 def _fields(struct: type[Struct]) -> dict[str, msgspec.inspect.Field]:
     info = msgspec.inspect.type_info(struct)
     assert isinstance(info, msgspec.inspect.StructType)  # noqa: S101  for mypy
-    return {one.name: one for one in info.fields}
+    return {field.name: field for field in info.fields}
 
 
 def _help(struct: type[Struct], field: str) -> str:
@@ -158,7 +158,9 @@ def _default(struct: type[Struct], field: str) -> Any:
 def _description(struct: type[Struct], field: str) -> str:
     described = _fields(struct)[field].type
     extra = described.extra_json_schema if isinstance(described, msgspec.inspect.Metadata) else None
-    definer = next(one for one in struct.__mro__ if field in vars(one).get("__annotations__", ()))
+    definer = next(
+        kind for kind in struct.__mro__ if field in vars(kind).get("__annotations__", ())
+    )
     return (extra or {}).get("description", "") or _docstrings(definer).get(field, "")
 
 

@@ -58,9 +58,9 @@ def process_names(config: Config, kinds: Iterable[str]) -> list[str]:
 def numbers_at_start(config: Config, kinds: Iterable[str]) -> dict[str, int]:
     """Return how many processes of each kind there are, with several models `MODEL/worker`."""
     return {
-        f"{one.prefix}{kind}": _number(one, kind)
+        f"{model.prefix}{kind}": _number(model, kind)
         for kind in kinds
-        for one in (config.by_model() if kind in OF_MODEL else [config])
+        for model in (config.by_model() if kind in OF_MODEL else [config])
     }
 
 

@@ -252,4 +252,4 @@ def model_name(config: Config) -> str:
     models = config.by_model()
     if len(models) == 1 and not (config.model or config.served_model_name):
         return "Qwen3 demo"
-    return ", ".join(one.model_name for one in models)
+    return ", ".join(model.model_name for model in models)

@@ -52,19 +52,21 @@ def options_by_model(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     common, *own = [*before, given_options(arguments, ModelOptions)]
     given = given_options(arguments, Config)
     pipeline = {field: given[field] for field in given if field not in _FIELDS}
-    return [pipeline | common | one for one in own or [{}]]
+    return [pipeline | common | options for options in own or [{}]]
 
 
 def config_of(models: Sequence[dict[str, Any]]) -> Config:
     """Return the configuration of a pipeline of several models. Raises LaunchError."""
     if models[0].get("backend") == "ray":
         raise LaunchError(f"--model: got {len(models)}, expected one with --backend ray")
-    resolved = [resolve(one) for one in models]
-    options = [ModelOptions(**{f: one[f] for f in _FIELDS if f in one}) for one in resolved]
+    resolved = [resolve(model) for model in models]
+    options = [
+        ModelOptions(**{f: fields[f] for f in _FIELDS if f in fields}) for fields in resolved
+    ]
     pipeline = {name: value for name, value in resolved[0].items() if name not in _FIELDS}
     config = PipelineConfig(**pipeline, **asdict(options[0]), models=tuple(options))
-    groups = [one.group for one in options]
-    names = [name for one in options for name in one.model_names]
+    groups = [option.group for option in options]
+    names = [name for option in options for name in option.model_names]
     for one, group in zip(options, groups, strict=True):
         is_shared = any(names.count(name) > 1 for name in one.model_names)
         if not group or groups.count(group) > 1 or is_shared:
@@ -81,15 +83,15 @@ def check_names(config: Config, kinds: Iterable[str]) -> None:
     kinds: of the procfile.
     """
     words = {"all", *kinds}
-    for one in config.by_model():
-        for name in one.model_names:
+    for model in config.by_model():
+        for name in model.model_names:
             if not name.isprintable() or set(name) & set("\"'"):
                 raise LaunchError(
                     f"--served-model-name: got {name!r}, expected a name without control "
                     "characters and quotes"
                 )
-        if one.prefix and kind_of(one.group) in words:
+        if model.prefix and kind_of(model.group) in words:
             raise LaunchError(
-                f"--served-model-name: got {one.model_name!r}, expected a name other than "
+                f"--served-model-name: got {model.model_name!r}, expected a name other than "
                 f"{', '.join(sorted(words))}, which commands take for processes"
             )

@@ -68,7 +68,7 @@ class ProcessActor:
         self._changed = asyncio.Event()
         self._node_id = ray.get_runtime_context().get_node_id()
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
-        self._node = next(one["NodeName"] for one in nodes if one["NodeID"] == self._node_id)
+        self._node = next(node["NodeName"] for node in nodes if node["NodeID"] == self._node_id)
         self._folder = NodeFolder(f"{self._node_id[:8]}-{spec.run}")
 
     @ray.method(max_task_retries=-1)

@@ -92,7 +92,7 @@ def joined(config: Config) -> Iterator[Joined]:
         context = ray.get_runtime_context()
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         machines = [_machine(node) for node in nodes if node["Alive"]]
-        here = next(one for one in machines if one.node_id == context.get_node_id())
+        here = next(machine for machine in machines if machine.node_id == context.get_node_id())
         yield Joined(here, machines, context.get_job_id())
     finally:
         ray.shutdown()

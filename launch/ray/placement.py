@@ -82,7 +82,7 @@ def place(
         if members:
             bundles = _bundles(placement, members)
             strategy = _reserve(free, bundles, machines)
-            placement.groups.append(Group(strategy, [dict(one) for one in bundles]))
+            placement.groups.append(Group(strategy, [dict(bundle) for bundle in bundles]))
     return placement
 
 
@@ -94,13 +94,13 @@ def _place_fixed(
         at = placement.nodes.get(kind_of(name))
         if at is None or at.soft:
             continue
-        machine = next(one for one in machines if one.node_id == at.node_id)
+        machine = next(machine for machine in machines if machine.node_id == at.node_id)
         if not _take(free, [at.node_id], Counter(CPU=1)):
             raise LaunchError(f"{name} must run on node {machine.name}, of {machine.cpus:g} CPUs")
         bundles.setdefault(at.node_id, Counter())["CPU"] += 1
         placement.bundles[name] = Bundle(0, list(bundles).index(at.node_id))
     if bundles:
-        hosts = {one.node_id: one.host for one in machines}
+        hosts = {machine.node_id: machine.host for machine in machines}
         # Ray gives each node one of `node:HOST`
         own = [{f"node:{hosts[node]}": 0.001, **bundle} for node, bundle in bundles.items()]
         placement.groups.append(Group("PACK", own))
@@ -110,13 +110,16 @@ def _device(config: Config, names: list[str], machines: list[Machine]) -> Litera
     """`auto` as `--device` has it: on GPUs if there is one for each worker."""
     num_workers = sum(kind_of(name) == "worker" for name in names)
     if config.device == "auto":
-        return "cuda" if 0 < num_workers <= sum(one.gpus for one in machines) else "cpu"
+        return "cuda" if 0 < num_workers <= sum(machine.gpus for machine in machines) else "cpu"
     return config.device
 
 
 def _check_sums(placement: Placement, names: list[str], machines: list[Machine]) -> None:
     num_gpus = sum(map(placement.num_gpus, names))
-    cpus, gpus = sum(one.cpus for one in machines), sum(one.gpus for one in machines)
+    cpus, gpus = (
+        sum(machine.cpus for machine in machines),
+        sum(machine.gpus for machine in machines),
+    )
     if num_gpus > gpus or len(names) > cpus:
         asked = f"{len(names)} processes need {len(names)} CPUs" + (
             f" and {num_gpus} GPUs" if num_gpus else ""
@@ -125,8 +128,13 @@ def _check_sums(placement: Placement, names: list[str], machines: list[Machine])
 
 
 def _sum(machines: list[Machine]) -> str:
-    each = ", ".join(f"{one.name}: {one.cpus:g} CPUs, {one.gpus:g} GPUs" for one in machines)
-    cpus, gpus = sum(one.cpus for one in machines), sum(one.gpus for one in machines)
+    each = ", ".join(
+        f"{machine.name}: {machine.cpus:g} CPUs, {machine.gpus:g} GPUs" for machine in machines
+    )
+    cpus, gpus = (
+        sum(machine.cpus for machine in machines),
+        sum(machine.gpus for machine in machines),
+    )
     return f"{cpus:g} CPUs and {gpus:g} GPUs ({each})"
 
 

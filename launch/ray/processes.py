@@ -203,7 +203,9 @@ class RayProcesses(Processes):
 
     async def _reserve(self) -> None:
         """Until all groups have their places; Ray's own way to await one would start a process."""
-        for bundles, strategy in ((one.bundles, one.strategy) for one in self._placement.groups):
+        for bundles, strategy in (
+            (group.bundles, group.strategy) for group in self._placement.groups
+        ):
             group = placement_group(bundles, strategy)
             self._groups.append(group)
             if not await asyncio.to_thread(PlacementGroup.wait, group, 1):

@@ -70,9 +70,9 @@ class Report:
 
     def processes(self) -> list[ProcessStatus]:
         """Return the processes that run, in the order of the procfile, and their usage now."""
-        running = [one for one in self._processes.by_name.values() if one.pid]
-        running.sort(key=lambda one: self.kinds.index(kind_of(one.name)))
-        return [self._status(one) for one in running]
+        running = [process for process in self._processes.by_name.values() if process.pid]
+        running.sort(key=lambda process: self.kinds.index(kind_of(process.name)))
+        return [self._status(process) for process in running]
 
     def _status(self, process: ManagedProcess) -> ProcessStatus:
         heartbeat = self._watchdog.newest_heartbeat(process.name)

@@ -121,8 +121,8 @@ class MemoryServer:
                 self._reply(peer)
             case _:
                 self._leave(peer)
-        for one in descriptors:  # that no message may have
-            os.close(one)
+        for descriptor in descriptors:  # that no message may have
+            os.close(descriptor)
 
     async def _pass_on(self, name: str, peer: _Peer) -> None:
         """Reply with the memory, if its last user has exited and can't have damaged it."""
@@ -388,10 +388,10 @@ class LocalProcesses(Processes):
             command = " ".join((SERVE_FORKS, *services))
             fork_server = ForkServer(command, self._environment, tasks, policy.say)
             self._fork_servers.append(fork_server)
-            self._forks |= {packaged[one]: (fork_server, one) for one in services}
+            self._forks |= {packaged[service]: (fork_server, service) for service in services}
         self._events = ChildEvents(config.hang_timeout * STOPPED_SHARE, self._on_stopped)
         self._memory = {
-            one.prefix.rstrip("/"): MemoryServer(tasks, policy.say) for one in config.by_model()
+            model.prefix.rstrip("/"): MemoryServer(tasks, policy.say) for model in config.by_model()
         }
 
     def _make(self, name: str) -> LocalProcess:
@@ -430,4 +430,4 @@ def forked_services(config: Config) -> list[list[str]]:
     """Return the services of each fork server that this pipeline needs."""
     if not hasattr(os, "pidfd_open"):
         return []
-    return [[one for one in kinds if one != "http" or config.http] for kinds in FORKED]
+    return [[kind for kind in kinds if kind != "http" or config.http] for kinds in FORKED]

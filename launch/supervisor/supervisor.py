@@ -56,7 +56,7 @@ class Deaths:
         recent.append((now, pid))
         while recent[0][0] < now - CRASH_WINDOW:
             recent.popleft()
-        return sum((name, one) not in self._suspects for _, one in recent)
+        return sum((name, pid) not in self._suspects for _, pid in recent)
 
     def handle(self, message: ProcessesDied | PoisonFound | SuspectsCleared) -> None:
         match message:
@@ -153,8 +153,8 @@ class Supervisor:
             where += f" and {base_url(self._config)}"
         number = f"{len(self._processes.by_name)} processes, {seconds:.1f} s"
         sizes = [
-            (one.model_name, f"tp {one.tp}" + f", dp {one.dp}" * (one.dp > 1))
-            for one in self._config.by_model()
+            (model.model_name, f"tp {model.tp}" + f", dp {model.dp}" * (model.dp > 1))
+            for model in self._config.by_model()
         ]
         ready = f"ready: {model_name(self._config)} on {where} ({sizes[0][1]}, {number})"
         if len(sizes) > 1:

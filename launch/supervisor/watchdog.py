@@ -137,41 +137,44 @@ class Watchdog:
         if now > due + MAX_LATE:
             self._lacking.clear()
         self._kill_lacking(now)
-        for one in self._watched.values():
-            is_busy = one.is_being_examined or one.is_being_killed or one.is_unreachable
+        for watched in self._watched.values():
+            is_busy = watched.is_being_examined or watched.is_being_killed or watched.is_unreachable
             if now > due + MAX_LATE:
-                one.heard_at = now
-            elif now - one.heard_at > 2 * self._interval and not is_busy:
-                one.is_being_examined = True
-                self._tasks.start(self._examine(one, now))
+                watched.heard_at = now
+            elif now - watched.heard_at > 2 * self._interval and not is_busy:
+                watched.is_being_examined = True
+                self._tasks.start(self._examine(watched, now))
 
-    async def _examine(self, one: _Watched, now: float) -> None:
+    async def _examine(self, watched: _Watched, now: float) -> None:
         """Kill a process that was silent for too long at the time `now`."""
-        known = max(one.heartbeat.cpu_seconds, one.cpu_seconds)
-        used, is_underway = await one.process.vitals(one.heartbeat.pid)
-        one.cpu_seconds = max(known, used)
-        one.is_being_examined = False
+        known = max(watched.heartbeat.cpu_seconds, watched.cpu_seconds)
+        used, is_underway = await watched.process.vitals(watched.heartbeat.pid)
+        watched.cpu_seconds = max(known, used)
+        watched.is_being_examined = False
         if is_underway or used > known:
-            one.worked_at = now
-        silent_seconds = now - one.heard_at  # less than 0 if a heartbeat has come meanwhile
-        idle_seconds = now - max(one.heard_at, one.worked_at)
-        most = max(self._step_timeout, self._hang_timeout * one.has_started)
+            watched.worked_at = now
+        silent_seconds = now - watched.heard_at  # less than 0 if a heartbeat has come meanwhile
+        idle_seconds = now - max(watched.heard_at, watched.worked_at)
+        most = max(self._step_timeout, self._hang_timeout * watched.has_started)
         if silent_seconds > most:
-            self._kill(one, f"gave no sign of life for {most:g} s")
-        elif one.has_started and idle_seconds > self._hang_timeout:
-            self._kill(one, f"gave no sign of life for {self._hang_timeout:g} s")
+            self._kill(watched, f"gave no sign of life for {most:g} s")
+        elif watched.has_started and idle_seconds > self._hang_timeout:
+            self._kill(watched, f"gave no sign of life for {self._hang_timeout:g} s")
 
-    def _on_heartbeat(self, one: _Watched, heartbeat: SupervisorHeartbeat) -> None:
-        one.heartbeat, one.is_unreachable = heartbeat, False
-        one.has_started, one.heard_at = True, self._loop.time()
-        one.process.has_started.set()
+    def _on_heartbeat(self, watched: _Watched, heartbeat: SupervisorHeartbeat) -> None:
+        watched.heartbeat, watched.is_unreachable = heartbeat, False
+        watched.has_started, watched.heard_at = True, self._loop.time()
+        watched.process.has_started.set()
         if heartbeat.busy_seconds > self._step_timeout:
-            self._kill(one, f"has been at one step for {heartbeat.busy_seconds:.0f} s")
+            self._kill(watched, f"has been at one step for {heartbeat.busy_seconds:.0f} s")
 
     def _kill_lacking(self, now: float) -> None:
         """Kill groups that have lacked ranks for long."""
-        living = Counter(one.heartbeat.group for one in self._watched.values())
-        sizes = {one.heartbeat.group: one.heartbeat.group_size for one in self._watched.values()}
+        living = Counter(watched.heartbeat.group for watched in self._watched.values())
+        sizes = {
+            watched.heartbeat.group: watched.heartbeat.group_size
+            for watched in self._watched.values()
+        }
         lacking = {group for group, size in sizes.items() if group and living[group] < size}
         self._lacking = {group: self._lacking.get(group, now) for group in lacking}
         for group, since in self._lacking.items():
@@ -183,27 +186,27 @@ class Watchdog:
         self._kill_ranks(lost.heartbeat.group, reason, lost)
 
     def _kill_ranks(self, group: str, reason: str, lost: _Watched | None = None) -> None:
-        for one in self._watched.values():
-            is_stopped = not one.process.wanted.is_set()  # on request, perhaps all of the group
-            if not group or one is lost or one.heartbeat.group != group or is_stopped:
+        for watched in self._watched.values():
+            is_stopped = not watched.process.wanted.is_set()  # on request, perhaps all of the group
+            if not group or watched is lost or watched.heartbeat.group != group or is_stopped:
                 continue
-            if not one.is_being_killed:
-                one.process.killed_with_group = one.process.pid
-            self._kill(one, reason)
+            if not watched.is_being_killed:
+                watched.process.killed_with_group = watched.process.pid
+            self._kill(watched, reason)
 
-    def _kill(self, one: _Watched, reason: str) -> None:
-        if not (one.is_being_killed or one.is_unreachable):
-            one.is_being_killed = True
-            self._tasks.start(self._kill_now(one, reason))
+    def _kill(self, watched: _Watched, reason: str) -> None:
+        if not (watched.is_being_killed or watched.is_unreachable):
+            watched.is_being_killed = True
+            self._tasks.start(self._kill_now(watched, reason))
 
-    async def _kill_now(self, one: _Watched, reason: str) -> None:
+    async def _kill_now(self, watched: _Watched, reason: str) -> None:
         """Kill a process; if it is unreachable, kill its group, which can't wait for it."""
-        if one.has_exited:
+        if watched.has_exited:
             return
-        if await one.process.kill():
-            self._say(f"{one.process.name} {reason}; killed")
+        if await watched.process.kill():
+            self._say(f"{watched.process.name} {reason}; killed")
             return
-        one.is_being_killed, one.is_unreachable = False, True
-        one.process.killed_with_group = 0
-        self._say(f"{one.process.name} {reason}; its machine can't be reached")
-        self._kill_group(one, "is unreachable")
+        watched.is_being_killed, watched.is_unreachable = False, True
+        watched.process.killed_with_group = 0
+        self._say(f"{watched.process.name} {reason}; its machine can't be reached")
+        self._kill_group(watched, "is unreachable")
