@@ -15,7 +15,6 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import asdict
 
 from penstock.protocol.decoding import explain
 from penstock.protocol.messages.plan import MAX_BLOCKS, MAX_SLOTS
@@ -33,8 +32,8 @@ Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 ProcessesOrNone = Annotated[int, Meta(ge=0, le=MAX_PROCESSES)]
 
 
-class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The options that each model of a pipeline may have for itself."""
+class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Every option of a pipeline: those before `name` may differ between its models."""
 
     model: str = ""
     """folder of a Qwen3 checkpoint, its name on the Hugging Face Hub, or a GGUF file; empty: the
@@ -125,28 +124,6 @@ class ModelOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True
     """CPU threads of each worker; 0: (cores - 1) / (tp * dp), of those that affinity and cgroup
     leave to the pipeline"""
 
-    @property
-    def model_name(self) -> str:
-        """The model's name in replies, metrics and commands."""
-        return self.model_names[0]
-
-    @property
-    def model_names(self) -> list[str]:
-        """Names by which requests choose the model."""
-        given = self.served_model_name
-        names = [given] if isinstance(given, str) else given
-        own = Path(self.model).name if self.model else "qwen3-demo"
-        return [*dict.fromkeys(filter(None, names))] or [own]
-
-    @property
-    def group(self) -> str:
-        """Name of the model as a folder, which begins the names of its processes."""
-        return re.sub(r"[^A-Za-z0-9_.-]", "-", self.model_name.rpartition("/")[2])[-64:]
-
-
-class Config(ModelOptions, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Every option of a pipeline."""
-
     name: Name = "default"
     """name of the pipeline and of its run folder"""
     backend: Literal["local", "ray"] = "local"
@@ -194,11 +171,31 @@ class Config(ModelOptions, kw_only=True, frozen=True, forbid_unknown_fields=True
     """format of log lines; json: one JSON map a line"""
     otlp_endpoint: str = ""
     """HTTP address of an OpenTelemetry collector that receives traces of requests"""
+    models: tuple["Config", ...] = ()
+    """configuration of each of several models; options of models in this one are the first's"""
 
     def __post_init__(self) -> None:
         """Remove the brackets that an address of IPv6 has in URLs."""
         if self.http_host.startswith("[") and self.http_host.endswith("]"):
             msgspec.structs.force_setattr(self, "http_host", self.http_host[1:-1])
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in replies, metrics and commands."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> list[str]:
+        """Names by which requests choose the model."""
+        given = self.served_model_name
+        names = [given] if isinstance(given, str) else given
+        own = Path(self.model).name if self.model else "qwen3-demo"
+        return [*dict.fromkeys(filter(None, names))] or [own]
+
+    @property
+    def group(self) -> str:
+        """Name of the model as a folder, which begins the names of its processes."""
+        return re.sub(r"[^A-Za-z0-9_.-]", "-", self.model_name.rpartition("/")[2])[-64:]
 
     @property
     def max_running(self) -> int:
@@ -229,13 +226,24 @@ class Config(ModelOptions, kw_only=True, frozen=True, forbid_unknown_fields=True
 
     def by_model(self) -> "list[Config]":
         """Return the configuration of each model; with several, a model's folder is its name."""
-        return [self]
+        pipeline = {option: getattr(self, option) for option in PIPELINE_OPTIONS}
+        num_threads = threads_of_worker(sum(model.tp * model.dp for model in self.models) or 1)
+        return [
+            msgspec.structs.replace(
+                model,
+                **pipeline
+                | {
+                    "name": f"{self.name}/@{model.group}",
+                    "num_threads": model.num_threads or num_threads,
+                },
+            )
+            for model in self.models
+        ] or [self]
 
     def of_process(self, name: str) -> "Config":
         """Return the configuration of a process: that of its model, if it is of one of several."""
-        return next(
-            (one for one in self.by_model() if one.prefix and name.startswith(one.prefix)), self
-        )
+        models = (model for model in self.by_model() if model.prefix)
+        return next((model for model in models if name.startswith(model.prefix)), self)
 
     @property
     def model_folder(self) -> Path:
@@ -245,27 +253,9 @@ class Config(ModelOptions, kw_only=True, frozen=True, forbid_unknown_fields=True
         return Path(__file__).parents[1] / "models" / "demo" / "checkpoint"
 
 
-class PipelineConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The configuration of a pipeline that serves several models."""
-
-    models: tuple[ModelOptions, ...] = ()
-    """of each model; the options of `Config` itself are those of the first one"""
-
-    def by_model(self) -> list[Config]:
-        pipeline = {field: getattr(self, field) for field in Config.__struct_fields__}
-        num_workers = sum(one.tp * one.dp for one in self.models)
-        num_threads = threads_of_worker(num_workers)
-        return [
-            Config(
-                **pipeline
-                | asdict(one)
-                | {
-                    "name": f"{self.name}/@{one.group}",
-                    "num_threads": one.num_threads or num_threads,
-                }
-            )
-            for one in self.models
-        ]
+OPTIONS = Config.__struct_fields__[:-1]  # all but `models`, which no flag sets
+MODEL_OPTIONS = OPTIONS[: OPTIONS.index("name")]
+PIPELINE_OPTIONS = OPTIONS[len(MODEL_OPTIONS) :]
 
 
 def run_folder(name: str) -> Path:
@@ -370,9 +360,7 @@ def write_config(config: Config) -> Path:
 
 def read_config(path: Path) -> Config:
     """Read a configuration. Raises msgspec.ValidationError for an invalid file."""
-    raw = path.read_bytes()
-    config = msgspec.json.decode(raw, type=PipelineConfig)
-    return config if config.models else msgspec.json.decode(raw, type=Config)
+    return msgspec.json.decode(path.read_bytes(), type=Config)
 
 
 def config_from_environment() -> Config:
@@ -384,7 +372,7 @@ def config_from_environment() -> Config:
         return read_config(Path(path))
     given: dict[str, str | list[str]] = {
         field: os.environ[f"PENSTOCK_{field.upper()}"]
-        for field in Config.__struct_fields__
+        for field in OPTIONS
         if f"PENSTOCK_{field.upper()}" in os.environ
     }
     if names := given.get("served_model_name"):

@@ -20,7 +20,7 @@ from penstock.launch.bench.pipeline import (
 from penstock.launch.commands.status import as_json
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import add_options, add_pipeline_options, given_options
-from penstock.protocol.config import Config
+from penstock.protocol.config import OPTIONS
 
 PREFIX_CACHING = (
     "The pipeline that it starts runs without prefix caching, unless --enable-prefix-caching is "
@@ -119,7 +119,7 @@ def _add_target(command: ArgumentParser) -> None:
     command.add_argument("--name", default=SUPPRESS, help=text)
     text = "measure the pipeline at this address; set --model to the model that it runs"
     command.add_argument("--endpoint", help=text)
-    own = [field for field in Config.__struct_fields__ if field not in NOT_OWN]
+    own = [field for field in OPTIONS if field not in NOT_OWN]
     add_pipeline_options(command, own)
 
 

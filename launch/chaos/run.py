@@ -32,7 +32,7 @@ from penstock.launch.pipeline.run_folder import base_url, is_running, model_name
 from penstock.launch.pipeline.target import free_port, target
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.client.async_client import AsyncClient
-from penstock.protocol.config import Config, run_folder
+from penstock.protocol.config import OPTIONS, Config, run_folder
 from penstock.protocol.messages.status import StatusReply
 
 OWN_DEFAULTS: dict[str, Any] = {"http": 0, "hang_timeout": 3.0, "log_level": "error"}
@@ -67,7 +67,7 @@ def add_arguments(command: ArgumentParser) -> None:
     )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--name", default=SUPPRESS, help=RUNNING)
-    own = [field for field in Config.__struct_fields__ if field not in ("name", "endpoint")]
+    own = [field for field in OPTIONS if field not in ("name", "endpoint")]
     add_pipeline_options(command, own)
 
 

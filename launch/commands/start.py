@@ -49,7 +49,7 @@ from penstock.protocol.checkpoint import ModelConfig, ModelError, read_model_con
 from penstock.protocol.checkpoint_files import check_files
 from penstock.protocol.client.connection import check_addresses
 from penstock.protocol.client.session import ClientError
-from penstock.protocol.config import DEFAULT_CLIENT, Config, run_folder, write_config
+from penstock.protocol.config import DEFAULT_CLIENT, OPTIONS, Config, run_folder, write_config
 from penstock.protocol.tracing import check_tracing
 from penstock.protocol.transport.context import (
     bind,
@@ -72,7 +72,7 @@ def add_arguments(command: ArgumentParser) -> None:
     command.set_defaults(run=_run_all)
     text = "what to serve, as --model takes it"
     command.add_argument("positional_model", metavar="MODEL", nargs="?", help=text)
-    add_options(command, Config, actions={"model": NextModel})
+    add_options(command, Config, OPTIONS, actions={"model": NextModel})
     text = "what to run (default: penstock's own)"
     command.add_argument("--procfile", type=Path, default=PROCFILE, help=text)
     text = "deaths of one process within 60 s that stop the pipeline (default: 5)"

@@ -26,7 +26,7 @@ from penstock.launch.pipeline.procfile import kind_of
 from penstock.launch.pipeline.run_folder import base_url
 from penstock.launch.pipeline.target import free_port, target
 from penstock.protocol.client.session import ClientError
-from penstock.protocol.config import Config
+from penstock.protocol.config import OPTIONS, Config
 from penstock.protocol.transport.channel import DECODE_ERRORS
 
 TRIES = 5  # of a request whose connection is lost
@@ -85,9 +85,7 @@ def add_arguments(command: ArgumentParser) -> None:
     command.add_argument(
         "--concurrency", type=int, default=256, help="requests in flight (default: 256)"
     )
-    add_pipeline_options(
-        command, [field for field in Config.__struct_fields__ if field != "endpoint"]
-    )
+    add_pipeline_options(command, [field for field in OPTIONS if field != "endpoint"])
 
 
 def _run(arguments: Namespace) -> int:
@@ -120,7 +118,7 @@ def _target(arguments: Namespace) -> Iterator[Config]:
 
 def _with_http(config: Config) -> Config:
     """Raise LaunchError if no HTTP process runs: another server may have the port."""
-    if any(kind_of(process.name) == "http" for process in list_processes(config.name)):
+    if any(kind_of(one.name) == "http" for one in list_processes(config.name)):
         return config
     command = f"launch scale http 1 --name {config.name}"
     raise LaunchError(f"pipeline {config.name!r} has no HTTP process; `{command}` starts one")

@@ -40,7 +40,7 @@ from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.scoring import LABELS, Scoring, label_id, result_of
 from penstock.protocol.client.session import Answer, Done, Final, answer_requests, num_answers
-from penstock.protocol.config import Config
+from penstock.protocol.config import OPTIONS, Config
 from penstock.protocol.decoding import explain
 from penstock.protocol.messages.chat import Conversation, chat_messages
 from penstock.protocol.messages.client import (
@@ -354,7 +354,7 @@ def _config_fields(options: dict[str, Any]) -> dict[str, Any]:
     if "enforce_eager" in fields:
         fields["enable_cuda_graphs"] = not fields.pop("enforce_eager")
     for name in fields:
-        if name not in Config.__struct_fields__ or name in ("name", "endpoint", "curve_keys"):
+        if name not in OPTIONS or name in ("name", "endpoint", "curve_keys"):
             raise TypeError(f"LLM has no option {name!r}; `launch all --help` lists what it has")
     try:
         msgspec.convert(fields, Config)

@@ -8,15 +8,13 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from msgspec.structs import asdict
+import msgspec
 
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import resolve
 from penstock.launch.pipeline.options import given_options
 from penstock.launch.pipeline.procfile import kind_of
-from penstock.protocol.config import Config, ModelOptions, PipelineConfig
-
-_FIELDS = ModelOptions.__struct_fields__
+from penstock.protocol.config import MODEL_OPTIONS, Config
 
 
 class NextModel(argparse.Action):
@@ -29,11 +27,16 @@ class NextModel(argparse.Action):
         values: Any,
         option_string: str | None = None,  # noqa: ARG002
     ) -> None:
-        before = given_options(namespace, ModelOptions)
+        before = _model_options(namespace)
         for field in before:
             delattr(namespace, field)
         namespace.before = [*getattr(namespace, "before", []), before]
         setattr(namespace, self.dest, values)
+
+
+def _model_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = given_options(arguments, Config)
+    return {option: value for option, value in given.items() if option in MODEL_OPTIONS}
 
 
 def options_by_model(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -49,9 +52,9 @@ def options_by_model(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 "several models are --model A --model B"
             )
         arguments.model = model
-    common, *own = [*before, given_options(arguments, ModelOptions)]
+    common, *own = [*before, _model_options(arguments)]
     given = given_options(arguments, Config)
-    pipeline = {field: given[field] for field in given if field not in _FIELDS}
+    pipeline = {field: given[field] for field in given if field not in MODEL_OPTIONS}
     return [pipeline | common | options for options in own or [{}]]
 
 
@@ -59,22 +62,17 @@ def config_of(models: Sequence[dict[str, Any]]) -> Config:
     """Return the configuration of a pipeline of several models. Raises LaunchError."""
     if models[0].get("backend") == "ray":
         raise LaunchError(f"--model: got {len(models)}, expected one with --backend ray")
-    resolved = [resolve(model) for model in models]
-    options = [
-        ModelOptions(**{f: fields[f] for f in _FIELDS if f in fields}) for fields in resolved
-    ]
-    pipeline = {name: value for name, value in resolved[0].items() if name not in _FIELDS}
-    config = PipelineConfig(**pipeline, **asdict(options[0]), models=tuple(options))
-    groups = [option.group for option in options]
-    names = [name for option in options for name in option.model_names]
-    for one, group in zip(options, groups, strict=True):
-        is_shared = any(names.count(name) > 1 for name in one.model_names)
+    configs = [Config(**resolve(options)) for options in models]
+    groups = [model.group for model in configs]
+    names = [name for model in configs for name in model.model_names]
+    for model, group in zip(configs, groups, strict=True):
+        is_shared = any(names.count(name) > 1 for name in model.model_names)
         if not group or groups.count(group) > 1 or is_shared:
             raise LaunchError(
-                f"--served-model-name: got {' and '.join(map(repr, one.model_names))}, expected "
+                f"--served-model-name: got {' and '.join(map(repr, model.model_names))}, expected "
                 "names of its own for each model, also without what is before a slash"
             )
-    return config
+    return msgspec.structs.replace(configs[0], models=tuple(configs))
 
 
 def check_names(config: Config, kinds: Iterable[str]) -> None:

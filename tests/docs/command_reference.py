@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from penstock.launch.commands import cli
 from penstock.launch.commands.cli import Parser
 from penstock.launch.pipeline.options import flag
-from penstock.protocol.config import Config
+from penstock.protocol.config import OPTIONS
 from penstock.protocol.messages.sampling import SamplingParams
 from tests.docs.markdown import page, table
 
@@ -54,7 +54,7 @@ def _section(name: str, command: argparse.ArgumentParser, text: str) -> Iterator
     more = " [options]" if any(one.option_strings for one in actions) else ""
     yield f"`{' '.join([name, *places])}{more}`"
     links = {
-        "[options of a pipeline](options.md)": set(Config.__struct_fields__),
+        "[options of a pipeline](options.md)": set(OPTIONS),
         "[sampling parameters](sampling-parameters.md)": set(SamplingParams.__struct_fields__),
     }
     for link, fields in links.items():

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.launch.pipeline import errors as launch_errors
 from penstock.launch.pipeline.options import _default, _description, _shown, flag
 from penstock.protocol.client import session
-from penstock.protocol.config import Config, ModelOptions
+from penstock.protocol.config import MODEL_OPTIONS, OPTIONS, Config
 from penstock.protocol.messages.client import ErrorReply
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.status import (
@@ -83,11 +83,11 @@ def options() -> str:
         "The options of `launch all`. `LLM` takes them as arguments; `launch bench`, `launch "
         "batch` and `launch chaos` take them as options. Processes that are started without "
         "`launch` read them from the environment: `PENSTOCK_MAX_NUM_SEQS` for `--max-num-seqs`. "
-        f"Options up to `{flag(ModelOptions.__struct_fields__[-1])}` belong to a model; with "
+        f"Options up to `{flag(MODEL_OPTIONS[-1])}` belong to a model; with "
         "[several models](../guides/several-models.md) each may have its own. The others belong to "
         "the pipeline. `--procfile` and `--max-deaths` are only for "
         "[`launch all`](commands.md#launch-all).",
-        table("option | default | description", map(option_row, Config.__struct_fields__)),
+        table("option | default | description", map(option_row, OPTIONS)),
     )
 
 

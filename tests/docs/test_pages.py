@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.protocol.config import Config
+from penstock.protocol.config import OPTIONS
 from penstock.protocol.messages.client import codec_of
 from penstock.services.gateway.admission import RefusedError, decode_request
 from tests.docs.pages import PAGES as TEXTS
@@ -47,7 +47,7 @@ def test_the_site_leads_to_every_page() -> None:
 @pytest.mark.parametrize("variable", sorted(VARIABLES))
 def test_a_variable_is_read(variable: str) -> None:
     """Each option has one; a few others are read by the command line or by tests."""
-    options = {f"PENSTOCK_{field.upper()}" for field in Config.__struct_fields__}
+    options = {f"PENSTOCK_{field.upper()}" for field in OPTIONS}
     assert variable in options or any(
         variable in path.read_text() for path in (ROOT / "tests").rglob("*.py") if path != THIS
     )

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from penstock.launch.pipeline.options import add_options, given_options
-from penstock.protocol.config import Config
+from penstock.protocol.config import OPTIONS, Config
 from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
 from tests.tools.demo.dialogues import IGNORED, plain
@@ -121,7 +121,7 @@ def row(name: str, items: list[Item], full: Measured, fewer: Measured) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    add_options(parser, Config)
+    add_options(parser, Config, OPTIONS)
     options = {"enable_prefix_caching": False, "kv_cache_gib": 1.0}
     options |= given_options(parser.parse_args(), Config)
     folder = Config(**options).model_folder  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.kernels.layouts.sampling import column
 from penstock.launch.pipeline.options import add_options, given_options
-from penstock.protocol.config import Config
+from penstock.protocol.config import OPTIONS, Config
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.services.scheduler.sequence import Sequence
 from tests.engine import Engine
@@ -173,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, default=1000)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 3, 17, 64, 200])
-    add_options(parser, Config)
+    add_options(parser, Config, OPTIONS)
     arguments = parser.parse_args()
     options = {"device": "cuda", "deterministic": True} | given_options(arguments, Config)
     first = None

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from penstock.launch.pipeline.options import add_options, given_options
-from penstock.protocol.config import Config
+from penstock.protocol.config import OPTIONS, Config
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("workload", choices=["offline", "latency", "json"], nargs="+")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--runs", type=int, default=3)
-    add_options(parser, Config)
+    add_options(parser, Config, OPTIONS)
     arguments = parser.parse_args()
     start = time.perf_counter()
     options = {"enable_prefix_caching": False} | given_options(arguments, Config)

@@ -13,7 +13,7 @@ from collections import deque
 from typing import Any
 
 from penstock.launch.pipeline.options import add_options, given_options
-from penstock.protocol.config import Config
+from penstock.protocol.config import OPTIONS, Config
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("workload", choices=["prefix", "offline"])
     parser.add_argument("--tokens", type=int, default=32_000)
     parser.add_argument("--runs", type=int, default=2)
-    add_options(parser, Config)
+    add_options(parser, Config, OPTIONS)
     arguments = parser.parse_args()
     start = time.perf_counter()
     engine = TierEngine(Config(**given_options(arguments, Config)))

@@ -9,8 +9,6 @@ import zmq
 
 from penstock.protocol.config import (
     Config,
-    ModelOptions,
-    PipelineConfig,
     config_from_environment,
     make_run_folder,
     read_config,
@@ -87,8 +85,8 @@ def test_where_the_api_key_comes_from(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_several_models_are_in_one_file() -> None:
-    models = (ModelOptions(served_model_name="one"), ModelOptions(served_model_name="two", tp=2))
-    config = PipelineConfig(name="n", served_model_name="one", models=models)
+    models = (Config(served_model_name="one"), Config(served_model_name="two", tp=2))
+    config = Config(name="n", served_model_name="one", models=models)
     path = write_config(config)
     assert read_config(path) == config
     one, two = config.by_model()

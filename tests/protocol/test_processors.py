@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.protocol import processors
-from penstock.protocol.config import Config, ModelOptions, PipelineConfig
+from penstock.protocol.config import OPTIONS, Config
 from penstock.protocol.processors import num_processors, threads_of_worker
 
 V2, V1 = "0::/a/b\n", "4:memory:/x\n3:cpu,cpuacct:/a/b\n0::/\n"
@@ -59,7 +59,7 @@ def test_threads_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers share what is left by the other processes, and each has one."""
     monkeypatch.setattr(processors, "num_processors", lambda: 9)
     assert [threads_of_worker(number) for number in (1, 2, 3, 16)] == [8, 4, 2, 1]
-    models = (ModelOptions(served_model_name="a"), ModelOptions(served_model_name="b", tp=3))
-    options = {field: getattr(Config(), field) for field in Config.__struct_fields__}
-    numbers = [model.num_threads for model in PipelineConfig(**options, models=models).by_model()]
+    models = (Config(served_model_name="a"), Config(served_model_name="b", tp=3))
+    options = {field: getattr(Config(), field) for field in OPTIONS}
+    numbers = [model.num_threads for model in Config(**options, models=models).by_model()]
     assert numbers == [2, 2]

@@ -12,7 +12,7 @@ from penstock.launch.pipeline.options import (
     flag,
     given_options,
 )
-from penstock.protocol.config import Config
+from penstock.protocol.config import OPTIONS, Config
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.structured import StructuredOutputs
 
@@ -28,7 +28,7 @@ def test_what_is_not_given_is_not_set() -> None:
 
 
 def test_every_field_is_a_flag() -> None:
-    for field in Config.__struct_fields__:
+    for field in OPTIONS:
         default = getattr(Config(), field)
         if isinstance(default, bool):
             assert parse(flag(field)) == {field: True}

@@ -12,7 +12,7 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import as_flags
 from penstock.launch.pipeline.procfile import PROCFILE, process_names, read_procfile
 from penstock.launch.pipeline.several_models import check_names, config_of, options_by_model
-from penstock.protocol.config import Config, ModelOptions, PipelineConfig
+from penstock.protocol.config import Config
 
 
 def given(*words: str) -> list[dict[str, Any]]:
@@ -108,8 +108,8 @@ def test_what_is_refused_names_the_model(tmp_path: Path, monkeypatch: pytest.Mon
 def on_gpus(num_gpus: int | None, monkeypatch: pytest.MonkeyPatch, **models: Any) -> dict[str, str]:
     """Return the GPUs of models with these options."""
     monkeypatch.setattr(gpus, "num_gpus", lambda: num_gpus)
-    options = (ModelOptions(served_model_name=name, **own) for name, own in models.items())
-    return gpus.gpus_by_model(PipelineConfig(models=tuple(options)))
+    options = (Config(served_model_name=name, **own) for name, own in models.items())
+    return gpus.gpus_by_model(Config(models=tuple(options)))
 
 
 def test_each_has_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.protocol.client.async_client import AsyncClient
-from penstock.protocol.config import Config, ModelOptions, PipelineConfig
+from penstock.protocol.config import Config
 from penstock.protocol.messages.status import (
     Histogram,
     Metrics,
@@ -282,7 +282,7 @@ def test_the_dashboard_names_what_there_is() -> None:
 def test_each_model_has_a_label() -> None:
     """A family appears once, with a sample for each model."""
     names = ("one", "org/two")
-    config = PipelineConfig(models=tuple(ModelOptions(served_model_name=name) for name in names))
+    config = Config(models=tuple(Config(served_model_name=name) for name in names))
     fields = {name: getattr(STATUS, name) for name in ModelStatus.__struct_fields__}
     models = [ModelStatus(**fields | {"name": name}) for name in names]
     text = render(msgspec.structs.replace(STATUS, models=models), config).decode()
