@@ -13,9 +13,17 @@ import psutil
 def start_child(
     work: Callable[[], bytes], seconds: float, stack_bytes: int = 0, memory_bytes: int = 0
 ) -> tuple[int, int]:
-    """Fork a child for `work`, with limits of CPU time and added memory. Return pid and pipe."""
+    """Fork a child for `work`, with limits of CPU time and added memory. Return pid and pipe.
+
+    Raises OSError at the limit of processes, of memory or of descriptors.
+    """
     reader, writer = os.pipe()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(reader)
+        os.close(writer)
+        raise
     if pid:
         os.close(writer)
         return pid, reader

@@ -38,6 +38,7 @@ MATCHED_TOKENS = 3
 TOO_LARGE = "its repetitions expand to too many states; use smaller repetition counts"
 MAX_STACK_BYTES = 1 << 20
 MAX_CHILDREN = 2
+RETRY_SECONDS = 1.0  # after a child that could not be forked
 # grammars whose verdict is remembered
 MAX_KNOWN = 1024
 MAX_REASON_BYTES = 2048
@@ -68,6 +69,7 @@ class GrammarChecker:
         self._clients: dict[str, str] = {}
         # clients whose grammar is being checked
         self._checking: set[str] = set()
+        self._is_late = False  # no child could be forked; a timer tries again
 
     def check(self, grammar: str, client: str, on_checked: OnChecked) -> None:
         """Call `on_checked` once, now or later; `grammar` has no `excess`."""
@@ -81,25 +83,44 @@ class GrammarChecker:
             self._asking[grammar] = [on_checked]
             self._clients[grammar] = client
             self._waiting.add(grammar, client)
-            self._fork()
+            self._check_next()
 
-    def _fork(self) -> None:
+    def _check_next(self) -> None:
+        """Fork a child for the next grammar in turn, if another one may run."""
         grammar = self._waiting.first(skipped=self._checking)
         if grammar is None or len(self._checking) == MAX_CHILDREN:
+            return
+        compile_it = partial(_compile, self._tokenizer, grammar)
+        try:
+            pid, reader = start_child(compile_it, MAX_COMPILE_SECONDS, MAX_STACK_BYTES)
+        except OSError as error:  # the limit of processes, of memory or of descriptors
+            self._check_later(error)
             return
         client = self._clients[grammar]
         self._waiting.end_turn(client)
         self._waiting.remove(grammar)
         self._checking.add(client)
-        compile_it = partial(_compile, self._tokenizer, grammar)
-        pid, reader = start_child(compile_it, MAX_COMPILE_SECONDS, MAX_STACK_BYTES)
 
         def on_end() -> None:
             self._checking.remove(client)
             self._answer(grammar, _reason(pid, reader))
-            self._fork()
+            self._check_next()
 
         self._loop.add_file(reader, on_end)
+
+    def _check_later(self, error: OSError) -> None:
+        """Keep grammars in their turns while no child can be forked."""
+        if self._is_late:
+            return
+        self._is_late = True
+        log.warning("no grammar can be checked: %s; trying again", error)
+
+        def check() -> None:
+            self._is_late = False
+            for _ in range(MAX_CHILDREN):
+                self._check_next()
+
+        self._loop.call_later(RETRY_SECONDS, check)
 
     def _answer(self, grammar: str, reason: str) -> None:
         self._reasons[_hash_of(grammar)] = reason

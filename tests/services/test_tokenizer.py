@@ -1,6 +1,8 @@
 """Prompts, conversations and token ids become token ids, or a sentence says why not."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -265,6 +267,31 @@ def test_a_defect_of_the_compiler_refuses_its_grammar(
     (failed,) = pipeline.wait_for(1)
     assert "(the compiler fails at it)" in failed.error.message
     assert "the compiler of grammars ended with exit code 1" in caplog.text
+
+
+def test_grammars_wait_in_turn_while_no_child_can_be_forked(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The limit of processes is reached; other requests are served meanwhile."""
+    fork, num_open = os.fork, len(list(Path("/proc/self/fd").iterdir()))
+    failures = iter(range(3))
+
+    def fork_at_last() -> int:
+        if next(failures, None) is None:
+            return fork()
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", fork_at_last)
+    monkeypatch.setattr(grammar_check, "RETRY_SECONDS", 0.0)
+    pipeline.ask("a", regex="a")
+    pipeline.ask("b", regex="b")
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open, "failed children leave no pipe"
+    pipeline.process.handle(request(prompt="x"))
+    answers = pipeline.wait_for(3)
+    assert answers[0] == TokenizeDone("r", 0, 1)
+    assert sorted(answer.request_id for answer in answers) == ["a", "b", "r"]
+    assert all(isinstance(answer, TokenizeDone) for answer in answers)
+    assert "no grammar can be checked: [Errno 11]" in caplog.text
 
 
 @pytest.mark.slow
