@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -151,8 +151,8 @@ def _permitted(kind: type[Struct], path: str, raw: object) -> list[object]:
     options, parts = [schema], [*_parts(path), ""]
     for number, part in enumerate(parts):
         value = _value_at(raw, ".".join(parts[:number]))
-        options = [inner for one in options for inner in _at(one, part, definitions, value)]
-    return list(dict.fromkeys(value for one in options for value in one.get("enum", ())))
+        options = [inner for option in options for inner in _at(option, part, definitions, value)]
+    return list(dict.fromkeys(value for option in options for value in option.get("enum", ())))
 
 
 def _at(
@@ -170,7 +170,8 @@ def _at(
         if chosen:
             schema = definitions[chosen.rpartition("/")[2]]
     if "anyOf" in schema:
-        return [inner for one in schema["anyOf"] for inner in _at(one, part, definitions, value)]
+        options = schema["anyOf"]
+        return [inner for option in options for inner in _at(option, part, definitions, value)]
     if not part:
         return [schema]
     inner = schema.get("properties", {}).get(part) or schema.get("items")
@@ -250,7 +251,8 @@ def is_too_deep(value: object) -> bool:
     for _ in range(MAX_DEPTH):
         if not level:
             return False
-        level = [child for one in level for child in _children(one) if type(child) not in _SCALARS]
+        children = chain.from_iterable(map(_children, level))
+        level = [child for child in children if type(child) not in _SCALARS]
     return bool(level)
 
 

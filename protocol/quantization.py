@@ -238,7 +238,8 @@ def _read_compressed(fields: dict[str, Any]) -> WeightFormat:
     if "Linear" not in scheme.targets:
         raise ValueError(f"{path}.targets: got {scheme.targets}, expected ['Linear']")
     ignored = tuple(
-        f"^(?:{one[3:]})" if one.startswith("re:") else f"^{re.escape(one)}$" for one in read.ignore
+        f"^(?:{name[3:]})" if name.startswith("re:") else f"^{re.escape(name)}$"
+        for name in read.ignore
     )
     described = f"compressed-tensors W{weights.num_bits}"
     if weights.type == "float":

@@ -102,7 +102,7 @@ class TokenizerConfig(Struct):
     def templates(self) -> dict[str, str]:
         """Return the chat templates by name; a single template is named `default`."""
         if isinstance(self.chat_template, list):
-            return {one.name: one.template for one in self.chat_template if one.template}
+            return {part.name: part.template for part in self.chat_template if part.template}
         return {DEFAULT: self.chat_template} if self.chat_template else {}
 
 
@@ -159,9 +159,10 @@ def read_eos_token_ids(folder: Path) -> list[int]:
         ids = model.eos_token_id
     own = _tokenizer_eos(folder)
     given = [*([ids] if isinstance(ids, int) else ids or []), *([] if own is None else [own])]
-    known = [one for one in dict.fromkeys(given) if 0 <= one < model.vocab_size]
-    for one in set(given) - set(known):
-        log.warning("%s: eos_token_id: got %d, expected 0 to %d", folder, one, model.vocab_size - 1)
+    largest = model.vocab_size - 1
+    known = [token_id for token_id in dict.fromkeys(given) if 0 <= token_id <= largest]
+    for token_id in set(given) - set(known):
+        log.warning("%s: eos_token_id: got %d, expected 0 to %d", folder, token_id, largest)
     if not known:
         reason = "answers end at max_tokens or a stop string only"
         log.warning("%s: no eos_token_id in the vocabulary: %s", folder, reason)
@@ -201,7 +202,7 @@ def _tokenizer_eos(folder: Path) -> int | None:
     if content is None or not (folder / "tokenizer.json").exists():
         return None
     tokenizer = read_tokenizer_file(folder)
-    added = {one.content: one.id for one in tokenizer.added_tokens}
+    added = {token.content: token.id for token in tokenizer.added_tokens}
     return added.get(content, tokenizer.model.vocab.get(content))
 
 

@@ -17,7 +17,7 @@ from penstock.protocol.messages.client import (
 from penstock.protocol.messages.sampling import SamplingParams
 
 # token id → its logprob: the token that stands at a position, and the likeliest ones
-ByToken = dict[int, Logprob]
+ByToken = dict[int, Logprob | TokenLogprobs]
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
@@ -196,4 +196,4 @@ def by_token(positions: list[TokenLogprobs | None] | None) -> list[ByToken | Non
 
 def _tokens(position: TokenLogprobs) -> ByToken:
     """Return the logprobs by token, the sampled token first."""
-    return {token.token_id: token for token in (position, *position.top)}
+    return {candidate.token_id: candidate for candidate in position.candidates}

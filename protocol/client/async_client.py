@@ -162,7 +162,7 @@ class AsyncClient:
         Answers end and fail one by one. `abort` of the given `request_id` ends all of them.
         """
         answers = ask_n(GenerateRequest(prompt=prompt, **fields), self.ask)
-        return [AsyncStream(self, one) for one in answers]
+        return [AsyncStream(self, answer) for answer in answers]
 
     async def generate_n(
         self, prompt: str | list[int] | None = None, **fields: Any
@@ -171,7 +171,7 @@ class AsyncClient:
 
         Cancelling the task, or a failure, aborts all of them.
         """
-        return await gather(one.result() for one in self.submit_n(prompt, **fields))
+        return await gather(stream.result() for stream in self.submit_n(prompt, **fields))
 
     async def embed(
         self, prompt: str | list[int], *, dimensions: int | None = None, **fields: Any
@@ -183,7 +183,7 @@ class AsyncClient:
     async def abort(self, request_id: str) -> bool:
         """End a request early. Return False if no such request is running."""
         answers = self._connection.ask_abort(request_id)
-        replies = [await self._final(one, AbortReply) for one in answers]
+        replies = [await self._final(answer, AbortReply) for answer in answers]
         return any(reply.found for reply in replies)
 
     async def tokenize(self, prompt: str | list[int] | None = None, **fields: Any) -> TokenizeReply:
@@ -243,5 +243,5 @@ class AsyncClient:
         return expect(answer, kind)
 
     def _descriptors(self) -> list[int]:
-        connection = self._connection
-        return [int(one.getsockopt(zmq.FD)) for one in (connection.socket, connection.monitor)]
+        sockets = self._connection.socket, self._connection.monitor
+        return [int(socket.getsockopt(zmq.FD)) for socket in sockets]

@@ -129,7 +129,7 @@ class Client:
         Answers end and fail one by one. `abort` of the given `request_id` ends all of them.
         """
         answers = ask_n(GenerateRequest(prompt=prompt, **fields), self.ask)
-        return [Stream(self, one) for one in answers]
+        return [Stream(self, answer) for answer in answers]
 
     def generate_n(
         self, prompt: str | list[int] | None = None, **fields: Any
@@ -140,10 +140,10 @@ class Client:
         """
         streams = self.submit_n(prompt, **fields)
         try:
-            return [one.result() for one in streams]
+            return [stream.result() for stream in streams]
         except BaseException:
-            for one in streams:
-                self.ask(AbortRequest(request_id=one.request_id))
+            for stream in streams:
+                self.ask(AbortRequest(request_id=stream.request_id))
             raise
 
     def embed(
@@ -155,7 +155,7 @@ class Client:
     def abort(self, request_id: str) -> bool:
         """End a request early. Return False if no such request is running."""
         answers = self._connection.ask_abort(request_id)
-        replies = [self.wait_for(one, AbortReply) for one in answers]
+        replies = [self.wait_for(answer, AbortReply) for answer in answers]
         return any(reply.found for reply in replies)
 
     def tokenize(self, prompt: str | None = None, **fields: Any) -> TokenizeReply:

@@ -51,11 +51,13 @@ ADDRESS = re.compile(rf"tcp://[\w.:;%*\[\]-]+:{_PORT}|ipc://.+", re.ASCII)
 
 def check_addresses(endpoint: str) -> None:
     """Raise ClientError for an invalid address."""
-    for one in endpoint.split(","):
-        if not ADDRESS.fullmatch(one):
-            meant = f"; did you mean tcp://{one}?" if ADDRESS.fullmatch(f"tcp://{one}") else ""
+    for address in endpoint.split(","):
+        if not ADDRESS.fullmatch(address):
+            meant = (
+                f"; did you mean tcp://{address}?" if ADDRESS.fullmatch(f"tcp://{address}") else ""
+            )
             raise ClientError(
-                f"--endpoint: got {one!r}, expected tcp://HOST:PORT or ipc://PATH{meant}"
+                f"--endpoint: got {address!r}, expected tcp://HOST:PORT or ipc://PATH{meant}"
             )
 
 
@@ -101,7 +103,8 @@ class Addresses:
                 return False
         here = self._all.index(self.current)
         others = self._all[here + 1 :] + self._all[:here]
-        self.current = next((one for one in others if one not in self._refused_by), self.current)
+        usable = (address for address in others if address not in self._refused_by)
+        self.current = next(usable, self.current)
         return self.current != self._all[here]
 
 
@@ -203,7 +206,7 @@ class Connection:
 
     def ask_abort(self, request_id: str) -> list[Answer]:
         """Send what ends a request early, or all answers to a prompt."""
-        return [self.ask(one) for one in self._session.aborts(request_id)]
+        return [self.ask(abort) for abort in self._session.aborts(request_id)]
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:

@@ -107,5 +107,5 @@ def label_id(label: str, token_ids: Sequence[int]) -> int:
     return token_ids[0]
 
 
-def _dot(one: list[float], other: list[float]) -> float:
-    return sum(x * y for x, y in zip(one, other, strict=True))
+def _dot(vector: list[float], other: list[float]) -> float:
+    return sum(x * y for x, y in zip(vector, other, strict=True))

@@ -197,7 +197,7 @@ class Answer:
 
 
 def _num_bytes(delta: TextDelta) -> int:
-    num_logprobs = sum(1 + len(one.top) for one in delta.logprobs or () if one)
+    num_logprobs = sum(len(token.candidates) for token in delta.logprobs or () if token)
     return len(delta.text) + 8 * len(delta.token_ids) + LOGPROB_BYTES * num_logprobs
 
 
@@ -258,8 +258,9 @@ class Session:
 
     def aborts(self, request_id: str) -> list[AbortRequest]:
         """Return the requests that abort one request, or the open answers of several."""
-        several = [one.request_id for one in self._answers.values() if one.prompt_id == request_id]
-        return [AbortRequest(request_id=one) for one in several or [request_id]]
+        answers = self._answers.values()
+        several = [answer.request_id for answer in answers if answer.prompt_id == request_id]
+        return [AbortRequest(request_id=name) for name in several or [request_id]]
 
     def receive(self, frames: list[bytes]) -> None:
         number, frame = split_reply(frames)
@@ -268,8 +269,8 @@ class Session:
                 self._receive(number, MSGPACK.decode_reply(frame))
             else:
                 batch = _decode_batch(frame)
-                for one, reply in zip(batch.numbers, batch.replies, strict=True):
-                    self._receive(one, reply)
+                for asked, reply in zip(batch.numbers, batch.replies, strict=True):
+                    self._receive(asked, reply)
         except DECODE_ERRORS as error:
             if self._has_received:
                 log.warning("dropped undecodable reply: %s", error)
@@ -322,7 +323,7 @@ def answer_requests(request: GenerateRequest) -> list[GenerateRequest]:
 
 def ask_n(request: GenerateRequest, ask: Callable[[GenerateRequest], Answer]) -> list[Answer]:
     """Send a request for each answer to a prompt with `ask`. Raises RequestError."""
-    answers = [ask(one) for one in answer_requests(request)]
+    answers = [ask(question) for question in answer_requests(request)]
     for answer in answers:
         answer.prompt_id = request.request_id
     return answers
@@ -360,7 +361,7 @@ async def gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         return [await works[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in works]
+            tasks = [group.create_task(coroutine) for coroutine in works]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]

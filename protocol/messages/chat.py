@@ -62,14 +62,14 @@ def chat_messages(messages: list[Message]) -> list[ChatMessage]:
     """Return messages for the chat template. Raises MessageError."""
     return [
         ChatMessage(
-            role=one.role,
-            content=_text(one, f"messages[{number}].content"),
-            name=one.name,
-            reasoning_content=_reasoning(one),
-            tool_calls=[_template_call(call) for call in one.tool_calls or []] or None,
-            tool_call_id=one.tool_call_id,
+            role=message.role,
+            content=_text(message, f"messages[{number}].content"),
+            name=message.name,
+            reasoning_content=_reasoning(message),
+            tool_calls=[_template_call(call) for call in message.tool_calls or []] or None,
+            tool_call_id=message.tool_call_id,
         )
-        for number, one in enumerate(messages)
+        for number, message in enumerate(messages)
     ]
 
 

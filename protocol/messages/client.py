@@ -35,12 +35,22 @@ class Logprob(Struct, kw_only=True):
     bytes: list[int]
 
 
-class TokenLogprobs(Logprob, kw_only=True):
-    """The token that does stand there, and the likeliest ones that could."""
+class TokenLogprobs(Struct, kw_only=True):
+    """The token that does stand there, with the fields of `Logprob`, and the likeliest ones."""
 
+    token_id: int
+    logprob: float
+    rank: int
+    token: str
+    bytes: list[int]
     top: list[Logprob]  # likeliest first; up to the requested number
     # where the token's text begins in the output; None for a token of the prompt
     text_offset: int | None = None
+
+    @property
+    def candidates(self) -> "list[Logprob | TokenLogprobs]":
+        """The token itself, then the likeliest ones, which may have it again."""
+        return [self, *self.top]
 
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -305,7 +315,7 @@ class RequestName(Struct):
 
 
 REQUEST_TYPES: dict[str, type[Request]] = {
-    one.__struct_config__.tag: one for one in get_args(Request)
+    struct.__struct_config__.tag: struct for struct in get_args(Request)
 }
 
 

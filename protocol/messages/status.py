@@ -8,7 +8,7 @@ from functools import reduce
 from operator import add
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, convert
 
 
 class Histogram(Struct, kw_only=True):
@@ -199,12 +199,22 @@ class ModelStatus(Struct, kw_only=True):
     @property
     def serves(self) -> bool:
         """Requests are worked at, if not by every replica."""
-        return bool(self.tokenizers) and any(one.ready for one in self.schedulers)
+        return bool(self.tokenizers) and any(scheduler.ready for scheduler in self.schedulers)
 
 
-class StatusReply(ModelStatus, kw_only=True, tag="status_reply"):
-    """The pipeline as the gateway sees it. With several models it is the sum of them."""
+class StatusReply(Struct, kw_only=True, tag="status_reply"):
+    """The pipeline as the gateway sees it, with the fields of `ModelStatus`.
 
+    With several models they are the sum of all; `name` and `model` are the first one's.
+    """
+
+    name: str = ""
+    model: str
+    ready: bool
+    tokenizers: dict[str, int]
+    schedulers: list[SchedulerStatus]
+    num_requests: int
+    metrics: Metrics | None = None
     models: list[ModelStatus] = []  # each of several models
     num_bad_frames: int
     # no new request is accepted: the pipeline stops when the open ones are answered
@@ -215,9 +225,14 @@ class StatusReply(ModelStatus, kw_only=True, tag="status_reply"):
     @property
     def by_model(self) -> list[ModelStatus]:
         """Every model."""
-        return self.models or [self]
+        return self.models or [convert(self, ModelStatus, from_attributes=True)]
+
+    @property
+    def scheduler(self) -> SchedulerStatus | None:
+        """All replicas of all models as if they were one; None if none has reported."""
+        return reduce(add, self.schedulers) if self.schedulers else None
 
     @property
     def all_serve(self) -> bool:
         """Requests to every model are worked at."""
-        return all(one.serves for one in self.by_model)
+        return all(model.serves for model in self.by_model)

@@ -228,6 +228,6 @@ def _escape(found: re.Match[str]) -> str:
 
 def _has_token_name(lark: str) -> bool:
     """Return whether texts in a grammar may add up to the name of a special token."""
-    text = "".join(one[1] or one[2] or "" for one in _TEXT.finditer(lark))
+    text = "".join(found[1] or found[2] or "" for found in _TEXT.finditer(lark))
     text = _CODE.sub(lambda found: chr(int(found[1], 16)), text)
     return bool(_NAME.search(re.sub(r"[\\()\[\]]", "", text)))

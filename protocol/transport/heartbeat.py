@@ -209,7 +209,7 @@ class DeathReports:
 
     def clear(self, digests: Iterable[bytes]) -> None:
         """Report cleared requests as `SuspectsCleared`, if they were suspects."""
-        cleared = [one for one in digests if self.suspects.pop(one, one) is None]
+        cleared = [digest for digest in digests if self.suspects.pop(digest, digest) is None]
         if self._channel and cleared:
             self._channel.send(SuspectsCleared(cleared))
 

@@ -144,8 +144,12 @@ class Identity(NamedTuple):
 def predecessors(identity: bytes, of: Iterable[bytes]) -> list[bytes]:
     """Return those identities that are earlier incarnations of a process: it has died since."""
     new = Identity.decode(identity)
-    known = [(Identity.decode(one), one) for one in of]
-    return [one for old, one in known if old.name == new.name and old.incarnation < new.incarnation]
+    known = ((Identity.decode(routing_id), routing_id) for routing_id in of)
+    return [
+        routing_id
+        for old, routing_id in known
+        if old.name == new.name and old.incarnation < new.incarnation
+    ]
 
 
 class Process:

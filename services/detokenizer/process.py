@@ -69,7 +69,9 @@ class Detokenizer:
         logprobs = dict(message.logprobs)
         for index, (stream_id, token_id) in enumerate(zip(stream_ids, token_ids, strict=True)):
             self._feed(stream_id, [token_id], (logprobs.get(index),))
-        newest = {(one.request_id, one.attempt): one for one in self._deltas if message.finished}
+        newest = {}
+        if message.finished:
+            newest = {(delta.request_id, delta.attempt): delta for delta in self._deltas}
         for stream_id, reason in message.finished:
             self._end(stream_id, reason, newest)
         return self._deltas, self._stops

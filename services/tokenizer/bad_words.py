@@ -16,7 +16,7 @@ def encode_bad_words(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
     encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     sequences = []
     for number, word in enumerate(words):
-        plain, spaced = (list(one.ids) for one in encoded[2 * number : 2 * number + 2])
+        plain, spaced = (list(text.ids) for text in encoded[2 * number : 2 * number + 2])
         if not plain:
             raise PromptError(
                 "bad_words",

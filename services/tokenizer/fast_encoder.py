@@ -33,8 +33,8 @@ def load_fast_encoder(path: Path, tokenizer: Tokenizer) -> Any:
         return None
     try:
         fast = fastokens.Tokenizer.from_file(str(path))
-        added = [one.content for one in tokenizer.get_added_tokens_decoder().values()]
-        between = [f"{one}{one}x {one} e\u0301{one[:-1]}\n{one}" for one in added]
+        added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+        between = [f"{name}{name}x {name} e\u0301{name[:-1]}\n{name}" for name in added]
         for text in (*PROBES, *between, "".join(added), " ".join(added)):
             for adds_special in (False, True):
                 expected = tokenizer.encode(text, add_special_tokens=adds_special).ids

@@ -48,8 +48,8 @@ class TokenizerProcess:
             on_reconnect=self.resubmit_all,
         )
         self.schedulers = [
-            context.connect(zmq.PUSH, one.requests, on_reconnect=self.resubmit_all)
-            for one in process.all_endpoints
+            context.connect(zmq.PUSH, replica.requests, on_reconnect=self.resubmit_all)
+            for replica in process.all_endpoints
         ]
         self.tracer = Tracer(config, process.name)
         self.heartbeats = HeartbeatThread(process, to_peers=self.on_heartbeat)

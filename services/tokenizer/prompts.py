@@ -67,7 +67,7 @@ class Tokenizer:
             token_ids, _ = self._encode(query)
             reply = TokenizeReply(token_ids=token_ids, max_model_len=self._max_model_len)
             if query.return_token_strs:
-                reply.token_strs = [self.backend.id_to_token(one) or "" for one in token_ids]
+                reply.token_strs = [self.backend.id_to_token(token) or "" for token in token_ids]
             return reply
         return DetokenizeReply(text=self._decode(query.token_ids, query.skip_special_tokens))
 
