@@ -12,7 +12,7 @@ from typing import Any
 from penstock.launch.commands.gpus import physical_gpus
 from penstock.launch.pipeline.options import flag
 from penstock.protocol.client.session import Answer
-from penstock.protocol.config import DISTRIBUTION, Config
+from penstock.protocol.config import DISTRIBUTION, OPTIONS, Config
 from penstock.protocol.messages.client import GenerateReply, Usage
 from penstock.protocol.processors import num_processors
 
@@ -293,7 +293,7 @@ def _options(config: Config | None) -> list[str]:
     """Return the options that differ from their defaults, and the state of the prefix cache."""
     if config is None:
         return []
-    shown = [field for field in Config.__struct_fields__ if field not in NOT_SHOWN]
+    shown = [field for field in OPTIONS if field not in NOT_SHOWN]
     fields = [field for field in shown if getattr(config, field) != getattr(Config(), field)]
     caching = f"prefix caching {'on' if config.enable_prefix_caching else 'off'}"
     return [*(f"{flag(field)} {getattr(config, field)}" for field in fields), caching]

@@ -27,8 +27,7 @@ from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
-from penstock.services.detokenizer.text_stream import TextStream
-from penstock.services.detokenizer.token_bytes import TokenBytes, token_bytes
+from penstock.services.detokenizer.text_stream import TextStream, TokenBytes, token_bytes
 
 log = logging.getLogger("detokenizer")
 DEFECT = "a defect of the server: the text of the answer can't be made; its log says more"

@@ -24,10 +24,9 @@ from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
-from penstock.services.tokenizer.bad_words import encode_bad_words
-from penstock.services.tokenizer.errors import PromptError, error_reply
+from penstock.services.tokenizer.chat_template import PromptError, error_reply
 from penstock.services.tokenizer.grammar_check import GrammarChecker, excess
-from penstock.services.tokenizer.prompts import Tokenizer
+from penstock.services.tokenizer.prompts import Tokenizer, encode_bad_words
 
 
 class TokenizerProcess:

@@ -30,14 +30,14 @@ from penstock.protocol.messages.worker import GrammarCompiled
 from penstock.protocol.tokenizer_file import read_generation_config
 from penstock.protocol.transport.channel import DECODE_ERRORS, Channel
 from penstock.services.detokenizer.process import Detokenizer
-from penstock.services.detokenizer.token_bytes import token_bytes
+from penstock.services.detokenizer.text_stream import token_bytes
 from penstock.services.gateway.admission import RefusedError, Validation, decode_request
 from penstock.services.gateway.request import Client, Connection, GapError, Request, Share
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import CannotFitError, Sequence
-from penstock.services.tokenizer.errors import PromptError
+from penstock.services.tokenizer.chat_template import PromptError
 from penstock.services.tokenizer.prompts import Tokenizer
 from tests.fuzz.frames import INNER_ID, MESSAGES, UNIONS, encoded
 from tests.fuzz.mutator import Mutator

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.protocol.config import Config
-from penstock.services.tokenizer.bad_words import encode_bad_words
-from penstock.services.tokenizer.errors import PromptError
-from penstock.services.tokenizer.prompts import Tokenizer
+from penstock.services.tokenizer.chat_template import PromptError
+from penstock.services.tokenizer.prompts import Tokenizer, encode_bad_words
 
 
 def test_bad_words_of_qwen3(qwen3_tokenizer: Tokenizer) -> None:

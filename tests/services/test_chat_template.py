@@ -14,8 +14,7 @@ from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ChatMessage, PromptFields
 from penstock.services.tokenizer import chat_template as module
-from penstock.services.tokenizer.chat_template import ChatTemplate
-from penstock.services.tokenizer.errors import PromptError
+from penstock.services.tokenizer.chat_template import ChatTemplate, PromptError
 
 FOLDER = Config().model_folder
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"é": [1, 2], "<b>": None}}}

@@ -14,8 +14,7 @@ from penstock.protocol.messages.client import TokenLogprobs
 from penstock.protocol.messages.packed import PackedLogprobs, pack
 from penstock.protocol.messages.pipeline import StepTokens, StopFound, StreamOpened
 from penstock.services.detokenizer.process import Detokenizer, LostError
-from penstock.services.detokenizer.text_stream import TextStream
-from penstock.services.detokenizer.token_bytes import token_bytes
+from penstock.services.detokenizer.text_stream import TextStream, token_bytes
 
 DEMO = Config().model_folder
 TABLE = token_bytes(DEMO)

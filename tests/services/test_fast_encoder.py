@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from penstock.protocol.config import Config
-from penstock.services.tokenizer import fast_encoder
-from penstock.services.tokenizer.fast_encoder import load_fast_encoder
+from penstock.services.tokenizer import prompts
 from penstock.services.tokenizer.prompts import Tokenizer as Prompts
+from penstock.services.tokenizer.prompts import load_fast_encoder
 from tests.search import scaled
 from tests.tools.fuzz_tokenizer import differing
 
@@ -50,5 +50,5 @@ def test_other_ids_are_noticed(
     path, _ = changed(tmp_path, normalizer={"type": "Lowercase"})
     assert load_fast_encoder(path, Tokenizer.from_file(str(DEMO))) is None
     assert "other ids for" in caplog.text
-    monkeypatch.setattr(fast_encoder, "fastokens", None)
+    monkeypatch.setattr(prompts, "fastokens", None)
     assert load_fast_encoder(DEMO, Tokenizer.from_file(str(DEMO))) is None

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from penstock.protocol.config import Config
 from penstock.protocol.messages.pipeline import TokenizedRequest, TokenizeRequest
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
-from penstock.services.tokenizer.errors import PromptError
+from penstock.services.tokenizer.chat_template import PromptError
 from penstock.services.tokenizer.prompts import Tokenizer
 
 

@@ -17,7 +17,7 @@ from penstock.protocol.messages.client import PromptFields, TokenizePromptReques
 from penstock.services.http.generation.schema import ChatRequest
 from penstock.services.http.generation.to_generate_request import chat_fields
 from penstock.services.http.shared.body import decode_body
-from penstock.services.tokenizer.errors import PromptError
+from penstock.services.tokenizer.chat_template import PromptError
 from penstock.services.tokenizer.prompts import Tokenizer
 from tests.services.conftest import WithTemplate
 from tests.services.dialogues import Dialogues, for_transformers

@@ -35,7 +35,7 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.transport.context import Context, Endpoints
 from penstock.services.tokenizer import child, grammar_check, process
-from penstock.services.tokenizer.errors import DEFECT, PromptError
+from penstock.services.tokenizer.chat_template import DEFECT, PromptError
 from penstock.services.tokenizer.process import TokenizerProcess
 from penstock.services.tokenizer.prompts import Tokenizer
 

@@ -121,7 +121,7 @@ def _by_id(token: TokenLogprobs) -> dict[str, PromptLogprob]:
         str(other.token_id): PromptLogprob(
             logprob=other.logprob, rank=other.rank, decoded_token=other.token
         )
-        for other in (token, *token.top)
+        for other in token.candidates
     }
 
 
@@ -129,7 +129,7 @@ def _append(
     logprobs: CompletionLogprobs, text_offset: int, token: TokenLogprobs | None, names_ids: bool
 ) -> None:
     # of two equal names the likelier one wins
-    both = [token, *reversed(token.top)] if token else []
+    both: list[Logprob | TokenLogprobs] = [token, *reversed(token.top)] if token else []
     top = {_unique_name(other, names_ids): other.logprob for other in both}
     logprobs.text_offset.append(text_offset)
     logprobs.tokens.append(_unique_name(token, names_ids) if token else "")
@@ -137,12 +137,12 @@ def _append(
     logprobs.top_logprobs.append(top or None)
 
 
-def _name(token: Logprob, names_ids: bool) -> str:
+def _name(token: Logprob | TokenLogprobs, names_ids: bool) -> str:
     """Return a token's text, or, with names_ids, `token_id:N`, which is unique."""
     return f"token_id:{token.token_id}" if names_ids else token.token
 
 
-def _unique_name(token: Logprob, names_ids: bool) -> str:
+def _unique_name(token: Logprob | TokenLogprobs, names_ids: bool) -> str:
     """Return a token's text; as OpenAI does, `bytes:\\xe2\\x82` for a part of a character."""
     if names_ids or "\ufffd" not in token.token:
         return _name(token, names_ids)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import zmq
 
-from penstock.protocol.config import ModelOptions, PipelineConfig
+from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
     JSON,
     MSGPACK,
@@ -174,10 +174,10 @@ class TwoModels(GatewayHarness):
     def __init__(self, context: Context, folder: Path) -> None:
         second = (NAMES[1], "second")
         options = (
-            ModelOptions(served_model_name=NAMES[0]),
-            ModelOptions(served_model_name=second, max_num_seqs=1, max_waiting_requests=0),
+            Config(served_model_name=NAMES[0]),
+            Config(served_model_name=second, max_num_seqs=1, max_waiting_requests=0),
         )
-        config = PipelineConfig(endpoint=f"ipc://{folder}/c", models=options)
+        config = Config(endpoint=f"ipc://{folder}/c", models=options)
         places = []
         for number in range(len(NAMES)):
             names = (f"ipc://{folder}/{name}{number}" for name in Endpoints._fields[2:])
@@ -287,7 +287,7 @@ def test_a_status_waits_for_one_model_or_all(models: TwoModels, client: Socket) 
     models.report_of(NAMES[0], ready=True)
     status = models.receive_reply(client)
     assert [(its.name, its.ready) for its in status.models] == [("a", True), ("org/b", False)]
-    assert (status.ready, status.serves, status.all_serve) == (False, True, False)
+    assert (status.ready, status.all_serve) == (False, False)
     assert not of_all.poll(0)
     models.report_of(NAMES[1], ready=True)
     assert models.receive_reply(of_all).ready
