@@ -1,8 +1,9 @@
-"""Tracer of a process: which files run code in which phase.
+"""Tracer of a process: which functions run in which phase.
 
-A process that starts with this folder in `PYTHONPATH` appends a line `PHASE FILE` to a file of its
-own in the folder `PENSTOCK_TRACE` when code of the file runs for the first time in a phase. The
-phase is the first byte of the file `phase` there.
+A process that starts with this folder in `PYTHONPATH` appends a line `PHASE FIRST LAST FILE` to a
+file of its own in the folder `PENSTOCK_TRACE` when a function is called for the first time in a
+phase: the lines of the function, and its file. The phase is the first byte of the file `phase`
+there.
 """
 
 import mmap
@@ -10,20 +11,21 @@ import os
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 FOLDER = Path(os.environ["PENSTOCK_TRACE"])
 with (FOLDER / "phase").open("rb") as _file:
     PHASE = mmap.mmap(_file.fileno(), 1, prot=mmap.PROT_READ)
 CALLS = (FOLDER / f"{os.getpid()}.calls").open("a", buffering=1)
-_seen: set[tuple[int, str]] = set()
+_seen: set[tuple[int, CodeType]] = set()
 
 
 def note(frame: FrameType, event: str, _: object) -> None:
-    """Write down the first call in each file and phase."""
-    if event == "call" and (call := (PHASE[0], frame.f_code.co_filename)) not in _seen:
+    """Write down the first call of each function and phase."""
+    if event == "call" and (call := (PHASE[0], code := frame.f_code)) not in _seen:
         _seen.add(call)
-        CALLS.write(f"{call[0]} {call[1]}\n")
+        last = max(line or 0 for _, _, line in code.co_lines())
+        CALLS.write(f"{call[0]} {code.co_firstlineno} {last} {code.co_filename}\n")
 
 
 threading.setprofile(note)
