@@ -100,11 +100,12 @@ def _model_lines(gateway: StatusReply | None) -> list[str]:
     if gateway is None:
         return ["", "the gateway does not answer"]
     lines = []
+    num_bad_frames = gateway.num_bad_frames  # counted for the first model
     for model in gateway.by_model:
         state = "ready" if model.ready else "not ready"
         title = [f"{model.name}: {state}"] if gateway.models else []
-        num_bad_frames = gateway.num_bad_frames * (model is gateway.by_model[0])
         lines += ["", *title, *_queue_lines(model, num_bad_frames)]
+        num_bad_frames = 0
     return lines
 
 

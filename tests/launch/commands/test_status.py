@@ -87,7 +87,7 @@ def test_replicas_are_shown_together_and_each() -> None:
     merged = GATEWAY.scheduler
     assert merged
     assert merged.detokenizers == {"detokenizer.1": 4, "detokenizer.2": 0}
-    assert (GATEWAY.serves, merged.ready, merged.workers) == (True, False, ["worker.1"])
+    assert (GATEWAY.all_serve, merged.ready, merged.workers) == (True, False, ["worker.1"])
     assert as_text(status(GATEWAY)).splitlines()[7:] == [
         "waiting   0",
         "running   4",
