@@ -1,1 +1,1 @@
-"""Qwen3, its parallel layers and its weights."""
+"""Models: their description, their layers over several ranks, and their weights."""

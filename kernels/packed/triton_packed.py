@@ -497,7 +497,7 @@ def multiply_packed(
 ):  # fmt: skip
     """Compute BN columns of one tile's pairs, out [num_pairs, N], in each program.
 
-    The arguments are those of `triton_moe_kernels.multiply`, and of a packed weight.
+    The arguments are those of `penstock.kernels.triton_moe.multiply`, and of a packed weight.
     """
     wait()
     columns = tl.cdiv(N, BN)

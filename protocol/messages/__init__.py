@@ -1,1 +1,1 @@
-"""Messages between processes, one module a hop."""
+"""Messages between processes: a module for each hop, and modules of what several have."""

@@ -120,7 +120,7 @@ class ProcessStatus(Struct, kw_only=True, omit_defaults=True):
     restarts: int
     cpu_seconds: float = 0.0  # user and system, since its start
     rss_bytes: int = 0
-    # metrics of the process since its start, by name without `penstock_process_`
+    # metrics of the process since its start, by name without `penstock:process_`
     counters: dict[str, float] = {}
 
 

@@ -29,7 +29,7 @@ class HeartbeatSender:
     """Sends heartbeats to the supervisor, if there is one. `send` is for one thread.
 
     A heartbeat has this process's counts of messages, and what `counters` returned at the latest
-    `count`, by names of Prometheus metrics without `penstock_process_`.
+    `count`, by names of Prometheus metrics without `penstock:process_`.
     """
 
     def __init__(self, process: Process, counters: Counters = dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Replies: OpenAI's, with vLLM's additions.
+"""Requests and replies: OpenAI's, with vLLM's additions.
 
 Fields that are always null are of things that Penstock does not do. Clients of vLLM read them.
 """
