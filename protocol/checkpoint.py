@@ -1,8 +1,8 @@
 """The model in a Hugging Face checkpoint, read from `config.json` without torch or transformers.
 
 Positions are served as RoPE without scaling, or as YaRN (Peng et al. 2023,
-https://arxiv.org/abs/2309.00071). `config.json` has `rope_theta` and `rope_scaling`, whose type
-stood under `type` once; transformers 5 writes both into `rope_parameters`.
+https://arxiv.org/abs/2309.00071). `config.json` has `rope_theta` and `rope_scaling`; transformers 5
+writes both into `rope_parameters`. In older files, the kind of scaling is the field `type`.
 """
 
 import math
@@ -24,9 +24,9 @@ _QUANTIZED_NAME = re.compile(
 
 
 def architecture_hint(architectures: Iterable[str]) -> str:
-    """Return what a model is for, to be appended to a sentence; empty where that is not known.
+    """Return the purpose of an unsupported model, to be appended to a message; empty if unknown.
 
-    architectures: those of config.json, and its `model_type`.
+    architectures: `architectures` and `model_type` of `config.json`.
     """
     names = " ".join(architectures)
     if re.search(r"qwen3_?next|qwen3_5|qwen4", names, re.I):
@@ -46,14 +46,14 @@ def architecture_hint(architectures: Iterable[str]) -> str:
 
 
 def served_instead(folder: Path) -> str:
-    """Return what to give in place of a checkpoint whose format of weights is not served."""
+    """Return the advice for a checkpoint whose weight format is not served."""
     if found := _QUANTIZED_NAME.search(str(folder)):
         return f"give Qwen/{found[1]}-FP8, or Qwen/{found[1]} with --quantization fp8"
     return "give the model's FP8 checkpoint, or the 16-bit one with --quantization fp8"
 
 
 def without_config(name: str, files: Collection[str]) -> str:
-    """Return why files without a `config.json` are not served; name: of the folder or file."""
+    """Return the reason why a file or folder `name` without a `config.json` is not served."""
     if name.lower().endswith(".gguf"):
         return f"{name}: got a GGUF file, which `launch all --model` converts, expected a folder"
     if found := sorted(file for file in files if file.lower().endswith(".gguf")):
@@ -66,23 +66,23 @@ def without_config(name: str, files: Collection[str]) -> str:
     return f"{name} has no config.json; a checkpoint needs it"
 
 
-DEFAULT_BASE = 10_000.0  # transformers' own
+DEFAULT_BASE = 10_000.0  # default of transformers
 SERVED_TYPES = ("default", "yarn")
-# YaRN divides by the logarithm; more would make frequencies that float32 does not have
+# YaRN divides by the base's logarithm; a larger base makes frequencies too small for float32
 MIN_BASE, MAX_BASE = 2.0, 1e30
 MAX_POSITIONS = 1 << 24
 Fields = dict[str, tuple[str, Any]]  # name → path in `config.json`, and value
 
 
 class Yarn(NamedTuple):
-    """Frequencies and positions beyond those that the model was trained with."""
+    """Parameters of YaRN, which extends the context beyond the length of the training."""
 
-    factor: float  # by which low frequencies are divided
-    original_positions: int  # of the training
-    beta_fast: float  # frequencies that turn more often in the original positions are kept
-    beta_slow: float  # frequencies that turn less often are divided by `factor`
-    truncate: bool  # the bounds of the frequencies between are whole numbers
-    attention_factor: float  # of cosines and sines
+    factor: float  # divisor of low frequencies
+    original_positions: int  # context length of the training
+    beta_fast: float  # frequencies with more turns in `original_positions` are kept
+    beta_slow: float  # frequencies with fewer turns are divided by `factor`
+    truncate: bool  # True if the bounds of the ramp between both are whole numbers
+    attention_factor: float  # factor of cosines and sines
 
 
 class Rope(NamedTuple):
@@ -129,16 +129,16 @@ def read_rope(
 
 
 def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of `full_attention`: transformers 5 may have some for each layer type.
+    """Return the parameters of `full_attention`, the only layer type that is served.
 
-    Only that type is served.
+    transformers 5 may write parameters for each layer type.
     """
     nested = parameters.get("full_attention")
     return nested if isinstance(nested, dict) else parameters
 
 
 def _type(parent: str, fields: dict[str, Any]) -> tuple[str, str]:
-    """Return the type of RoPE, and the path of the field that has it."""
+    """Return the type of RoPE, and the path of the type's field."""
     name = "rope_type" if fields.get("rope_type") else "type"
     return str(fields.get(name) or "default"), f"{parent}.{name}"
 
@@ -170,7 +170,7 @@ def _yarn(fields: Fields, num_positions: int, original_positions: int | None) ->
 
 
 def _within(fields: Fields, name: str, default: float, least: float, most: float) -> float:
-    """Return a number. Raises ValueError for one beyond the limits, which 0 is, too."""
+    """Return a number from `least` to `most`. Raises ValueError for another number, and for 0."""
     path, value = fields.get(name, (name, None))
     expected = f"{least:g} to {most:g}"
     number = _number(fields, name, default, f"a number of {expected}")
@@ -193,22 +193,22 @@ def _number(
 T = TypeVar("T")
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 MIN_REQUEST_BYTES = 1 << 20
-# of a prompt in JSON: a token id has 8 at most, text seldom more, even where it is escaped
+# of a prompt in JSON: a token id takes at most 8, and text seldom more, even if escaped
 REQUEST_BYTES_PER_TOKEN = 16
 ARCHITECTURE = "Qwen3ForCausalLM"
 MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
-EMBEDDING_ARCHITECTURE = "Qwen3Model"  # of a checkpoint that was saved without an output layer
+EMBEDDING_ARCHITECTURE = "Qwen3Model"  # checkpoint that was saved without an output layer
 SERVED = [ARCHITECTURE, MOE_ARCHITECTURE]  # models/architecture.py describes each of them
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Experts = Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
 class ModelError(Exception):
-    """A checkpoint that can't be served, and why."""
+    """A checkpoint that can't be served, and the reason."""
 
 
 class ModelConfig(Struct, kw_only=True, frozen=True):
-    """The fields of `config.json` that the pipeline uses; named as there."""
+    """The fields of `config.json` that the pipeline uses, under the same names."""
 
     architectures: list[str]
     vocab_size: Size
@@ -221,7 +221,7 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     head_dim: Annotated[Size, Meta(multiple_of=2)] = 128
     rms_norm_eps: Annotated[float, Meta(ge=1e-30, le=1)] = 1e-6
     rope_theta: float | None = None
-    # where transformers 5 keeps `rope_theta` and `rope_scaling`
+    # place of `rope_theta` and `rope_scaling` in files of transformers 5
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
     original_max_position_embeddings: int | None = None
@@ -231,16 +231,16 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     dual_chunk_attention_config: dict[str, Any] | None = None
     tie_word_embeddings: bool = False
     torch_dtype: DType = "auto"
-    # `torch_dtype` as transformers 5 calls it; weights are converted to `--dtype`
+    # transformers 5's name of `torch_dtype`; weights are converted to `--dtype`
     dtype: DType = "auto"
     attention_bias: bool = False
     eos_token_id: int | list[int] | None = None
     quantization_config: dict[str, Any] | None = None
-    # makes vectors and generates no text; known by other files than config.json
+    # True if the model returns vectors instead of text; read from files other than config.json
     is_embedding_model: bool = False
-    # of Qwen3MoeForCausalLM
+    # fields of Qwen3MoeForCausalLM
     num_experts: Experts = 128
-    num_local_experts: Experts | None = None  # `num_experts` as transformers 5 calls it
+    num_local_experts: Experts | None = None  # transformers 5's name of `num_experts`
     num_experts_per_tok: Experts = 8
     moe_intermediate_size: Size = 768
     norm_topk_prob: bool = False
@@ -249,7 +249,7 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
 
     @property
     def expert_count(self) -> int:
-        """Experts of a sparse layer, whatever the checkpoint calls them; 0: no layer has any."""
+        """Number of experts in a sparse layer, under either name; 0: no layer has experts."""
         if MOE_ARCHITECTURE not in self.architectures:
             return 0
         return self.num_experts if self.num_local_experts is None else self.num_local_experts
@@ -261,12 +261,12 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
 
     @property
     def format_name(self) -> str:
-        """Return the name of the layers' format, for people; empty: 16 bits."""
+        """Return the readable name of the layers' weight format; empty: 16 bits."""
         return self.weight_format.name if self.weight_format else ""
 
     @property
     def own_dtype(self) -> str:
-        """Return the type of the checkpoint's numbers; auto: not given."""
+        """Return the data type of the checkpoint; auto: not given."""
         return self.torch_dtype if self.dtype == "auto" else self.dtype
 
     @property
@@ -280,7 +280,7 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
 
     @property
     def rope(self) -> Rope:
-        """RoPE, from wherever the checkpoint keeps it. Raises ValueError for what is not served."""
+        """RoPE, from either place in the checkpoint. Raises ValueError for an unsupported kind."""
         return read_rope(
             self.rope_theta,
             self.rope_scaling,
@@ -290,9 +290,9 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
         )
 
     def context(self, max_model_len: int) -> int:
-        """Longest prompt and output, tokens: `max_model_len`, or where that is 0 the model's own.
+        """Return the context length, tokens: `max_model_len`, or the model's own length if it is 0.
 
-        Raises ModelError where `max_model_len` is more than that.
+        Raises ModelError if `max_model_len` exceeds the model's own length.
         """
         longest = self.rope.num_positions
         if max_model_len > longest:
@@ -304,7 +304,7 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
 
 
 def read_model_config(folder: Path, quantization: str = "none") -> ModelConfig:
-    """Read `config.json`, with weights as `--quantization` requests them. Raises ModelError."""
+    """Read `config.json`, with the weight format of `--quantization`. Raises ModelError."""
     path = folder / "config.json"
     if folder.is_file() or (folder.is_dir() and not path.exists()):
         files = [] if folder.is_file() else [path.name for path in folder.iterdir()]
@@ -326,9 +326,10 @@ def read_model_config(folder: Path, quantization: str = "none") -> ModelConfig:
 
 
 def _convert(path: Path, fields: dict[str, Any]) -> ModelConfig:
-    """Read null as transformers does: a field that is absent, except for two numbers of heads.
+    """Convert the fields of `config.json`. As in transformers, null means an absent field.
 
-    Raises ModelError for `hidden_act`, for which transformers has no default then.
+    `num_key_value_heads` and `head_dim` are exceptions. Raises ModelError if `hidden_act` is null:
+    transformers has no default then.
     """
     given = {name: value for name, value in fields.items() if value is not None}
     if fields.get("hidden_act", "silu") is None:
@@ -388,7 +389,7 @@ def _check_fields(config: ModelConfig) -> None:
 
 
 def quantized(config: ModelConfig, quantization: str) -> ModelConfig:
-    """Return the model as `--quantization` requests it. Raises ModelError."""
+    """Return the model with the weight format of `--quantization`. Raises ModelError."""
     if quantization == "fp8" and config.quantization_config is None:
         return msgspec.structs.replace(config, quantization_config={"quant_method": "fp8"})
     if quantization == "fp8" and not config.fp8:
@@ -414,7 +415,7 @@ def read_json(path: Path, type_: type[T]) -> T:
 def read_bytes(path: Path, size: int = -1) -> bytes:
     """Return the first `size` bytes of a file of a checkpoint, or all. Raises ModelError."""
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if path.exists() and not path.is_file():  # reading a pipe would block
             raise ModelError(f"{path} can't be read: it is not a regular file")
         with path.open("rb") as file:
             content = file.read(size)
@@ -428,14 +429,14 @@ def read_bytes(path: Path, size: int = -1) -> bytes:
 
 
 def hint_of(content: bytes) -> str:
-    """Return what to do about a file that is not what its name says, by its first bytes."""
+    """Return the advice for a file whose first bytes contradict its name."""
     if content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
         return "; it begins with a byte order mark: save it as UTF-8 without one"
     return "; download it again"
 
 
 _POOLING_MODULES = {"Transformer", "Pooling", "Normalize"}
-# fields of a pooling of the last token, as written before and since sentence-transformers 5.4
+# fields of last-token pooling, as written before and since sentence-transformers 5.4
 _LAST_TOKEN = ("pooling_mode_lasttoken", True), ("pooling_mode", "lasttoken")
 
 
@@ -449,7 +450,7 @@ class _Module(Struct):
 
 
 def is_embedding_model(folder: Path) -> bool:
-    """Return whether modules.json, of sentence-transformers, ends the model in a pooling.
+    """Return whether `modules.json` of sentence-transformers ends with a pooling module.
 
     Raises ModelError for a pooling or module that is not served.
     """
@@ -474,7 +475,7 @@ def is_embedding_model(folder: Path) -> bool:
 
 
 def max_request_bytes(config: Config) -> int:
-    """Return the limit of bytes: by default room for a prompt of the context's length in JSON."""
+    """Return the maximum size of a request, bytes; by default, a prompt of full length fits."""
     if config.max_request_bytes:
         return config.max_request_bytes
     context = max(

@@ -1,6 +1,6 @@
 """Files of a checkpoint other than `config.json`, checked before any process starts.
 
-Of the weights only the headers of the safetensors files are read.
+Only the headers of the safetensors files are read, not the weights.
 """
 
 import re
@@ -20,27 +20,27 @@ from penstock.protocol.tokenizer_file import (
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-TIED = "lm_head.weight"  # tensor that some checkpoints have although the embedding is used
-# frequencies that old versions of transformers wrote; computed from config.json
+TIED = "lm_head.weight"  # tensor of some checkpoints that is not used: the embedding is
+# frequencies in files of old versions of transformers; ours are computed from config.json
 COMPUTED = "rotary_emb.inv_freq"
-BARE = "embed_tokens.weight"  # as embedding models have it, whose names lack `model.`
-# ends of the names of packed matrices; others end in `.weight`
+BARE = "embed_tokens.weight"  # in embedding models, whose tensor names lack `model.`
+# suffixes of the names of packed matrices; other matrices end in `.weight`
 MATRICES = (".qweight", ".weight_packed")
 BIAS = ".bias"
 _SCORES = ("score.", "classifier.")
-# ends of the names of what belongs to a quantized matrix, or to activations in e4m3
+# suffixes of the names of tensors that accompany a quantized matrix, or activations in e4m3
 _PARTS = (
     *(".scales", ".qzeros", ".g_idx"),
     *(".weight_scale", ".weight_scale_inv", ".weight_zero_point", ".weight_shape", ".weight_g_idx"),
     *(".input_scale", ".k_scale", ".v_scale"),
 )
-# without one of them a model is served otherwise, so that none may be a broken link
+# files whose absence changes how a model is served, so that a broken link is an error
 _OPTIONAL_FILES = (
     *("tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
     *("generation_config.json", INDEX_FILE),
 )
 _FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")
-# with those of packed weights, their zero points, groups and shapes
+# types of all tensors: also packed weights, and their zero points, groups and shapes
 _PACKED_TYPES = (*_FLOATS, "I8", "I32", "I64")
 _INTEGERS_HINT = "; integers need `quantization_config` in config.json, also if another file has it"
 # name, shape, and the fields of config.json from which the shape follows
@@ -56,7 +56,7 @@ class Index(Struct):
 def check_files(folder: Path, config: ModelConfig, weights: Iterable[Expected] | None) -> None:
     """Raise ModelError for a file that is missing or damaged.
 
-    weights: tensors of the model; None: the pipeline does not read them.
+    weights: tensors of the model; None: the pipeline does not read the weights.
     """
     for path in map(folder.joinpath, _OPTIONAL_FILES):
         if path.is_symlink() and not path.exists():
@@ -98,16 +98,17 @@ def check_tensors(folder: Path, config: ModelConfig, weights: Iterable[Expected]
 
 
 def _num_layers(expected: Iterable[str], tensors: Iterable[str]) -> int:
-    """Return the number of layers in a checkpoint that have the model's first weight of a layer."""
+    """Return the number of layers in a checkpoint, counted by the first weight of each layer."""
     first = next(name for name in expected if ".layers.0." in name)
     pattern = re.compile(re.escape(first).replace(r"\.0\.", r"\.\d+\.", 1))
     return sum(bool(pattern.fullmatch(name)) for name in tensors)
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
-    """Return the file of each tensor; None where all are in `SINGLE_FILE`. Raises ModelError.
+    """Return the file of each tensor; None if all are in `SINGLE_FILE`. Raises ModelError.
 
-    An index that does not name this file is of older shards; transformers does not read it either.
+    Beside `SINGLE_FILE`, an index that does not name this file belongs to older shards. Like
+    transformers, the pipeline does not read such an index.
     """
     if not (folder / INDEX_FILE).exists():
         return None
@@ -117,13 +118,13 @@ def read_index(folder: Path) -> dict[str, str] | None:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the names of a checkpoint's files of weights. Raises ModelError."""
+    """Return the names of a checkpoint's weight files. Raises ModelError."""
     files = read_index(folder)
     return [SINGLE_FILE] if files is None else sorted(set(files.values()))
 
 
 def _read_shapes(folder: Path, types: Collection[str]) -> dict[str, list[int]]:
-    """Return the shapes of all tensors by name. Raises ModelError, also for other types."""
+    """Return the shapes of all tensors. Raises ModelError, also for a type not in `types`."""
     index, files = folder / INDEX_FILE, read_index(folder)
     if files is None:
         if not (folder / SINGLE_FILE).exists():
@@ -140,7 +141,7 @@ def _read_shapes(folder: Path, types: Collection[str]) -> dict[str, list[int]]:
 
 
 def _check_format(folder: Path) -> None:
-    """Refuse pickled weights, which can run code, and shards. Raises ModelError."""
+    """Refuse pickled weights, which can run code, and shards without index. Raises ModelError."""
     if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
         raise ModelError(f"{folder}: got {shards[0]} without {INDEX_FILE}; download that, too")
     pickled = sorted(path.name for path in folder.glob("*.bin*"))
@@ -152,7 +153,7 @@ def _check_format(folder: Path) -> None:
 
 
 def _read_header(path: Path, types: Collection[str]) -> dict[str, list[int]]:
-    """Return the shapes of a file's tensors, by name. Raises ModelError, also for other types."""
+    """Return the shapes of a file's tensors. Raises ModelError, also for a type not in `types`."""
     start = read_bytes(path, 64)
     try:
         with safe_open(path, framework="np") as file:
@@ -168,9 +169,9 @@ def _read_header(path: Path, types: Collection[str]) -> dict[str, list[int]]:
 
 
 def weight_names(names: Iterable[str]) -> set[str]:
-    """Return the names of the weights among tensors: of a packed one, what it stands for.
+    """Return the names of the weights among tensors; a packed tensor counts as its weight.
 
-    Packed ones may have a bias, which AutoGPTQ wrote for all layers.
+    Packed weights may have a bias, because AutoGPTQ wrote a bias for all layers.
     """
     names = [name for name in names if not name.endswith(_PARTS)]
     packed = {name.removesuffix(end) for name in names for end in MATRICES if name.endswith(end)}

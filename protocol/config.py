@@ -4,7 +4,8 @@
 every process reads it from there. A process started without `launch` (by another Procfile runner)
 takes `PENSTOCK_<FIELD>` variables instead.
 
-A run folder in a place where everybody may write (/tmp) is opened only if it is this user's alone.
+A run folder in a place where everybody may write (/tmp) is opened only if it belongs to this user
+alone.
 """
 
 import os
@@ -21,19 +22,19 @@ from penstock.protocol.messages.plan import MAX_BLOCKS, MAX_SLOTS
 from penstock.protocol.processors import threads_of_worker
 
 DISTRIBUTION = "penstock-llm"  # the name on PyPI; `penstock` is another project there
-DEFAULT_CLIENT = "client"  # whose key is used where no client is named
+DEFAULT_CLIENT = "client"  # name of the client whose key is used by default
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
 Count = Annotated[int, Meta(ge=1)]
 Number = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
-MAX_PROCESSES = 256  # of one kind; each takes some descriptors of the supervisor
+MAX_PROCESSES = 256  # limit of processes of a kind; each takes descriptors of the supervisor
 Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 ProcessesOrNone = Annotated[int, Meta(ge=0, le=MAX_PROCESSES)]
 
 
 class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Every option of a pipeline: those before `name` may differ between its models."""
+    """Every option of a pipeline; options before `name` may differ between its models."""
 
     model: str = ""
     """folder of a Qwen3 checkpoint, its name on the Hugging Face Hub, or a GGUF file; empty: the
@@ -175,7 +176,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """configuration of each of several models; options of models in this one are the first's"""
 
     def __post_init__(self) -> None:
-        """Remove the brackets that an address of IPv6 has in URLs."""
+        """Remove the brackets of an IPv6 address, which URLs need."""
         if self.http_host.startswith("[") and self.http_host.endswith("]"):
             msgspec.structs.force_setattr(self, "http_host", self.http_host[1:-1])
 
@@ -194,12 +195,12 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     @property
     def group(self) -> str:
-        """Name of the model as a folder, which begins the names of its processes."""
+        """Folder name of the model, with which the names of its processes begin."""
         return re.sub(r"[^A-Za-z0-9_.-]", "-", self.model_name.rpartition("/")[2])[-64:]
 
     @property
     def max_running(self) -> int:
-        """Limit of sequences that run at once, in all replicas."""
+        """Maximum number of running sequences in all replicas."""
         return self.max_num_seqs * self.dp
 
     @property
@@ -211,7 +212,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     @property
     def run_folder(self) -> Path:
-        """The folder of the sockets; of mode 0700."""
+        """The folder of the sockets, with mode 0700."""
         return run_folder(self.name)
 
     @property
@@ -221,11 +222,11 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     @property
     def prefix(self) -> str:
-        """The beginning of the names of the model's processes; empty where it is the only one."""
+        """The prefix of the names of the model's processes; empty for a single model."""
         return self.name.partition("/")[2] and f"{self.group}/"
 
     def by_model(self) -> "list[Config]":
-        """Return the configuration of each model; with several, a model's folder is its name."""
+        """Return the configuration of each model; with several models, each has its own folder."""
         pipeline = {option: getattr(self, option) for option in PIPELINE_OPTIONS}
         num_threads = threads_of_worker(sum(model.tp * model.dp for model in self.models) or 1)
         return [
@@ -241,7 +242,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         ] or [self]
 
     def of_process(self, name: str) -> "Config":
-        """Return the configuration of a process: that of its model, if it is of one of several."""
+        """Return the configuration of a process: with several models, its model's configuration."""
         models = (model for model in self.by_model() if model.prefix)
         return next((model for model in models if name.startswith(model.prefix)), self)
 
@@ -265,11 +266,11 @@ def run_folder(name: str) -> Path:
 
 
 def replica_of(name: str, config: Config) -> int:
-    """Return the replica of a scheduler or worker, from 0 on, by its name; 0 for other processes.
+    """Return the replica's index of a scheduler or worker, by its name; 0 for other processes.
 
     A replica is a scheduler with its own workers; the other processes serve all replicas.
-    `scheduler.1` is replica 0. The first `tp` workers are of replica 0, the next `tp` of replica 1;
-    workers beyond `tp * dp` wait as spare ones, for each replica in turn.
+    `scheduler.1` is replica 0. The first `tp` workers belong to replica 0, the next `tp` to replica
+    1; workers beyond `tp * dp` are spare workers, assigned to the replicas in turn.
     """
     kind, _, number = name.rpartition("/")[2].partition(".")
     if kind not in ("scheduler", "worker") or not number.isdecimal():
@@ -288,7 +289,7 @@ _INSTEAD = "set XDG_RUNTIME_DIR to a folder that only you may write into"
 
 
 def make_own_folder(path: Path) -> None:
-    """Make a folder of mode 0700. Raises OSError, and PermissionError as `check_own_folder`."""
+    """Make a folder with mode 0700. Raises OSError, and PermissionError like `check_own_folder`."""
     try:
         path.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -297,10 +298,10 @@ def make_own_folder(path: Path) -> None:
 
 
 def check_own_folder(path: Path, *, make_private: bool = False, instead: str = _INSTEAD) -> None:
-    """Raise PermissionError for a folder that is not this user's alone, or a symbolic link.
+    """Raise PermissionError for a symbolic link, or a folder that is not this user's alone.
 
-    Raises FileNotFoundError if there is none. make_private: give it mode 0700. instead: what to
-    do where nothing can be removed.
+    Raises FileNotFoundError for a missing folder. make_private: give the folder mode 0700.
+    instead: advice for the case that the folder can't be removed.
     """
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -317,7 +318,7 @@ def check_own_folder(path: Path, *, make_private: bool = False, instead: str = _
 
 
 def foreign(descriptor: int) -> str:
-    """Return why an open file or folder is not this user's alone; empty if it is."""
+    """Return the reason why an open file or folder is not this user's alone; empty: no reason."""
     status = os.fstat(descriptor)
     if status.st_uid != os.getuid():
         return f"belongs to user {status.st_uid}"
@@ -332,10 +333,10 @@ def _refused(path: Path, what: str, instead: str) -> PermissionError:
 
 
 def make_run_folder(config: Config) -> Path:
-    """Create the run folder, for this user only. Raises PermissionError as `check_own_folder`.
+    """Create the run folder, for this user only. Raises PermissionError like `check_own_folder`.
 
-    The umask is set, so that files of this process and its children are for this user only, too:
-    sockets get their mode from it when they are bound.
+    The umask is set, so that files of this process and its children are also for this user only.
+    Sockets get their mode from the umask when they are bound.
     """
     make_parent_folder(config)
     make_own_folder(config.run_folder)
@@ -343,7 +344,7 @@ def make_run_folder(config: Config) -> Path:
 
 
 def make_parent_folder(config: Config) -> Path:
-    """Create the folder of all run folders, as `make_run_folder`."""
+    """Create the folder of all run folders, like `make_run_folder`."""
     os.umask(0o077)
     make_own_folder(config.run_folder.parent)
     return config.run_folder.parent
@@ -364,7 +365,7 @@ def read_config(path: Path) -> Config:
 
 
 def config_from_environment() -> Config:
-    """Return what `launch` wrote, or `PENSTOCK_<FIELD>` variables over the defaults.
+    """Return the configuration that `launch` wrote, or the `PENSTOCK_<FIELD>` variables.
 
     Raises msgspec.ValidationError; OSError and ValueError for an unusable API key file.
     """
@@ -386,9 +387,9 @@ def config_from_environment() -> Config:
 
 
 def with_api_key(config: Config) -> Config:
-    """Return `config` with the API key: given, in `api_key_file`, or in the environment.
+    """Return `config` with the API key from `api_key`, `api_key_file` or the environment.
 
-    Raises OSError for a file that can't be read, ValueError for one without a key.
+    Raises OSError for an unreadable file, and ValueError for a file without a key.
     """
     key = config.api_key
     if not key and config.api_key_file:

@@ -1,7 +1,7 @@
-"""What clients send, decoded: limits of its parts, and errors in terms of the field.
+"""Decoding of clients' requests: limits of size and nesting, and errors that name the field.
 
-`has_too_many_parts` and `is_too_deep` bound untyped data where it comes in. `explain` turns an
-error of msgspec into the field's path, its value and what is expected there.
+`has_too_many_parts` and `is_too_deep` bound untyped data on arrival. `explain` turns an error of
+msgspec into the field's path, its value and the expected value.
 """
 
 import json
@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import astuple
 
 _SHOWN = 60  # characters of an invalid value that an error repeats
-_MAX_ENTRIES = 2048  # of a map that are examined: each takes microseconds
+_MAX_ENTRIES = 2048  # entries of a map that are examined; each takes microseconds
 _NO_VALUE = object()
 _MIN_INT, _MAX_INT, _MAX_DIGITS = -(2**63), 2**64, 20
 _WHOLE = r"the request: got `\1`, expected an object of the fields"
@@ -31,9 +31,9 @@ def decode_any(content: bytes) -> Any:
 
 
 def explain(error: str, raw: object, kind: type[Struct]) -> tuple[str | None, str]:
-    """Return the path of an invalid field of `raw`, which is not a `kind`, and a message.
+    """Return a message, and the path of the field for which `raw` is not a valid `kind`.
 
-    error: msgspec's. The path is None where the error is of the whole.
+    error: message of msgspec. The path is None if the error concerns the whole request.
     """
     reason, _, path = error.partition(" - at ")
     path = path.rpartition("$")[2].strip("`.")
@@ -62,7 +62,7 @@ def explain(error: str, raw: object, kind: type[Struct]) -> tuple[str | None, st
 
 
 def undecodable_value(body: bytes) -> tuple[str, str] | None:
-    """Return path and problem of a value that JSON's decoder or MessagePack's encoder refuses."""
+    """Return path and problem of a value that the JSON decoder or MessagePack encoder refuses."""
     try:
         return next(_undecodable(json.loads(body, parse_int=_decimal), ""), None)
     except (RecursionError, ValueError):
@@ -94,7 +94,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _entry(path: str, reason: str, raw: object, kind: type[Struct]) -> tuple[str, str]:
-    """Return the path of the invalid entry of a map, which msgspec leaves out, and its reason."""
+    """Return the path of a map's invalid entry, which msgspec leaves out, and the reason."""
     name, _, rest = path.partition("[...]")
     entries = _value_at(raw, name)
     types = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
@@ -105,7 +105,7 @@ def _entry(path: str, reason: str, raw: object, kind: type[Struct]) -> tuple[str
             msgspec.convert({key: value}, types[name], str_keys=True)
         except msgspec.ValidationError as error:
             inner, _, where = str(error).partition(" - at ")
-            if not where:  # the field is not to be a map, or its check is of the whole
+            if not where:  # the field's type is no map, or the whole map is checked
                 return name, reason
             if where.startswith("`key"):
                 inner = re.sub(r", got `\w+`$", "", inner[0].lower() + inner[1:])
@@ -115,9 +115,9 @@ def _entry(path: str, reason: str, raw: object, kind: type[Struct]) -> tuple[str
 
 
 def _got(raw: object, path: str) -> str:
-    """Return `got VALUE, ` for the value at a path `messages[0].role`, cut where it is long.
+    """Return `got VALUE, ` for the value at a path such as `messages[0].role`; cut a long value.
 
-    Empty where `raw` lacks the value: of a key that stands twice `raw` has the last one only.
+    The result is empty if `raw` lacks the value: of a repeated key, `raw` has only the last value.
     """
     value = _value_at(raw, path)
     if value is _NO_VALUE:
@@ -146,7 +146,7 @@ def _value_at(raw: Any, path: str) -> Any:
 
 
 def _permitted(kind: type[Struct], path: str, raw: object) -> list[object]:
-    """Return the values that are permitted at a path, where it is an enumeration."""
+    """Return the values that are permitted at a path whose type is an enumeration."""
     (schema,), definitions = msgspec.json.schema_components([kind])
     options, parts = [schema], [*_parts(path), ""]
     for number, part in enumerate(parts):
@@ -160,7 +160,7 @@ def _at(
 ) -> list[dict[str, Any]]:
     """Return the alternatives of a JSON schema, or of its property or item `part`.
 
-    value: what the schema describes. Its tag chooses one of the alternatives, if it is valid.
+    value: the value that the schema describes. A valid tag in the value selects an alternative.
     """
     name = schema.get("$ref", "").rpartition("/")[2]
     schema = definitions.get(name, schema)
@@ -179,17 +179,18 @@ def _at(
     return [inner] if inner else []
 
 
-# levels of lists and maps in one field. What recurses over a request on its way (encoders, chat
-# templates, grammar compilers) has room for many times as many.
+# maximum nesting of lists and maps in one field. Encoders, chat templates and grammar compilers
+# recurse over a request; their limits are many times this depth.
 MAX_DEPTH = 64
-# lists and maps of a request: one of a byte takes 64 bytes of memory and up to a microsecond
+# maximum number of lists and maps in a request. A list of one byte takes 64 bytes of memory and up
+# to a microsecond.
 MAX_CONTAINERS = 1 << 16
-MAX_STRINGS = 1 << 18  # of a request in JSON, names included
+MAX_STRINGS = 1 << 18  # maximum number of strings in a JSON request, with field names
 _JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _FIXED = {0: b"\x00-\x7f\xc0\xc2\xc3\xe0-\xff", 1: b"\xcc\xd0", 2: b"\xcd\xd1\xd4"}
-# MessagePack: bytes after a head → heads, without strings
+# number of bytes after a head of MessagePack → heads, except heads of strings
 _FIXED |= {3: b"\xd5", 4: b"\xca\xce\xd2", 5: b"\xd6", 8: b"\xcb\xcf\xd3", 9: b"\xd7", 17: b"\xd8"}
-# scalars of MessagePack in a row, short strings included
+# consecutive scalars of MessagePack, short strings included
 _SHORT = re.compile(
     b"(?:%b)*+"
     % b"|".join(
@@ -199,7 +200,7 @@ _SHORT = re.compile(
     re.DOTALL,
 )
 _CONTAINERS = re.compile(rb"[\x80-\x9f]++|[\xdc\xde]..|[\xdd\xdf]....", re.DOTALL)
-# head of a long string, or the like → bytes of its length
+# head of a long string, binary or extension → size of its length, bytes
 _SIZES = {0xD9: 1, 0xC4: 1, 0xC7: 1, 0xDA: 2, 0xC5: 2, 0xC8: 2, 0xDB: 4, 0xC6: 4, 0xC9: 4}
 TOO_MANY_PARTS = (
     f"got more than {MAX_CONTAINERS} lists and maps, or {MAX_STRINGS} strings, expected fewer"
@@ -210,7 +211,7 @@ _SCALARS = frozenset({str, int, float, bool, type(None), bytes})
 def has_too_many_parts(frame: bytes) -> bool:
     """Return whether JSON or MessagePack has more parts than a request may, without decoding it.
 
-    What it can't read, it leaves to the decoder.
+    Malformed frames are left to the decoder.
     """
     if len(frame) <= MAX_CONTAINERS:
         return False

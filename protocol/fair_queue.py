@@ -1,7 +1,7 @@
 """Fairness between clients: a queue that they share in turns, and their shares of a limit.
 
-No client waits for all that another client has sent. A client's name may have two parts, address
-and connection: an address has one turn, which its connections have one after the other.
+No client waits for all requests of another client. A client's name may have two parts, address and
+connection: an address has one turn, and its connections take this turn alternately.
 """
 
 from bisect import bisect_left, insort
@@ -16,12 +16,12 @@ SEPARATOR = "\n"  # of the parts of a client's name
 
 
 class FairQueue(Generic[Item]):
-    """Round-robin over addresses, and over the clients of each; of one client, by priority and age.
+    """Queue with round-robin over addresses and their clients; per client by priority and age.
 
     A lower priority value is handled earlier.
 
-    Operations search in O(log n), n the items of one client, and move the later ones in its list.
-    No I/O, no clock.
+    Operations search in O(log n), where n is the number of a client's items, and move its later
+    items in a list. No I/O, no clock.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class FairQueue(Generic[Item]):
         return next((own[0][2] for name, own in turns if name not in skipped), None)
 
     def take(self) -> Item | None:
-        """Remove the next item; its client has had its turn."""
+        """Remove and return the next item, which ends its client's turn."""
         item = self.first()
         if item is not None:
             self.end_turn(self._entries[item][-1])
@@ -84,14 +84,14 @@ def _address(client: str) -> str:
     return client.partition(SEPARATOR)[0]
 
 
-RESERVED = 8  # one more place for every N places of a limit is kept for clients that have few
+RESERVED = 8  # limit // N additional places are kept for clients that have few
 
 
 def exceeds(new: int, own: int, total: int, limit: int) -> bool:
-    """Return whether a client with `own` of `total` places is to be refused `new` more.
+    """Return True if `new` more places exceed the share of a client that has `own` of `total`.
 
-    Up to the limit a client may have any number. Beyond the limit there are a few more places, of
-    which a client may have as many as it leaves free: a client that has filled the limit gets none.
+    Up to the limit, a client may have any number. Beyond the limit there are a few more places. A
+    client may have as many places as it leaves free: a client that has filled the limit gets none.
     """
     free = limit + -(-limit // RESERVED) - total
     return total + new > limit and not (own < free >= new)

@@ -16,7 +16,7 @@ import msgspec
 
 MEMORY = 600.0  # seconds for which a digest is remembered
 MAX_KNOWN = 1024  # digests that are remembered, the newest
-MAX_DEATHS = 2  # at trials of a suspect, the last one alone
+MAX_DEATHS = 2  # deaths at trials of a suspect; it was alone in the last trial
 Work = TypeVar("Work")
 REFUSED = (
     "the same request, its prompt and parameters, has ended processes of the pipeline within the "
@@ -25,7 +25,7 @@ REFUSED = (
 
 
 def digest_of(*parts: object) -> bytes:
-    """Return 16 bytes that stand for these parts; see `comparable`."""
+    """Return the digest of these parts, 16 bytes; see `comparable`."""
     return hashlib.blake2b(msgspec.msgpack.encode(comparable(parts)), digest_size=16).digest()
 
 
@@ -50,16 +50,16 @@ class Suspects(WeakKeyDictionary[Work, int]):
     def blame(self, trial: Collection[Work]) -> list[Work]:
         """Count a death at a trial. Return the poison."""
         for work in trial:
-            if work in self:  # otherwise it was closed meanwhile
+            if work in self:  # otherwise the work was closed meanwhile
                 self[work] += 1
         is_alone = len(trial) == 1
         return [work for work in trial if is_alone and self.get(work, 0) >= MAX_DEATHS]
 
 
 class PoisonList(OrderedDict[bytes, tuple[int, float]]):
-    """Digest of each request → its deaths, and when they were put; the oldest first.
+    """Map from the digest of each request to its deaths and the time of its entry, oldest first.
 
-    Bounded; forgets after MEMORY.
+    The map has at most MAX_KNOWN entries, which expire after MEMORY seconds.
     """
 
     def num_deaths(self, digest: bytes) -> int:

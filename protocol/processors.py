@@ -1,4 +1,4 @@
-"""Number of processors that this process may use: its affinity, and the quota of its cgroups."""
+"""The number of processors that this process may use: its affinity and its cgroups' quotas."""
 
 import contextlib
 import os
@@ -11,15 +11,16 @@ ROOT = Path("/")
 def threads_of_worker(num_workers: int) -> int:
     """Return the number of threads of each of the workers that share this machine.
 
-    One processor is for the other processes: waiting for a thread without a processor is slow.
+    One processor is left to the other processes: waiting for a thread without a processor is slow.
     """
     return max(1, (num_processors() - 1) // num_workers)
 
 
 def num_processors(root: Path = ROOT) -> int:
-    """Return how many processors this process may use.
+    """Return the number of processors that this process may use.
 
-    `os.cpu_count` counts those of the machine, which `taskset`, Slurm and `docker --cpus` limit.
+    `os.cpu_count` counts all processors of the machine, ignoring `taskset`, Slurm and
+    `docker --cpus`.
     """
     affinity = getattr(os, "sched_getaffinity", None)
     number = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -37,7 +38,7 @@ def _quotas(root: Path) -> Iterator[float]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        # in a container the path may be the host's, of which only a parent is mounted
+        # in a container the path may be the host's: only a parent of it is mounted
         for folder in (mount / path.lstrip("/"), *(mount / path.lstrip("/")).parents):
             if not folder.is_relative_to(mount):
                 break
@@ -46,7 +47,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _quota(folder: Path, controllers: str) -> float:
-    """Return the limit of one cgroup. Raises OSError or ValueError if it has none."""
+    """Return the limit of one cgroup. Raises OSError or ValueError without a limit."""
     if controllers:
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         period = int((folder / "cpu.cfs_period_us").read_text())

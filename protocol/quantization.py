@@ -13,30 +13,30 @@ from msgspec import Struct
 
 from penstock.protocol.decoding import explain
 
-BLOCK = 128  # rows, and columns, of a block of e4m3 with one scale
+BLOCK = 128  # rows and columns of a block of e4m3 values that share a scale
 # `quantization_config` of e4m3 with a scale for each block of a weight
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
-MIN_GROUP = 32  # columns with one scale that the products of packed weights need
+MIN_GROUP = 32  # minimum columns per scale for the matrix products of packed weights
 FIELD = "quantization_config"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GroupSize = Literal[-1, 32, 64, 128, 256, 512, 1024]
 Gemm = Literal["gemm", "GEMM"]
-# pattern of layers' names, with a sign before it → their own fields
+# pattern of layers' names, with a sign in front → fields of these layers
 Overrides = dict[str, dict[str, Any]]
 
 
 class WeightFormat(Struct, frozen=True, kw_only=True):
     """Storage of the matrices of the layers: e4m3 with scales, or packed integers."""
 
-    name: str  # for people: `4-bit AWQ`
-    # unit that has a scale: of e4m3 rows or blocks, of integers groups of columns
+    name: str  # readable name, such as `4-bit AWQ`
+    # unit that has a scale: rows or blocks of e4m3 values, groups of columns of integers
     scales: Literal["rows", "blocks", "groups"] = "rows"
     bits: Literal[4, 8] = 8
-    group_size: int = 0  # columns of a row with one scale, of integers; 0: the whole row
+    group_size: int = 0  # integers: columns of a row that share a scale; 0: the whole row
     act_order: bool = False  # True if the columns of a group need not be adjacent
     awq_order: bool = False  # True if the nibbles of a number of 32 bits are in AWQ's order
     zero_offset: int = 0  # number to be added to stored zero points
-    # regular expressions, searched for in the names of layers with 16 bits
+    # regular expressions that match the names of layers in 16 bits
     ignored: tuple[str, ...] = ()
 
     @property
@@ -44,16 +44,17 @@ class WeightFormat(Struct, frozen=True, kw_only=True):
         return self.scales != "groups"
 
     def of(self, layers: Iterable[str]) -> "WeightFormat | None":
-        """Return the format of a weight joined from `layers`; None: 16 bits, as one of them has."""
+        """Return the format of a weight joined from `layers`; None: one of them has 16 bits."""
         names = list(layers)
         is_plain = any(re.search(pattern, name) for pattern in self.ignored for name in names)
         return None if is_plain else self
 
     def after_cut(self, rows: Iterable[int] = (), columns: int = 0) -> "WeightFormat | None":
-        """Return the format of a part of the weight; None: 16 bits, where no format fits.
+        """Return the format of a part of the weight; None: 16 bits, because no format fits.
 
         Blocks keep their scales if each part has whole blocks; otherwise rows get scales. Groups
-        become smaller. rows: of the parts. columns: of the part, 0 if they are not cut.
+        become smaller. rows: numbers of rows of the parts. columns: number of columns of the
+        part; 0 if the columns are not cut.
         """
         if self.scales == "blocks" and any(size % BLOCK for size in (*rows, columns)):
             return msgspec.structs.replace(self, scales="rows")
@@ -65,7 +66,7 @@ class WeightFormat(Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, group_size=group)
 
 
-FP8_ROWS = WeightFormat(name="fp8")  # what `--quantization fp8` makes of 16 bits
+FP8_ROWS = WeightFormat(name="fp8")  # format of `--quantization fp8`
 
 
 class _Fp8(Struct):
@@ -79,7 +80,7 @@ class _Awq(Struct):
     group_size: GroupSize
     version: Gemm = "gemm"
     format: Gemm = "gemm"
-    checkpoint_format: Gemm = "gemm"  # `version`, as GPTQModel and transformers 5 call it
+    checkpoint_format: Gemm = "gemm"  # name of `version` in GPTQModel and transformers 5
     modules_to_not_convert: list[str] = []
     dynamic: Overrides = {}
 
@@ -190,7 +191,7 @@ def _read_awq(read: _Awq) -> WeightFormat:
 
 
 def _modules(names: Iterable[str]) -> tuple[str, ...]:
-    """Return regular expressions of modules by their names or the ends of these."""
+    """Return regular expressions that match modules by their names or suffixes of the names."""
     return tuple(rf"(^|\.){re.escape(name)}(\.|$)" for name in names)
 
 
@@ -276,12 +277,12 @@ def _float_scales(weights: _Weights, path: str) -> Literal["rows", "blocks"]:
 
 
 def _glob(pattern: str) -> str:
-    """Return the regular expression of a name of modelopt, where `*` is any text."""
+    """Return the regular expression for a name in modelopt's files, in which `*` is any text."""
     return "^" + re.escape(pattern).replace(r"\*", ".*") + "$"
 
 
 def _described(fields: dict[str, Any]) -> str:
-    """Return the name of a format that is not served: `4-bit MLX`."""
+    """Return the name of a format that is not served, such as `4-bit MLX`."""
     bits = f"{fields['bits']}-bit " if "bits" in fields else ""
     method = str(fields.get("quant_method") or "")
     return bits + (method or ("MLX" if "group_size" in fields else "unknown"))

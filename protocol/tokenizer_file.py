@@ -1,7 +1,7 @@
 """Files of a checkpoint about its tokens, read without the tokenizers library.
 
-They have the bytes of every token, the tokens that end a text and the tags around reasoning, the
-chat templates, and the model's defaults of sampling.
+The files contain the bytes of every token, the end-of-sequence tokens, the tags around reasoning,
+the chat templates, and the model's defaults of sampling.
 """
 
 import logging
@@ -15,7 +15,7 @@ from msgspec.structs import asdict, fields
 from penstock.protocol.checkpoint import ModelError, read_bytes, read_json, read_model_config
 from penstock.protocol.messages.sampling import LOGITS_NUMBERS, NUMBERS, SamplingParams
 
-# the fields that the pipeline uses: in a request, a number that is None has the model's default
+# the fields that the pipeline uses; a number that is None in a request takes the model's default
 _File = defstruct(
     "_File",
     [
@@ -31,7 +31,7 @@ _File = defstruct(
 
 
 class GenerationConfig:
-    """A model's end tokens, and its defaults of the numbers of `SamplingParams`."""
+    """A model's end-of-sequence tokens, and its defaults for the numbers of `SamplingParams`."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class GenerationConfig:
             self._defaults = NUMBERS | {name: given[name] for name in kept}
 
     def fill(self, sampling: SamplingParams) -> None:
-        """Put the model's defaults where the request says nothing."""
+        """Set the parameters that a request leaves out to the model's defaults."""
         for name, default in self._defaults.items():
             if getattr(sampling, name) is None:
                 setattr(sampling, name, default)
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
-    """All defaults where the file is missing."""
+    """Read `generation_config.json`; a missing file means all defaults."""
     path = folder / "generation_config.json"
     return (
         GenerationConfig(**asdict(read_json(path, _File))) if path.exists() else GenerationConfig()
@@ -94,7 +94,7 @@ class _Template(Struct):
 
 
 class TokenizerConfig(Struct):
-    """The parts of `tokenizer_config.json` that are read here."""
+    """The fields of `tokenizer_config.json` that are read here."""
 
     eos_token: str | _Token | None = None
     chat_template: str | list[_Template] | None = None
@@ -122,7 +122,7 @@ class TokenizerFile(Struct):
 
 
 def read_tokenizer_file(folder: Path) -> TokenizerFile:
-    """Read `tokenizer.json`. Raises ModelError if the tokenizer is not a byte-level one."""
+    """Read `tokenizer.json`. Raises ModelError if the tokenizer is not byte-level."""
     path = folder / "tokenizer.json"
     file = read_json(path, TokenizerFile)
     kinds = [part.type for part in file.decoder.decoders or [file.decoder]]
@@ -131,7 +131,7 @@ def read_tokenizer_file(folder: Path) -> TokenizerFile:
     number = len(file.model.vocab)
     for token in file.added_tokens:
         expected = file.model.vocab.get(token.content, number)
-        if token.id != expected:  # the tokenizers library would count on
+        if token.id != expected:  # the tokenizers library would assign the expected id
             found = f"added_tokens: got id {token.id} of {token.content!r}, expected {expected}"
             raise ModelError(f"{path}: {found}: ids follow those of the vocabulary")
         number += token.id == number
@@ -139,7 +139,7 @@ def read_tokenizer_file(folder: Path) -> TokenizerFile:
 
 
 def byte_characters() -> list[str]:
-    """Return the character that byte-level BPE writes for each byte (GPT-2, encoder.py)."""
+    """Return the character by which byte-level BPE shows each byte (GPT-2, encoder.py)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     moved = {byte: 256 + i for i, byte in enumerate(others)}
@@ -147,11 +147,10 @@ def byte_characters() -> list[str]:
 
 
 def read_eos_token_ids(folder: Path) -> list[int]:
-    """Read every id that ends a text.
+    """Return the ids of all end-of-sequence tokens.
 
-    They are in `generation_config.json` or, where that has none, in `config.json`; the tokenizer's
-    own is added. Ids that the vocabulary lacks are left out. Logs a warning for these, and where
-    no id is left.
+    `generation_config.json` has the ids, or else `config.json`; the tokenizer's own id is added.
+    Ids that the vocabulary lacks are left out. Logs a warning for these ids, and if no id is left.
     """
     model = read_model_config(folder)
     ids = read_generation_config(folder).eos_token_id
@@ -170,7 +169,7 @@ def read_eos_token_ids(folder: Path) -> list[int]:
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
-    """Return the Jinja sources by name, where transformers looks for them. Raises ModelError."""
+    """Return the Jinja sources by name, from the places of transformers. Raises ModelError."""
     file = folder / TEMPLATE_FILE
     files = {DEFAULT: file} if file.exists() else {}
     files |= {path.stem: path for path in (folder / MORE_TEMPLATES).glob("*.jinja")}
@@ -195,7 +194,7 @@ def _read_text(path: Path) -> str:
 
 
 def _tokenizer_eos(folder: Path) -> int | None:
-    """Return the id of `eos_token` in tokenizer_config.json; None where there is none."""
+    """Return the id of `eos_token` in `tokenizer_config.json`, or None without this token."""
     path = folder / "tokenizer_config.json"
     token = read_json(path, TokenizerConfig).eos_token if path.exists() else None
     content = token.content if isinstance(token, _Token) else token
@@ -221,20 +220,20 @@ NO_TAGS = ReasoningTokens()
 
 
 class ReasoningTracker:
-    """State of a chat's output, which follows from its tokens alone."""
+    """Tracker of reasoning in a chat's output. Its state follows from the tokens alone."""
 
     def __init__(self, tokens: ReasoningTokens, is_open: bool) -> None:
-        """is_open: the prompt ends within reasoning."""
+        """Start before the first token. is_open: whether the prompt ends within reasoning."""
         self._tokens = tokens
         self._may_begin = True
         self.is_open = is_open and tokens.end >= 0  # the last token belongs to reasoning
         self._is_between = False
-        # the last token is white space after `</think>`, of which the answer has none yet
+        # the last token is white space between `</think>` and the answer
         self.is_blank = False
 
     @property
     def is_over(self) -> bool:
-        """True if all further tokens are the answer's."""
+        """True if all further tokens belong to the answer."""
         return not (self.is_open or self._may_begin)
 
     def feed(self, token_id: int) -> None:
@@ -250,7 +249,7 @@ class ReasoningTracker:
 
 
 def read_reasoning_tokens(folder: Path) -> ReasoningTokens:
-    """Read them from a checkpoint. Raises ModelError if its tokenizer is not a byte-level one."""
+    """Read the tokens from a checkpoint. Raises ModelError if its tokenizer is not byte-level."""
     if not (folder / "tokenizer.json").exists():
         return NO_TAGS
     file = read_tokenizer_file(folder)

@@ -13,14 +13,13 @@ from typing import Any
 
 from penstock.protocol.config import Config
 
-TRACES_PATH = "/v1/traces"  # of OTLP over HTTP
-# seconds that the collector has for a batch of spans; a process that ends waits for four batches at
-# most
+TRACES_PATH = "/v1/traces"  # path of traces in OTLP over HTTP
+# timeout of exporting a batch of spans, seconds; a process that exits waits for up to four batches
 EXPORT_TIMEOUT = 1.0
 
 
 class TracingError(ValueError):
-    """Traces are wanted, but can't be made."""
+    """Tracing that is requested, but impossible: the reason."""
 
 
 def check_tracing(config: Config) -> None:
@@ -41,10 +40,10 @@ def check_tracing(config: Config) -> None:
 
 
 class Tracer:
-    """Sends spans to the collector, from a thread of its own; does nothing without one."""
+    """Sender of spans to the collector, in its own thread; does nothing without a collector."""
 
     def __init__(self, config: Config, process: str) -> None:
-        """process: its name. Raises TracingError."""
+        """Start the thread. process: name of this process. Raises TracingError."""
         check_tracing(config)
         self.is_on = bool(config.otlp_endpoint)
         if not self.is_on:
@@ -75,7 +74,7 @@ class Tracer:
         error: str = "",
         is_root: bool = False,
     ) -> None:
-        """Report a part of a request. Times are of `time.monotonic`; `end` None: now."""
+        """Report a part of a request. Times are of `time.monotonic`; `end` None means now."""
         if not self.is_on:
             return
         trace = self._trace
