@@ -13,9 +13,9 @@ from zmq.backend import zmq_poll
 log = logging.getLogger(__name__)
 Received = TypeVar("Received")
 HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats
-MAX_MISSED_HEARTBEATS = 10  # heartbeats that a peer may miss before it is given up
-# seconds for which messages are received from one socket in a row, so that other sockets and
-# heartbeats have their turn
+MAX_MISSED_HEARTBEATS = 10  # heartbeats that a peer may miss before the peer is given up
+# maximum time of receiving from one socket in a row, so that other sockets and heartbeats get their
+# turn
 MAX_DRAIN_SECONDS = 0.1
 # A longer frame ends its connection. Between our own processes, this only guards against a corrupt
 # length, for which libzmq would allocate memory: a restarted detokenizer may get all tokens of
@@ -30,7 +30,7 @@ DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Overf
 
 
 class Traffic:
-    """Counts of all channels of this process, since its start."""
+    """Counters of all channels of this process, since its start."""
 
     messages_sent = 0
     messages_received = 0
@@ -39,21 +39,21 @@ class Traffic:
 
 traffic = Traffic()
 _POLLIN, _DONTWAIT = int(zmq.POLLIN), int(zmq.DONTWAIT)
-# numbers: an operation on pyzmq's enums takes a microsecond
+# integers, because an operation on pyzmq's enums takes a microsecond
 _SNDMORE = int(zmq.SNDMORE) | _DONTWAIT
 
 
 class Channel(Generic[Received]):
-    """A socket that encodes what is sent and decodes what is received.
+    """A socket that encodes sent messages and decodes received messages.
 
-    A frame that does not decode is dropped and counted in `num_bad_frames`; only the first one is
-    logged. Only the clients' queues have a limit: admission control bounds the others.
+    A frame that does not decode is dropped and counted in `num_bad_frames`; only the first such
+    frame is logged. Only the clients' queues have a limit: admission control bounds the others.
     """
 
     def __init__(self, socket: "zmq.Socket[bytes]", receives: Any = None) -> None:
         self.socket = socket
         self.num_bad_frames = 0
-        self._frames: list[zmq.Frame] = []  # of a message that is received in part
+        self._frames: list[zmq.Frame] = []  # frames of a message that is received in part
         self.encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(receives).decode
         self._is_router = socket.type == zmq.ROUTER
@@ -91,7 +91,7 @@ class Channel(Generic[Received]):
         return 0
 
     def receive(self, seconds: float = MAX_DRAIN_SECONDS) -> Iterator[tuple[bytes, Received]]:
-        """Yield messages that wait at the socket, each after its peer's identity (ROUTER only)."""
+        """Yield the messages that wait, each with its peer's identity in front (ROUTER only)."""
         for frames in self.receive_frames(seconds):
             if len(frames) != 1 + self._is_router:
                 self.count_bad_frame(f"got {len(frames)} frames, expected {1 + self._is_router}")
@@ -106,7 +106,7 @@ class Channel(Generic[Received]):
     def receive_frames(
         self, seconds: float = MAX_DRAIN_SECONDS, max_frames: int = sys.maxsize
     ) -> Iterator[list[zmq.Frame]]:
-        """Yield the frames of messages that wait, for `seconds`; `max_frames` + 1 of each."""
+        """Yield the frames of waiting messages, for `seconds`; up to `max_frames` + 1 a message."""
         deadline, is_first = monotonic() + seconds, True
         while True:
             try:
@@ -120,13 +120,13 @@ class Channel(Generic[Received]):
                 traffic.messages_received += 1
                 yield frames
                 if is_first and not self.has_message:
-                    return  # one message is usual, and `zmq.Again` takes longer than this check
+                    return  # usually one message waits; `zmq.Again` takes longer than this check
                 is_first = False
             if monotonic() >= deadline:
                 return
 
     def count_bad_frame(self, reason: str) -> None:
-        """Count a frame that is dropped; the first one is logged."""
+        """Count a dropped frame; log the first."""
         self.num_bad_frames += 1
         traffic.bad_frames += 1
         if self.num_bad_frames == 1:

@@ -11,10 +11,10 @@
 | results       | PULL ← PUSH     | gateway   | detokenizers, scheduler, supervisor |
 | supervisor    | PULL ← PUSH     | launch    | every process (`launch all` binds)  |
 
-All but the first are `ipc://` files in the run folder, or, in a cluster, names whose addresses a
-directory knows (`discovery.py`). Each replica has its own sockets of those that a scheduler binds.
-With several models, each has a folder of its own for all except clients, inner_clients and
-supervisor.
+All except the first are `ipc://` files in the run folder or, in a cluster, names whose addresses
+the directory knows (`discovery.py`). Each replica has its own set of the sockets that a scheduler
+binds. With several models, each model has its own folder for all sockets except clients,
+inner_clients and supervisor.
 
 The clients' socket may speak CURVE, with the keys of a folder that `launch keys` makes:
 
@@ -54,10 +54,10 @@ class KeysError(ValueError):
 
 
 def secure_server(socket: "zmq.Socket[Any]", folder: Path, domain: bytes = ZAP_DOMAIN) -> None:
-    """Let a socket, before it is bound, speak CURVE only. Raises KeysError.
+    """Require CURVE of the clients of a socket that is not bound yet. Raises KeysError.
 
-    The domain is enforced: without an `Authenticator` for it, libzmq admits nobody. Otherwise it
-    would admit everybody.
+    The ZAP domain is enforced: without an `Authenticator` for the domain, libzmq admits no client.
+    By default libzmq would admit every client.
     """
     socket.curve_secretkey = _secret_key(folder, SERVER)[1]
     socket.curve_server = True
@@ -66,7 +66,7 @@ def secure_server(socket: "zmq.Socket[Any]", folder: Path, domain: bytes = ZAP_D
 
 
 def secure_client(socket: "zmq.Socket[Any]", folder: Path, client: str) -> None:
-    """Let a socket, before it is connected, speak CURVE as `client`. Raises KeysError."""
+    """Set the CURVE keys of `client` on a socket that is not connected yet. Raises KeysError."""
     socket.curve_publickey, socket.curve_secretkey = _secret_key(folder, client)
     socket.curve_serverkey = _read(folder / f"{SERVER}.key")[0]
 
@@ -87,17 +87,17 @@ class Authenticator:
     """
 
     def __init__(self, channel: Channel[Any]) -> None:
-        """channel: bound to ZAP_ENDPOINT."""
+        """Start without folders. channel: the channel that is bound to ZAP_ENDPOINT."""
         self.channel = channel
-        self.folders: dict[bytes, Path] = {}  # of keys, by domain
+        self.folders: dict[bytes, Path] = {}  # folders of keys, by domain
 
     def handle(self) -> None:
-        """Answer every query of libzmq that waits. A refused client learns no reason."""
+        """Answer every waiting query of libzmq. A refused client gets no reason."""
         for frames in self.channel.receive_frames():
             version, number, domain, address, _, _, key = (frame.bytes for frame in frames)
             accepted = self._admits(domain, z85.encode(key), address)
             status = b"200" if accepted else b"400"
-            user = z85.encode(key)  # libzmq puts it at each message, as `User-Id`
+            user = z85.encode(key)  # libzmq adds the user to each message, as `User-Id`
             self.channel.try_send([version, number, status, b"", user, b""])
 
     def _admits(self, domain: bytes, key: bytes, address: bytes) -> bool:
@@ -107,7 +107,7 @@ class Authenticator:
             reason = f"its key {key.decode()} is unknown"
         except KeysError as error:
             reason = str(error)
-        self.channel.num_bad_frames += 1  # `launch status` shows it among what was dropped
+        self.channel.num_bad_frames += 1  # `launch status` shows the count of dropped frames
         if self.channel.num_bad_frames == 1:
             who = address.decode()
             log.warning("refused a client at %s (further ones are only counted): %s", who, reason)
@@ -130,12 +130,12 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
 
 
 CLUSTER = "cluster://"  # prefix of a name whose addresses the directory knows
-# channels, and what to call when a message waits there
+# channels, each with the function to call when a message waits
 Handlers = list[tuple[Channel[Any], Callable[[], None]]]
 
 
 def bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-    """Bind a socket, except in place of a file, which libzmq would remove. Raises zmq.ZMQError."""
+    """Bind a socket, but not in place of a file: libzmq would remove it. Raises zmq.ZMQError."""
     path = Path(endpoint.removeprefix("ipc://"))
     if path.exists() and not path.is_socket():
         raise zmq.ZMQError(errno.EEXIST)
@@ -167,20 +167,20 @@ def endpoints(config: Config, replica: int = 0) -> Endpoints:
         f"{where}{name}{(replica or '') if name in _OF_SCHEDULER else ''}"
         for name in Endpoints._fields[2:-1]
     ]
-    # In the folder `clients` may be --endpoint.
+    # `clients` in the folder may be --endpoint
     clients = f"{pipeline}{'clients' if is_cluster else 'inner'}"
     return Endpoints._make([config.endpoint, clients, *inner, f"{pipeline}supervisor"])
 
 
 def stays_on_host(endpoint: str) -> bool:
-    """Return whether no other machine can reach it: `ipc://`, or `tcp://` on loopback."""
+    """Return True if no other machine can reach an endpoint: `ipc://`, or `tcp://` on loopback."""
     transport, _, address = endpoint.partition("://")
     is_tcp = transport == "tcp"
     return is_loopback(address.rpartition(":")[0].strip("[]")) if is_tcp else transport == "ipc"
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address is of this machine alone; any name but `localhost` may not be."""
+    """Return whether a host is a loopback address; of names, only `localhost` is."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -188,12 +188,12 @@ def is_loopback(host: str) -> bool:
 
 
 def host_and_port(host: str, port: object) -> str:
-    """Return both as in URLs: an address of IPv6 has brackets."""
+    """Return `HOST:PORT` as in URLs, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_reach(config: Config) -> None:
-    """Raise ValueError where other machines may reach the clients' socket in the clear."""
+    """Raise ValueError if other machines could reach the clients' socket without encryption."""
     if not (config.curve_keys or config.insecure or stays_on_host(config.endpoint)):
         raise ValueError(
             f"--endpoint {config.endpoint} may be reached from other machines: give "
@@ -205,8 +205,8 @@ def check_reach(config: Config) -> None:
 class Context(zmq.Context["zmq.Socket[bytes]"]):
     """The sockets of a process on one machine; `Cluster` is the same interface for several."""
 
-    handlers: Handlers  # of the context's own channels, which the process's event loop must serve
-    node_id: str  # of this machine; empty without a cluster
+    handlers: Handlers  # channels of the context itself, which the process's event loop must serve
+    node_id: str  # id of this machine; empty without a cluster
     host: str  # address at which the other processes reach this machine
     _authenticator: Authenticator | None
 
@@ -243,7 +243,7 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
         return channel
 
     def bind_also(self, channel: Channel[Any], endpoint: str) -> None:
-        """Bind a channel to one more endpoint. Raises as `bind`."""
+        """Bind a channel to one more endpoint. Raises the errors of `bind`."""
         try:
             self.bind_socket(channel.socket, endpoint)
         except zmq.ZMQError as error:
@@ -261,8 +261,8 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
     ) -> Channel[Any]:
         """Return a connected channel; the peer may start later.
 
-        `max_queue`: messages that wait for the peer (0: no limit); `wait`: as in `connect_socket`;
-        `on_reconnect`: see the method of this name.
+        `max_queue`: limit of messages that wait for the peer (0: no limit); `wait`: as in
+        `connect_socket`; `on_reconnect`: handler for `Context.on_reconnect`.
         """
         socket = self._new_socket(kind, endpoint, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.SNDHWM, max_queue)
@@ -282,7 +282,7 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
         self.on_handshake(channel.socket, lambda _: handler())
 
     def on_handshake(self, socket: "zmq.Socket[bytes]", handler: Callable[[str], None]) -> None:
-        """Call `handler` with the endpoint of each connection that a socket makes."""
+        """Call `handler` with the endpoint of each new connection of a socket."""
         events: Channel[Any] = Channel(socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED))
 
         def handle() -> None:
@@ -317,8 +317,8 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
     ) -> None:
         """Connect a socket whose options are set. Raises KeysError.
 
-        In a cluster it follows the name, wherever it is bound. Until the name is known, a caller
-        that does not `wait` loses what is sent.
+        In a cluster the socket follows the name to each process that binds the name. Until the name
+        is known, messages of a caller that does not `wait` are lost.
         """
         socket.connect(endpoint)
 
@@ -354,7 +354,7 @@ def attend(handlers: Handlers) -> None:
 
 
 def leave(handlers: Handlers) -> None:
-    """End what `attend` began, while the sockets are open."""
+    """Stop handling messages after `attend`; to be called while the sockets are open."""
     loop = asyncio.get_running_loop()
     for channel, _ in handlers:
         loop.remove_reader(int(channel.socket.getsockopt(zmq.FD)))

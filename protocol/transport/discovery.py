@@ -24,20 +24,20 @@ from penstock.protocol.transport.context import (
     secure_server,
 )
 
-KEYS_FOLDER = "cluster-keys"  # in the folder of that file, as `launch keys` makes it
-KEYS_CLIENT = "process"  # whose key all processes have
+KEYS_FOLDER = "cluster-keys"  # subfolder with keys in the form of `launch keys`
+KEYS_CLIENT = "process"  # name of the client whose key all processes share
 ZAP_DOMAIN = b"cluster"
-# milliseconds after which a connection is tried again: the intervals of TCP alone grow
+# milliseconds after which a connection is tried again, because TCP's own intervals grow
 CONNECT_TIMEOUT = 2000
 
 
 class Node(Struct, frozen=True):
-    """The facts that a process of a cluster needs at its start."""
+    """A machine of a cluster, described for the processes that start there."""
 
-    node_id: str  # of the machine, for the cluster
-    name: str  # of the machine, for people
+    node_id: str  # the cluster's id of the machine
+    name: str  # readable name of the machine
     host: str  # address at which other machines reach this one
-    # name → `tcp://` address of what the supervisor binds: `directory` and `supervisor`
+    # name → `tcp://` address of the supervisor's sockets: `directory` and `supervisor`
     fixed: dict[str, str]
 
 
@@ -47,7 +47,7 @@ class Address(Struct, frozen=True):
     node_id: str
     ipc: str
     tcp: str
-    incarnation: int  # of the process that binds it; a later one replaces it
+    incarnation: int  # incarnation of the process that binds the name; a later one replaces it
 
 
 class Announcement(Struct, tag=True):
@@ -62,7 +62,7 @@ class Directory(Struct, tag=True):
     addresses: dict[str, Address]
 
     def add(self, announcement: Announcement) -> bool:
-        """Add newer addresses. Return False if there is none."""
+        """Add newer addresses. Return False if no address is newer."""
         newer = {
             name: address
             for name, address in announcement.addresses.items()
@@ -78,8 +78,8 @@ class _Following:
     def __init__(self, socket: "zmq.Socket[bytes]", name: str) -> None:
         self.socket = socket
         self.name = name
-        self.endpoint = ""  # to which it is connected; empty: none
-        self.num_handshakes = 0  # at this endpoint
+        self.endpoint = ""  # current endpoint; empty: not connected
+        self.num_handshakes = 0  # number of handshakes at this endpoint
         self.on_connected: Callable[[], None] = lambda: None
         self.on_reconnect = self._exit
 
@@ -93,7 +93,7 @@ class _Following:
         self.socket.connect(endpoint)
 
     def connected(self, endpoint: str) -> None:
-        """Handle a handshake. On this machine, only a restarted process makes a second one."""
+        """Handle a handshake. On this machine, a second handshake shows a restarted process."""
         if endpoint != self.endpoint:
             return
         self.num_handshakes += 1
@@ -106,7 +106,7 @@ class _Following:
 
 
 class Cluster(Context):
-    """The sockets of a process of a cluster. For one thread, except for `Node.fixed` names."""
+    """The sockets of a process of a cluster, for one thread (except `Node.fixed` names)."""
 
     node: Node
     _folder: Path
@@ -117,7 +117,7 @@ class Cluster(Context):
     _incarnation: int
 
     def __init__(self, node: Node, folder: Path, incarnation: int = 0) -> None:
-        """folder: of this pipeline on this machine, with its keys. Raises KeysError."""
+        """Connect to the directory. folder: the pipeline's, with its keys. Raises KeysError."""
         super().__init__(node.node_id, node.host)
         self.node, self._folder = node, folder
         self._bound, self._known, self._followings = {}, {}, {}
@@ -125,7 +125,7 @@ class Cluster(Context):
         self._directory = self.connect(zmq.DEALER, f"{CLUSTER}directory", Directory)
         self.handlers.append((self._directory, self._on_directory))
         self.on_handshake(self._directory.socket, lambda _: self._announce())
-        self._announce()  # it may be connected already, unseen
+        self._announce()  # the socket may be connected already, before the monitor
         self.admit(ZAP_DOMAIN, folder / KEYS_FOLDER)
 
     def bind_socket(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
@@ -134,7 +134,7 @@ class Cluster(Context):
             super().bind_socket(socket, endpoint)
             return
         ipc = f"ipc://{self._folder}/{name}"
-        socket.bind(ipc)  # in the clear: the folder's mode keeps others out
+        socket.bind(ipc)  # not encrypted: the folder's mode keeps other users out
         tcp = bind_tcp(socket, self.host, self._folder)
         self._bound[name] = Address(self.node_id, ipc, tcp, self._incarnation)
         self._announce()
@@ -171,7 +171,7 @@ class Cluster(Context):
         for _, directory in self._directory.receive():
             self._known = directory.addresses
             for socket, following in list(self._followings.items()):
-                if socket.closed:  # of a client that is closed
+                if socket.closed:  # the client is closed
                     del self._followings[socket]
                 else:
                     self._point(following)
@@ -201,7 +201,7 @@ def bind_tcp(socket: "zmq.Socket[bytes]", host: str, folder: Path) -> str:
 
 
 def over_tcp(socket: "zmq.Socket[bytes]", host: str) -> None:
-    """Let a socket disconnect peers that are silent."""
+    """Make a socket disconnect silent peers."""
     socket.setsockopt(zmq.IPV6, ":" in host)
     socket.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * HEARTBEAT_INTERVAL))
     socket.setsockopt(

@@ -1,4 +1,4 @@
-"""The loop in which every process waits: for sockets, files, timers, heartbeats and signals."""
+"""The event loop of every process, for sockets, files, timers, heartbeats and signals."""
 
 import contextlib
 import math
@@ -17,7 +17,7 @@ from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import tune_collector
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SLACK = 64  # cancelled timers that are kept in addition to as many as there are others
+_SLACK = 64  # cancelled timers that are kept, in addition to the number of other timers
 
 
 class Timer:
@@ -40,10 +40,10 @@ CallLater = Callable[[float, Callable[[], None]], Timer]
 
 
 class EventLoop:
-    """Calls timers, and handlers of channels that have messages, until SIGTERM, SIGINT or `stop`.
+    """A loop that calls timers and handlers of channels until SIGTERM, SIGINT or `stop`.
 
     A handler takes messages for at most MAX_DRAIN_SECONDS (see `Channel.receive`). So other
-    sockets, timers and heartbeats have their turn, whatever comes in.
+    sockets, timers and heartbeats get their turn under any load.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class EventLoop:
         return timer
 
     def run(self) -> None:
-        """Return after SIGTERM, SIGINT or `stop`."""
+        """Run until SIGTERM, SIGINT or `stop`."""
         for channel, handler in self._context.handlers:
             self.add(channel, handler)
         tune_collector()

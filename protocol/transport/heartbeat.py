@@ -1,4 +1,4 @@
-"""What a process reports to the supervisor: heartbeats, and deaths at requests."""
+"""Reports of a process to the supervisor: heartbeats, and deaths at requests."""
 
 import contextlib
 import logging
@@ -26,10 +26,10 @@ Counters = Callable[[], dict[str, float]]
 
 
 class HeartbeatSender:
-    """Sends heartbeats to the supervisor, if there is one. `send` is for one thread.
+    """Sender of heartbeats to the supervisor, if the process has one. `send` is for one thread.
 
-    A heartbeat has this process's counts of messages, and what `counters` returned at the latest
-    `count`, by names of Prometheus metrics without `penstock:process_`.
+    A heartbeat contains this process's counts of messages, and the result of `counters` at the
+    latest `count`. The names are those of Prometheus metrics without `penstock:process_`.
     """
 
     def __init__(self, process: Process, counters: Counters = dict[str, float]) -> None:
@@ -37,7 +37,7 @@ class HeartbeatSender:
         self._counters = counters
         self._counted: dict[str, float] = {}
         self._counters_failed = False
-        self.group, self.group_size = "", 1  # of a worker, as in `SupervisorHeartbeat`
+        self.group, self.group_size = "", 1  # for workers, as in `SupervisorHeartbeat`
         self._own = psutil.Process()
         self._rss_bytes = 0
         self._channel: Channel[Any] | None = None
@@ -63,7 +63,7 @@ class HeartbeatSender:
             self._channel.send(beat)
 
     def count(self) -> None:
-        """Call `counters`, in the thread that owns them; an exception stops no heartbeat."""
+        """Call `counters` in the thread that owns them. An exception does not stop heartbeats."""
         try:
             self._counted = self._counters()
         except Exception:
@@ -73,19 +73,19 @@ class HeartbeatSender:
                 logging.getLogger(self._name).exception("counters failed (reported once)")
 
 
-# heartbeats that the thread may miss on a busy machine; if more, the process itself was stopped
+# heartbeats that the thread may miss on a busy machine; after more, the process itself was stopped
 MAX_MISSED = 3
 
 
 class LentSockets:
     """Context of long work that uses no socket: meanwhile another thread may send heartbeats.
 
-    A lock passes the sockets on: libzmq demands a memory barrier between threads that use one.
+    A lock guards the sockets: libzmq demands a memory barrier between threads that share a socket.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.lock.acquire()  # the main thread's, except within the context
+        self.lock.acquire()  # held by the main thread, except within the context
 
     def __enter__(self) -> None:
         self.lock.release()
@@ -95,7 +95,7 @@ class LentSockets:
 
 
 class HeartbeatThread:
-    """A thread that sends this process's heartbeats, with the seconds that the main thread is busy.
+    """A thread that sends this process's heartbeats, with the main thread's busy time.
 
     The main thread calls `beat` every HEARTBEAT_INTERVAL, as far as its work allows; the first call
     starts the thread. A worker calls `start`, then `progress` in each step and `rest` after it. A
@@ -111,8 +111,9 @@ class HeartbeatThread:
     ) -> None:
         """Prepare the thread, which the first `beat` starts.
 
-        counters: as in `HeartbeatSender`, called by the main thread; to_peers: sends heartbeats on
-        the main thread's sockets, called by this thread while the main thread is in `working`.
+        counters: as in `HeartbeatSender`, called by the main thread. to_peers: function that sends
+        heartbeats on the main thread's sockets; this thread calls it while the main thread is in
+        `working`.
         """
         self.sender = HeartbeatSender(process, counters)
         self._to_peers = to_peers
@@ -178,7 +179,7 @@ class HeartbeatThread:
             self.waited(monotonic() - begin)
 
     def _now(self) -> float:
-        """Return seconds, without those in which this process was stopped or suspended."""
+        """Return the time in seconds, without times when this process was stopped or suspended."""
         return monotonic() - self._lost_seconds
 
     def waited(self, seconds: float) -> None:
@@ -187,11 +188,11 @@ class HeartbeatThread:
             self._lost_seconds += seconds
 
 
-MAX_SUSPECTS = 1 << 14  # requests whose deaths are remembered, the newest
+MAX_SUSPECTS = 1 << 14  # newest requests whose deaths are remembered
 
 
 class DeathReports:
-    """Reports to the supervisor, if there is one, which requests may have ended processes."""
+    """Sender of reports to the supervisor, if any: requests that may have killed processes."""
 
     def __init__(self, process: Process) -> None:
         # digests that were reported and not cleared, the newest

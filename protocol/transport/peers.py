@@ -1,8 +1,8 @@
 """Peers that registered with this process.
 
 They follow the Paranoid Pirate pattern of the ZeroMQ guide, chapter 4: a peer registers with a
-heartbeat, and any message counts as a heartbeat. A peer that falls silent is busy, or dead: only
-the registration of its successor shows a death.
+heartbeat, and any message counts as a heartbeat. A silent peer is busy or dead: only the
+registration of its successor shows that it died.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
 from penstock.protocol.transport.process import predecessors
 
-MAX_SILENT = 16  # silent peers that are remembered, the newest: not each one has a successor
+MAX_SILENT = 16  # silent peers that are remembered, newest first: some get no successor
 Work = TypeVar("Work")
 Memory = TypeVar("Memory")
 
@@ -27,7 +27,7 @@ class Peer(Generic[Work]):
 
 
 class Peers(Generic[Work, Memory]):
-    """All peers of one kind, by identity, and what is remembered of silent ones."""
+    """All peers of one kind, by identity, and memories of silent peers."""
 
     def __init__(self) -> None:
         self._peers: dict[bytes, Peer[Work]] = {}
@@ -43,7 +43,7 @@ class Peers(Generic[Work, Memory]):
         return self._peers.get(identity) if identity else None
 
     def alive(self, identity: bytes, name: str) -> bool:
-        """Note a message of a peer. Return True if it is the first one."""
+        """Note a message of a peer. Return True for its first message."""
         self.remembered.pop(identity, None)
         known = self._peers.get(identity)
         if known is None:
@@ -59,7 +59,7 @@ class Peers(Generic[Work, Memory]):
     def silent(self) -> list[bytes]:
         """Return peers that missed MAX_MISSED_HEARTBEATS heartbeats; called at each heartbeat.
 
-        Heartbeats are counted, not seconds: while this process itself is stopped, nobody is late.
+        Heartbeats are counted, not seconds: while this process itself is stopped, no peer is late.
         """
         for peer in self._peers.values():
             peer.num_missed += 1

@@ -1,4 +1,4 @@
-"""The start of every process of the pipeline, and the exit of another one.
+"""The start of every process of the pipeline, and a handle on the exit of other processes.
 
 A process begins with its configuration, identity, context and log.
 """
@@ -32,21 +32,21 @@ from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config, config_from_environment, make_run_folder, replica_of
 from penstock.protocol.transport.context import Context, Endpoints, endpoints
 
-# errors of Linux before 5.3, and of sandboxes that do not know the call
+# errors of pidfd_open in Linux before 5.3, and in sandboxes that do not know the call
 REFUSED = errno.ENOSYS, errno.EPERM
 
 
 class ProcessExit:
     """A descriptor that becomes readable when a process of this machine exits.
 
-    On Linux it is a pidfd, which can't come to mean another process. Elsewhere, and where a sandbox
-    refuses that, it is a pipe, and a thread waits for the process.
+    On Linux the descriptor is a pidfd, which never refers to another process. Elsewhere, and in
+    sandboxes that refuse pidfds, the descriptor is a pipe, and a thread waits for the process.
     """
 
     def __init__(self, pid: int, wait: Callable[[], object] | None = None) -> None:
-        """Open a process; wait: `Popen.wait` of a child, which only its Popen may collect.
+        """Open a process. wait: `Popen.wait` of a child, because only its Popen may reap it.
 
-        Raises ProcessLookupError if there is none, OSError without descriptors.
+        Raises ProcessLookupError without such a process, and OSError if no descriptor is free.
         """
         self._pid = pid
         pidfd = _open_pidfd(pid)
@@ -54,7 +54,7 @@ class ProcessExit:
         if pidfd is not None:
             self._descriptor = pidfd
             return
-        with contextlib.suppress(PermissionError):  # it is another user's
+        with contextlib.suppress(PermissionError):  # the process is another user's
             os.kill(pid, 0)
         self._descriptor, writer = os.pipe()
         arguments = (wait or (lambda: psutil.Process(pid).wait()), writer)
@@ -70,7 +70,7 @@ class ProcessExit:
         return bool(poller.poll(None if seconds is None else seconds * 1000))
 
     def send_signal(self, number: int) -> None:
-        """Send a signal; without effect after the exit."""
+        """Send a signal; do nothing after the exit."""
         with contextlib.suppress(ProcessLookupError):
             if self._has_pidfd:
                 signal.pidfd_send_signal(self._descriptor, number)
@@ -102,23 +102,24 @@ def _close_after(wait: Callable[[], object], writer: int) -> None:
 PROCESS_VARIABLE = "PENSTOCK_PROCESS"
 # pid of the supervisor, which may exit while this process is still importing
 SUPERVISOR_VARIABLE = "PENSTOCK_SUPERVISOR"
-# number by the supervisor; of two processes the one that was started later has the larger one
+# number that the supervisor assigns; a process that is started later has a larger number
 INCARNATION_VARIABLE = "PENSTOCK_INCARNATION"
-# path of the file that describes a machine of a cluster, a `discovery.Node` as JSON
+# path of the file that describes a machine of a cluster: a `discovery.Node` as JSON
 NODE_VARIABLE = "PENSTOCK_NODE"
-# in the run folder: the last number that a process without a supervisor has taken
+# file in the run folder, with the last number that a process without a supervisor took
 COUNTER_FILE = "incarnations"
-# Linux's own default maximum; containers may have a hard limit of 2**30, over which some programs
-# loop
+# Linux's own default maximum. Containers may have a hard limit of 2**30, and some programs loop
+# over all descriptors.
 MAX_DESCRIPTORS = 1 << 20
 MACOS_MAX_DESCRIPTORS = 10_240  # whatever its hard limit says
-MAX_FAILURE_LINES = 20  # in a second
+MAX_FAILURE_LINES = 20  # lines per second
 _LOCAL_TIME = "%m-%d %H:%M:%S"  # of text logs, before milliseconds
-# containers after which the newest are visited. Python's default, 700, are those of a few requests
-# that have just begun: in a burst, a seventh of all CPU time went into visits that found nothing
+# number of new container objects after which the garbage collector examines them. A few new
+# requests reach Python's default of 700: in a burst, a seventh of all CPU time went into
+# collections that freed nothing.
 YOUNG_OBJECTS = 10_000
 _PR_SET_PDEATHSIG = 1
-# numbers of one process: 4 billion, so that 2 billion incarnations fit into an int64
+# bits of the numbers of one incarnation: 4 billion numbers, and 2 billion incarnations in an int64
 _INCARNATION_BITS = 32
 
 
@@ -134,7 +135,7 @@ class Identity(NamedTuple):
 
     @classmethod
     def decode(cls, routing_id: bytes) -> "Identity":
-        """Return the identity in a routing id; for any other one, its text is the name."""
+        """Return the identity in a routing id; a text of another form becomes the name."""
         name, *numbers = routing_id.decode(errors="replace").rsplit("/", 2)
         if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
             return cls(name, *map(int, numbers))
@@ -142,7 +143,7 @@ class Identity(NamedTuple):
 
 
 def predecessors(identity: bytes, of: Iterable[bytes]) -> list[bytes]:
-    """Return those identities that are earlier incarnations of a process: it has died since."""
+    """Return the identities in `of` of earlier incarnations of a process, which have died."""
     new = Identity.decode(identity)
     known = ((Identity.decode(routing_id), routing_id) for routing_id in of)
     return [
@@ -180,7 +181,7 @@ class Process:
         self.context: Context = _make_context(folder, self.incarnation)
 
     def by_model(self) -> list[Self]:
-        """Return this process as it is for each model, for a process that serves all."""
+        """Return a copy of this process for each model, if the process serves all models."""
         processes = [copy(self) for _ in self.config.by_model()]
         for process, config in zip(processes, self.config.by_model(), strict=True):
             process.config = config
@@ -198,12 +199,12 @@ class Process:
 
     @property
     def all_endpoints(self) -> list[Endpoints]:
-        """The addresses of every replica, for a process that serves all."""
+        """The addresses of every replica, for a process that serves all replicas."""
         return [endpoints(self.config, replica) for replica in range(self.config.dp)]
 
 
 def _make_context(folder: Path, incarnation: int) -> Context:
-    """Return the context of a process: of a cluster if NODE_VARIABLE names this machine."""
+    """Return the context of a process: a `Cluster` if NODE_VARIABLE names this machine."""
     path = os.environ.get(NODE_VARIABLE)
     if path is None:
         return Context()
@@ -213,10 +214,10 @@ def _make_context(folder: Path, incarnation: int) -> Context:
 
 
 def take_incarnation(folder: Path) -> int:
-    """Return this process's number: its supervisor's, or the next one of the run folder.
+    """Return this process's number, from its supervisor or from the run folder's counter.
 
-    Attempts, epochs and identities are made of it. A clock would not do: set back, it would make a
-    restarted process older than its predecessor, and peers would ignore it.
+    Attempts, epochs and identities contain the number. A clock that is set back would make a
+    restarted process older than its predecessor, and peers would ignore the process.
     """
     if given := os.environ.get(INCARNATION_VARIABLE):
         return int(given)
@@ -225,19 +226,19 @@ def take_incarnation(folder: Path) -> int:
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         number = int(os.pread(file, 20, 0) or 0) + 1
-        os.pwrite(file, b"%020d" % number, 0)  # of one length: never half an old number
+        os.pwrite(file, b"%020d" % number, 0)  # fixed width: the old number is replaced whole
         return number
     finally:
         os.close(file)
 
 
 def first_number(incarnation: int) -> int:
-    """Return the first of an incarnation's own numbers, larger than all of earlier ones."""
+    """Return an incarnation's first number, larger than all numbers of earlier incarnations."""
     return incarnation << _INCARNATION_BITS
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit of open descriptors to the hard one, up to MAX_DESCRIPTORS.
+    """Raise the soft limit of open descriptors to the hard limit, up to MAX_DESCRIPTORS.
 
     Each client takes a descriptor. The usual soft limit of 1,024 is for programs that use
     select(2). Children inherit the limit.
@@ -252,7 +253,7 @@ def raise_descriptor_limit() -> None:
 
 
 def tune_collector() -> None:
-    """Leave modules, configuration and vocabulary out of collections, which become rarer."""
+    """Exclude modules, configuration and vocabulary from garbage collection; collect less often."""
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
 
@@ -271,7 +272,7 @@ def json_line(process: str, message: str, moment: float | None = None, **more: A
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON map of each record with its traceback, and the request id in `extra`."""
+    """Formatter of records as JSON maps, with the traceback and the request id in `extra`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -285,15 +286,15 @@ class JsonFormatter(logging.Formatter):
 
 
 class FailureLog:
-    """Lines at level `info` for requests that failed: few, whatever clients do."""
+    """Log of failed requests at level `info`, with a limited rate."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._end = 0.0  # of the second whose lines are counted, of time.monotonic
+        self._end = 0.0  # end of the second whose lines are counted, time.monotonic
         self._num_lines = self._num_left_out = 0
 
     def write(self, text: str, *values: object, request_id: str | None = None) -> None:
-        """Log a failure, and how many were left out before it."""
+        """Log a failure, and the number of failures that were left out before it."""
         now = time.monotonic()
         if now >= self._end:
             self._end, self._num_lines = now + 1, 0
@@ -318,7 +319,7 @@ def _start_log(config: Config, name: str) -> None:
 
 
 def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report an exception. That of a checkpoint is one sentence, which a restart can't change."""
+    """Report an exception. A ModelError is one sentence, and its exit code prevents a restart."""
     if not isinstance(error, ModelError):
         sys.__excepthook__(kind, error, trace)
         return
@@ -328,14 +329,14 @@ def _end(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent exits (prctl(2)); elsewhere a thread."""
+    """Have the kernel (prctl(2)), or else a thread, kill this process when its parent exits."""
     parent = int(os.environ.get(SUPERVISOR_VARIABLE) or os.getppid())
     prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
     if prctl:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_die_after, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it exited before the kernel knew
+    if os.getppid() != parent:  # the parent exited before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Kernel facts about a connection that libzmq owns, and the only way to close one.
+"""Kernel facts about a connection that libzmq owns, and the only way to close a connection.
 
 libzmq reports neither the bytes queued for a connection nor the bytes received of an unfinished
 message, and can't close a single connection. The kernel counts the bytes of a TCP connection
@@ -27,7 +27,7 @@ _COUNTERS_AT = 120  # offset of `tcpi_bytes_acked` and `tcpi_bytes_received` in 
 _INT = struct.Struct("i")
 _CREDENTIALS = struct.Struct("iII")  # `struct ucred`: process, user and group
 IPV6_PREFIX = 64  # bits of an address that a provider assigns to one customer
-MAX_KNOWN = 256  # hosts whose form is remembered: a header may have 64 KB
+MAX_KNOWN = 256  # hosts whose form is cached: a host from a header may have 64 KB
 _SO_NWRITE = 0x1024  # bytes that macOS has yet to send
 
 
@@ -39,7 +39,7 @@ class Counters(NamedTuple):
 
 
 def tcp_counters(fd: int) -> Counters | None:
-    """Return None for another kind of connection or system, and for a closed connection."""
+    """Return the counters of a TCP connection on Linux; None for others and when closed."""
     size = _COUNTERS_AT + _COUNTERS.size
     try:
         with _borrowed(fd) as end:
@@ -66,7 +66,7 @@ def num_unread_bytes(fd: int) -> int:
 
 
 def peer_host(fd: int) -> str:
-    """Return the address of the client's machine; empty if it is this one, or not connected."""
+    """Return the address of the client's machine; empty for this machine, or when not connected."""
     try:
         with socket.socket(fileno=os.dup(fd)) as end:
             return "" if end.family == socket.AF_UNIX else str(end.getpeername()[0])
@@ -75,7 +75,7 @@ def peer_host(fd: int) -> str:
 
 
 def peer_process(fd: int) -> int:
-    """Return the id of the process at the other end of a Unix socket; 0 where it is not known."""
+    """Return the id of the process at the other end of a Unix socket; 0 if it is not known."""
     try:
         with _borrowed(fd) as end:
             found = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -86,7 +86,7 @@ def peer_process(fd: int) -> int:
 
 @lru_cache(MAX_KNOWN)
 def network_of(host: str) -> str:
-    """Return an address, of IPv6 its network; a name, and nothing, as it is."""
+    """Return the network of an IPv6 address; IPv4 addresses, also mapped, and names stay whole."""
     try:
         address = ip_address(host)
     except ValueError:
@@ -104,7 +104,7 @@ def shut_down(fd: int) -> None:
 
 @contextlib.contextmanager
 def duplicate(fd: int) -> Iterator[int]:
-    """Yield another descriptor of a connection, which nobody else closes; -1: there is none."""
+    """Yield a duplicate descriptor of a connection, which no other code closes; -1 on failure."""
     try:
         number = os.dup(fd)
     except OSError:

@@ -1,8 +1,8 @@
 """Socket pairs of the supervisor and a process: persistent memory, and forks.
 
 The supervisor keeps the descriptors of memory that outlives its process. A fork server has imported
-everything already. What it forks is a child of the supervisor, which is the subreaper of its
-descendants (prctl(2)): the process between the two exits at once.
+everything already. Each process that it forks becomes a child of the supervisor, the subreaper of
+its descendants (prctl(2)), because the intermediate process exits at once.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from penstock.protocol.messages.supervisor import (
 from penstock.protocol.transport.process import ProcessExit, die_with_parent
 
 MEMORY_VARIABLE = "PENSTOCK_MEMORY"  # number of the inherited descriptor
-MAX_MEMORY_MESSAGE = 1 << 20  # bytes, most of them of a manifest
+MAX_MEMORY_MESSAGE = 1 << 20  # bytes, most of them for the manifest
 
 
 class Taken(NamedTuple):
@@ -46,7 +46,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket] | None:
 
 
 def create_memory(num_bytes: int) -> int:
-    """Return the descriptor of zeros. Raises OSError: a sandbox or RLIMIT_FSIZE may forbid it."""
+    """Return the descriptor of zeroed memory. Raises OSError in some sandboxes, by RLIMIT_FSIZE."""
     descriptor = os.memfd_create("penstock")
     try:
         os.ftruncate(descriptor, num_bytes)
@@ -64,21 +64,21 @@ class MemoryClient:
 
     @classmethod
     def from_environment(cls) -> Self | None:
-        """Return the client of the pair that this process has inherited, None without one."""
+        """Return the client of the socket pair that this process inherited; None without a pair."""
         number = os.environ.get(MEMORY_VARIABLE)
         return cls(socket.socket(fileno=os.dup(int(number)))) if number else None
 
     def take(self, name: str, *, shares: bool = False) -> Taken | None:
-        """Return the memory of this name; waits for its last user's exit, unless it `shares`."""
+        """Return the memory of this name. Without `shares`, wait for the exit of its last user."""
         manifest, descriptors = self._request(TakeMemory(name, shares))
         return Taken(manifest, descriptors[0]) if descriptors else None
 
     def keep(self, name: str, manifest: bytes, descriptor: int) -> None:
-        """Pass on memory that is whole, to be taken after this process has exited."""
+        """Keep complete memory, which another process can take after this process has exited."""
         self._request(KeepMemory(name, manifest), [descriptor])
 
     def open(self, name: str, num_bytes: int, manifest: bytes) -> mmap.mmap:
-        """Return the memory of this name if its manifest is the same, otherwise zeros. Keep it.
+        """Return the kept memory of this name with this manifest, or zeros, which are then kept.
 
         Raises OSError.
         """
@@ -95,7 +95,7 @@ class MemoryClient:
         return memory
 
     def drop(self, name: str) -> None:
-        """Let memory end."""
+        """Release the memory of this name."""
         self._request(DropMemory(name))
 
     def _request(
@@ -111,11 +111,11 @@ class MemoryClient:
 
 FORKS_VARIABLE = "PENSTOCK_FORKS"  # number of the inherited socket
 MAX_FORK_MESSAGE = 1 << 16  # bytes
-MAX_DESCRIPTORS = 8  # of one request
+MAX_DESCRIPTORS = 8  # descriptors of one request
 
 
 def serve_forks() -> str:
-    """Return in each process that is forked, with the name of the service that it runs.
+    """Return in each forked process, with the name of the service that the process runs.
 
     The caller has started neither threads nor CUDA.
     """
@@ -146,9 +146,9 @@ def serve_forks() -> str:
 
 
 def _fork() -> int:
-    """Fork twice: return 0 in the last process, and the pid of the one between in the first.
+    """Fork twice: return 0 in the grandchild, and the pid of the child in this process.
 
-    Return -1 if the first fork failed; the process between exits with 1 if the second one did.
+    Return -1 if the first fork failed; the child exits with 1 if the second fork failed.
     """
     try:
         between = os.fork()
@@ -165,9 +165,9 @@ def _fork() -> int:
 
 
 def _become(request: ForkRequest, descriptors: list[int], supervisor: int) -> None:
-    """Be a process as `ChildProcess` starts it."""
+    """Set up this process as `ChildProcess` starts processes."""
     parent = os.getppid()
-    if parent != supervisor:  # the process between: its exit makes us the supervisor's child
+    if parent != supervisor:  # the intermediate process: its exit makes us the supervisor's child
         with contextlib.suppress(ProcessLookupError):
             between = ProcessExit(parent)
             between.wait()
@@ -179,4 +179,4 @@ def _become(request: ForkRequest, descriptors: list[int], supervisor: int) -> No
     os.environ.update(request.environment)
     for variable, descriptor in zip(request.inherited, others, strict=True):
         os.environ[variable] = str(descriptor)
-    os.setsid()  # last: a process that dies before is collected as an orphan
+    os.setsid()  # last: a process that dies before this is reaped as an orphan
