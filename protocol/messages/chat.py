@@ -9,7 +9,7 @@ from penstock.protocol.messages.client import ChatMessage
 
 
 class MessageError(ValueError):
-    """A message that a model of text can't read: its field, and why."""
+    """A message that a text model can't read: its field, and the reason."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -25,7 +25,7 @@ class ContentPart(Struct, kw_only=True):
 
     type: str
     text: str = ""
-    refusal: str = ""  # of an assistant: its text
+    refusal: str = ""  # text of an assistant's refusal
 
 
 class FunctionCall(Struct, kw_only=True):
@@ -74,13 +74,13 @@ def chat_messages(messages: list[Message]) -> list[ChatMessage]:
 
 
 def _reasoning(message: Message) -> str | None:
-    """Return the reasoning. An empty one stays: only without one, templates look for `</think>`."""
+    """Return the reasoning. Keep an empty string: for None, templates look for `</think>`."""
     given = message.reasoning_content
     return message.reasoning if given is None else given
 
 
 def _text(message: Message, path: str) -> str:
-    """Return the text of a message. path: of its content. Raises MessageError."""
+    """Return the text of a message. path: path of its content. Raises MessageError."""
     content = message.content
     if content is None and message.role != "assistant":
         raise MessageError(path, "got null, expected a string or a list of text parts")

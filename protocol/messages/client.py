@@ -6,10 +6,10 @@ the encoding of the question. `{"prompt": "…"}` is a whole request: `type` may
 A request is answered by any number of `TextDelta`s if it requests a stream, and then by exactly
 one `GenerateReply` or `ErrorReply`.
 
-The frames before a request precede every reply to it. A client that sends a number in front of its
-request gets each reply in one frame: the number, then the reply. libzmq ends a process that loses
-its connection between two frames of one message, if the socket has ZMQ_IMMEDIATE, which our clients
-need.
+The frames before a request precede every reply to the request. A client that sends a number in
+front of its request gets each reply in one frame: the number, then the reply. libzmq ends a process
+that loses its connection between two frames of one message, if the socket has ZMQ_IMMEDIATE, which
+our clients need.
 """
 
 from array import array
@@ -31,12 +31,12 @@ class Logprob(Struct, kw_only=True):
     # penalties, bias and restrictions
     logprob: float
     rank: int  # place among all tokens in the order of their logprobs; 1: the likeliest
-    token: str  # its text; bytes that are not UTF-8 are shown as U+FFFD
+    token: str  # text of the token; bytes that are not UTF-8 are shown as U+FFFD
     bytes: list[int]
 
 
 class TokenLogprobs(Struct, kw_only=True):
-    """The token that does stand there, with the fields of `Logprob`, and the likeliest ones."""
+    """The token at a position, with the fields of `Logprob`, and the likeliest tokens there."""
 
     token_id: int
     logprob: float
@@ -44,12 +44,12 @@ class TokenLogprobs(Struct, kw_only=True):
     token: str
     bytes: list[int]
     top: list[Logprob]  # likeliest first; up to the requested number
-    # where the token's text begins in the output; None for a token of the prompt
+    # index of the token's text in the output; None for a token of the prompt
     text_offset: int | None = None
 
     @property
     def candidates(self) -> "list[Logprob | TokenLogprobs]":
-        """The token itself, then the likeliest ones, which may have it again."""
+        """The token itself, then the likeliest tokens, which may include the token again."""
         return [self, *self.top]
 
 
@@ -71,9 +71,9 @@ class ChatMessage(Struct, kw_only=True, omit_defaults=True, forbid_unknown_field
     content: str
     name: str | None = None
     reasoning_content: str | None = None  # reasoning of an assistant's message
-    # of an assistant: as in OpenAI's API, but `arguments` is a map, as templates want it
+    # calls of an assistant: as in OpenAI's API, but `arguments` is a map, as templates expect
     tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None  # of a tool's answer: the call it answers
+    tool_call_id: str | None = None  # id of the call that a tool's message answers
 
     def __post_init__(self) -> None:
         if self.role == "developer":
@@ -85,31 +85,31 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
 
 
 class PromptFields(Struct, kw_only=True, omit_defaults=True):
-    """A prompt, and how it becomes token ids. Exactly one of `prompt` and `messages` is given."""
+    """A prompt, and options of its tokens. Exactly one of `prompt` and `messages` is given."""
 
     prompt: PromptText | None = None  # text, or token ids
     messages: Messages | None = None  # a conversation, put through the model's chat template
     # functions that the model may call, as in OpenAI's API; for the chat template
     tools: list[dict[str, Any]] | None = None
-    # what else the chat template takes: `enable_thinking`
+    # additional variables of the chat template, such as `enable_thinking`
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    # instead of the model's, where the pipeline runs with --trust-request-chat-template
+    # template that replaces the model's, if the pipeline runs with --trust-request-chat-template
     chat_template: str | None = None
     # end the prompt with the beginning of an assistant's message; the default, unless
     # `continue_final_message`
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False  # leave the last message open: generation continues it
-    # those that the tokenizer adds; by default to `prompt`, not to `messages`
+    # add the tokenizer's special tokens; by default to `prompt`, not to `messages`
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Positive | None = None  # keep N tokens of a longer prompt
-    # where tokens are cut off; left: the last N are kept
+    # side at which tokens are cut off; left: the last N are kept
     truncation_side: Literal["left", "right"] = "left"
 
 
 class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unknown_fields=True):
     """A request for text, or with `pooling` for numbers, filled by the client.
 
-    It has the fields of `PromptFields`, too; a struct can't inherit from two.
+    The struct repeats the fields of `PromptFields`, because it can't inherit from two structs.
     """
 
     prompt: PromptText | None = None
@@ -123,23 +123,23 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
     truncate_prompt_tokens: Positive | None = None
     truncation_side: Literal["left", "right"] = "left"
     cache_salt: CacheSalt | None = None  # share KV blocks with requests of the same salt only
-    # name of the client, set by the pipeline's HTTP servers only; None: the connection is one
+    # name of the client, set by the pipeline's HTTP servers only; None: the connection's
     client: RequestId | None = None
     priority: Priority = 0
-    # the client's own name for the request; None: the gateway makes one
+    # the client's own name for the request; None: the gateway makes a name
     request_id: RequestId | None = None
     # send the text as it comes (DEALER sockets only: a REQ socket gets one reply)
     stream: bool = False
-    # output that the client has already: generation continues after it. The reply and a stream
-    # include it
+    # output tokens that the client has already: generation continues after them. The reply and a
+    # stream include these tokens.
     output_token_ids: list[TokenId] = msgspec.field(default_factory=list)
     # return an embedding, or probabilities of labels, in place of text
     pooling: Pooling | None = None
-    # seconds after which the request is aborted: it is answered with what it has by then
+    # seconds after which the request is aborted, and answered with its output until then
     timeout: Annotated[float, Meta(gt=0)] | None = None
-    model: str | None = None  # name of one of several models; None: the first one
-    # for metrics, of a client that sends a request for each of several answers to a prompt: their
-    # number in the first one, and 0 in the others
+    model: str | None = None  # name of one of several models; None: the first model
+    # for metrics. A client that sends a request for each of n answers to a prompt sets n in the
+    # first request, and 0 in the others.
     num_answers: Annotated[int, Meta(ge=0)] = 1
 
 
@@ -161,7 +161,7 @@ class DetokenizeRequest(Struct, kw_only=True, tag="detokenize", forbid_unknown_f
 
 
 class AbortRequest(Struct, kw_only=True, tag="abort", forbid_unknown_fields=True):
-    """A request to end another one early. It does nothing for an unknown id."""
+    """A request to end another request early. Unknown ids are ignored."""
 
     request_id: RequestId
 
@@ -169,12 +169,12 @@ class AbortRequest(Struct, kw_only=True, tag="abort", forbid_unknown_fields=True
 class StatusRequest(Struct, kw_only=True, tag="status", forbid_unknown_fields=True):
     """A request for the pipeline's status."""
 
-    wait: bool = False  # answer only when every stage is there
-    # answer with the scheduler's next report; without, with its last, up to half a second old. With
-    # `wait`: when every stage is there the next time, not if it is now
+    wait: bool = False  # answer only when every stage is ready
+    # answer with the scheduler's next report; without `fresh`, with its last, up to half a second
+    # old. With `wait`: answer when every stage becomes ready, even if all stages are ready now.
     fresh: bool = False
-    metrics: bool = False  # answer with `StatusReply.metrics`, too
-    model: str | None = None  # with `wait`: wait for this model; None: for all
+    metrics: bool = False  # include `StatusReply.metrics` in the answer
+    model: str | None = None  # with `wait`: the model to wait for; None: all models
 
 
 class Usage(Struct, kw_only=True):
@@ -196,22 +196,22 @@ class GenerateReply(Struct, kw_only=True, tag="generated"):
     usage: Usage
     # the prompt ends within `<think>`: the text begins with reasoning, up to `</think>`
     starts_reasoning: bool = False
-    # of a chat: index of the reasoning's first character in `text`; None: there is none
+    # in a chat: index of the reasoning's first character in `text`; None: no reasoning
     reasoning_begin: int | None = None
     # index after the reasoning's last character, where the token `</think>` stands; None: the
     # reasoning has not ended
     reasoning_end: int | None = None
-    times: RequestTimes | None = None  # None where no token has come
-    # one for each of `token_ids`, if requested; None for tokens that the client has sent
+    times: RequestTimes | None = None  # None if no token was generated
+    # an entry for each of `token_ids`, if requested; None for tokens that the client has sent
     logprobs: list[TokenLogprobs | None] | None = None
-    # one for each prompt token, if requested; None for the first token
+    # an entry for each prompt token, if requested; None for the first token
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    # float32, little-endian (base64 in JSON): the result of `pooling`; None if it was aborted
+    # result of `pooling`: float32, little-endian (base64 in JSON); None if the request was aborted
     pooled: bytes | None = None
 
     @property
     def numbers(self) -> list[float]:
-        """The result of `pooling`."""
+        """The result of `pooling` as numbers."""
         return array("f", self.pooled or b"").tolist()
 
 
@@ -230,16 +230,16 @@ class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     logprobs: list[TokenLogprobs | None] | None = None  # one for each of `token_ids`, if requested
-    # in the request's first delta only; the reply has them, too
+    # in the request's first delta only; the reply repeats them
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     starts_reasoning: bool = False  # as in `GenerateReply`
-    # as in `GenerateReply`, like `reasoning_end`: index in the request's text, once it is known
+    # as in `GenerateReply`, like `reasoning_end`: index in the request's text, once known
     reasoning_begin: int | None = None
     reasoning_end: int | None = None
     # as in `Usage`, like `cached_tokens`; clients get both in a stream's first delta only
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    attempt: int = 0  # attempt of the request; like `phase_seconds`, it is not sent to clients
+    attempt: int = 0  # attempt of the request; not sent to clients, like `phase_seconds`
     # as in `StreamOpened`, in a stream's first delta only
     phase_seconds: tuple[float, float] = (0.0, 0.0)
     pooled: bytes | None = None  # as in `GenerateReply`, in the only delta
@@ -253,7 +253,7 @@ class ReplyBatch(Struct, tag="replies"):
 
 
 class TokenizeReply(Struct, kw_only=True, tag="tokenized"):
-    """Answers `TokenizePromptRequest`."""
+    """Reply to `TokenizePromptRequest`."""
 
     token_ids: list[int]
     max_model_len: int
@@ -261,28 +261,28 @@ class TokenizeReply(Struct, kw_only=True, tag="tokenized"):
 
 
 class DetokenizeReply(Struct, kw_only=True, tag="detokenized"):
-    """Answers `DetokenizeRequest`."""
+    """Reply to `DetokenizeRequest`."""
 
     text: str
 
 
 class AbortReply(Struct, kw_only=True, tag="aborted"):
-    """Answers `AbortRequest`; `found`: whether there was a request to end."""
+    """Reply to `AbortRequest`; `found`: whether there was a request to end."""
 
     request_id: str
     found: bool
 
 
 class ErrorReply(Struct, kw_only=True, tag="error"):
-    """A request that was refused or has failed: the field, its value and the limit."""
+    """Error of a request that was refused or has failed: the field, its value and the limit."""
 
     code: Literal["invalid", "overloaded", "failed"]
     message: str
     request_id: str | None = None
     field: str | None = None
-    # of `overloaded`: seconds after which the client should try again
+    # for `overloaded`: seconds after which the client should retry
     retry_after: float | None = None
-    # of a prompt that doesn't fit into the context: its tokens, and how many fit
+    # for a prompt that exceeds the context: number of its tokens, and the number that fit
     too_long: tuple[int, int] | None = None
 
 
@@ -303,7 +303,7 @@ _MARK = b"\x01"  # first byte of a number
 
 
 class RequestKind(Struct):
-    """The type of a request, decoded before the rest."""
+    """The type of a request, decoded before the other fields."""
 
     type: Literal["generate", "tokenize", "detokenize", "abort", "status"] = "generate"
 
@@ -320,7 +320,7 @@ REQUEST_TYPES: dict[str, type[Request]] = {
 
 
 class Codec:
-    """One encoding, with a decoder per type made once."""
+    """An encoding, with one decoder for each type."""
 
     def __init__(self, module: object) -> None:
         self.encode = module.Encoder().encode  # type: ignore[attr-defined]
@@ -339,7 +339,7 @@ class Codec:
         return request
 
     def request_id(self, frame: bytes) -> str | None:
-        """Return the id of a request that may be invalid; None where it has none."""
+        """Return the id of a request that may be invalid; None without an id."""
         try:
             name: RequestName = self._decode_name(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

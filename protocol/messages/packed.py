@@ -22,9 +22,9 @@ def unpack(data: bytes) -> "array[int]":
 
 
 class PackedLists:
-    """Mixin of messages with packed lists: they are checked when a message is made or decoded.
+    """Mixin of messages with packed lists, which are checked when a message is made or decoded.
 
-    Raises ValueError, of which msgspec's decoder makes a ValidationError.
+    Raises ValueError, which msgspec's decoder turns into a ValidationError.
     """
 
     __slots__ = ()
@@ -40,11 +40,11 @@ class PackedLists:
 
 
 class PackedLogprobs(Struct, array_like=True):
-    """One position, as the worker sends it: the token itself first, then the likeliest ones."""
+    """Logprobs of one position from the worker: of the token itself, then of the likeliest."""
 
     token_ids: bytes  # int32 [1 + k]
     logprobs: bytes  # float32 [1 + k]
-    rank: int = 1  # of the token itself
+    rank: int = 1  # rank of the token itself
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs) or not self.token_ids:
@@ -55,7 +55,7 @@ class PackedLogprobs(Struct, array_like=True):
             raise ValueError(f"token_ids: got {len(self.token_ids)} bytes, expected int32")
 
     def pairs(self) -> list[tuple[int, float]]:
-        """(token id, logprob) of each."""
+        """(token id, logprob) of each token."""
         token_ids, logprobs = array("i"), array("f")
         token_ids.frombytes(self.token_ids)
         logprobs.frombytes(self.logprobs)

@@ -1,4 +1,4 @@
-"""Messages of a request's way: gateway, tokenizer, scheduler, detokenizer, gateway.
+"""Messages on the path of a request: gateway, tokenizer, scheduler, detokenizer, gateway.
 
 Tokenizers register with the gateway, detokenizers with the schedulers.
 """
@@ -25,28 +25,28 @@ from penstock.protocol.messages.structured import Reasoning
 from penstock.protocol.messages.supervisor import SupervisorReport
 
 log = logging.getLogger(__name__)
-PROTOCOL_VERSION = 16  # of the messages in this folder; those that register a process carry it
+PROTOCOL_VERSION = 16  # of the messages in this folder; registrations contain it
 
 
 class Heartbeat(Struct, tag=True):
-    """Tokenizer → gateway, detokenizer → scheduler: it is alive. The first one registers it."""
+    """Tokenizer → gateway, detokenizer → scheduler: the sender is alive. The first registers it."""
 
     name: str
     version: int = PROTOCOL_VERSION
 
 
 class Refused(Struct, tag=True):
-    """To a tokenizer or detokenizer of another protocol version: it exits with the reason."""
+    """Reply to a tokenizer or detokenizer of another protocol version, which then exits."""
 
     reason: str
 
 
 class Goodbye(Struct, tag=True):
-    """From a tokenizer or detokenizer that stops: its work moves to another one."""
+    """Announcement of a tokenizer or detokenizer that stops: its work moves to another process."""
 
 
 def refusal(name: str, version: int) -> str | None:
-    """Return, and log, why a process that registers is refused; None if it is not."""
+    """Return and log the reason to refuse a process that registers; None: it is accepted."""
     if version == PROTOCOL_VERSION:
         return None
     reason = (
@@ -70,22 +70,23 @@ class TokenizedRequest(Struct, PackedLists, tag=True):
     sampling: SamplingParams  # every default filled in
     prompt_token_ids: bytes = b""  # int32 [num_prompt_tokens]
     output_token_ids: bytes = b""  # int32, generated and delivered by an earlier attempt
-    # deaths of another replica's workers at which it was in flight, since its last token
+    # deaths of another replica's workers at which the request was in flight, since its last token
     num_deaths: int = 0
     cache_salt: str = ""  # only requests with the same salt share KV blocks
     client: str = ""  # name of the client: clients take turns
     priority: int = 0
     reasoning: Reasoning = "none"
-    bad_words: list[list[TokenId]] = []  # those of `sampling`, as token sequences
+    bad_words: list[list[TokenId]] = []  # bad words of `sampling`, as token sequences
     pooling: Pooling | None = None  # the request ends with its prompt: no token is sampled
-    # its output is reasoning, where it begins so, and an answer: only the answer is stopped
+    # the output may begin with reasoning: stop conditions apply to the answer only
     is_chat: bool = False
 
 
 class ReleaseRequest(Struct, tag=True):
     """Gateway → scheduler: the request is answered or aborted.
 
-    Until then the scheduler keeps its tokens, because the detokenizer may die before it sends them.
+    Until then the scheduler keeps the request's tokens, because the detokenizer may die before it
+    sends them.
     """
 
     request_id: str
@@ -134,7 +135,7 @@ class TokenizerReply(Struct, tag=True):
 
 
 class TokenizeDone(Struct, tag=True):
-    """Tokenizer → gateway: the request is with the scheduler."""
+    """Tokenizer → gateway: the request was sent to the scheduler."""
 
     request_id: str
     attempt: int
@@ -142,7 +143,7 @@ class TokenizeDone(Struct, tag=True):
 
 
 class RequestFailed(Struct, tag=True):
-    """Tokenizer or scheduler → gateway: the request can't be served, and why."""
+    """Tokenizer or scheduler → gateway: the request can't be served, with the reason."""
 
     request_id: str
     attempt: int
@@ -159,26 +160,26 @@ class StreamOpened(Struct, PackedLists, tag=True, omit_defaults=True):
 
     item_bytes: ClassVar = {"prompt_tail": 4, "output_token_ids": 4}
 
-    stream_id: int  # the number that `StepTokens` names it by
+    stream_id: int  # number of the stream in `StepTokens`
     request_id: str
     attempt: int
     prompt_tail: bytes  # the last prompt tokens, which may end within a character: int32
     output_token_ids: bytes  # int32 [num_output_tokens]
     stop: list[str] = []
-    # tokens that end the answer; their text is left out as that of stop strings is
+    # tokens that end the answer; their text is left out, like the text of stop strings
     stop_token_ids: list[int] = []
-    eos_token_ids: list[int] = []  # those of `stop_token_ids` that end reasoning, too
+    eos_token_ids: list[int] = []  # members of `stop_token_ids` that also end reasoning
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
-    # one for each of `output_token_ids`, None where unknown; None: not requested
+    # an entry for each of `output_token_ids`, None if unknown; None: not requested
     logprobs: list[PackedLogprobs | None] | None = None
-    prompt_logprobs: list[PackedLogprobs] | None = None  # one for each prompt token but the first
+    prompt_logprobs: list[PackedLogprobs] | None = None  # for each prompt token except the first
     prompt_tokens: int = 0
     cached_tokens: int = 0
     is_chat: bool = False  # as in `TokenizedRequest`
     starts_reasoning: bool = False
-    # in the scheduler's queue, and from then to the first token
+    # seconds in the scheduler's queue, and from then to the first token
     phase_seconds: tuple[float, float] = (0.0, 0.0)
     finish_reason: FinishReason | None = None  # set if the request has ended already
     pooled: bytes | None = None  # float32, the whole answer to a request with `pooling`
@@ -193,13 +194,13 @@ class StepTokens(Struct, PackedLists, tag=True, omit_defaults=True):
     epoch: int
     opened: list[StreamOpened] = []
     stream_ids: bytes = b""  # int32 [num_tokens]
-    token_ids: bytes = b""  # int32 [num_tokens], one for each of `stream_ids`
+    token_ids: bytes = b""  # int32 [num_tokens], the token of each of `stream_ids`
     finished: list[tuple[int, FinishReason]] = []  # streams that end after these tokens
     # streams to forget without a delta: released, or moved to another detokenizer
     closed: list[int] = []
-    # (index in `stream_ids`; its logprobs), ascending, of the streams that requested them
+    # (index in `stream_ids`; logprobs), ascending, for streams that requested logprobs
     logprobs: list[tuple[int, PackedLogprobs]] = []
-    # 1 for the first message since the detokenizer registered itself, then 2 …; 0: not counted
+    # 1 for the first message since the detokenizer registered, then 2, and so on; 0: not counted
     number: int = 0
     # the detokenizer is to answer with `Confirmed` when it has handled this message
     confirm: bool = False

@@ -1,20 +1,20 @@
-"""The plan of one step, and what comes back.
+"""The plan of one step, and its sampled tokens.
 
 A worker keeps the *persistent batch*: for every slot its block table, length, sampling parameters
 and last token. A plan carries changes only, applied in this order: rows removed, rows added,
 blocks appended. Then the step runs:
 
-- every slot named in `chunks` computes that many of its prefill tokens;
-- every slot named in `drafts` computes the tokens named there, at the positions named there, and
-  samples one after each of them: the first is its last token, or -1 for the one that it sampled
-  last, the others are guesses. With one token it continues to decode; with more it is paused until
-  it is named again, for the sampled tokens show which guesses were right (speculative decoding,
-  Leviathan et al. 2023, arXiv:2211.17192);
-- every other slot whose prefill tokens are all computed, and which is not paused, computes one
-  token, the one it sampled last (decode).
+- every slot named in `chunks` computes the given number of its prefill tokens;
+- every slot named in `drafts` computes the given tokens at the given positions, and samples a token
+  after each of them. The first token is the slot's last token, or -1 for its latest sampled token;
+  the others are draft tokens. A slot with one token continues to decode. A slot with draft tokens
+  is paused until it is named again, because the sampled tokens show which draft tokens are
+  accepted (speculative decoding, Leviathan et al. 2023, arXiv:2211.17192);
+- every other slot whose prefill tokens are all computed, and which is not paused, computes its
+  latest sampled token (decode).
 
-A slot in `chunks` that has no prefill token left after this samples one. `SampledTokens`
-has all these tokens in ascending order of slot, those of one slot in the order of their positions.
+A slot in `chunks` samples a token after its last prefill token. `SampledTokens` contains all
+sampled tokens in ascending order of slot, and within a slot in the order of their positions.
 """
 
 from typing import ClassVar
@@ -25,7 +25,7 @@ from penstock.protocol.messages.packed import PackedLists, PackedLogprobs
 from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.structured import Reasoning, StructuredOutputs
 
-BLOCK_BITS = 20  # of an int32 for the id of a block; the others are the slot's
+BLOCK_BITS = 20  # bits of an int32 for the id of a block; the other bits are the slot's
 MAX_BLOCKS = 1 << BLOCK_BITS
 MAX_SLOTS = 1 << (31 - BLOCK_BITS)
 
@@ -33,21 +33,21 @@ MAX_SLOTS = 1 << (31 - BLOCK_BITS)
 class RowExtras(Struct, array_like=True):
     """Options that few rows have: logits processing and logprobs.
 
-    Filled by the scheduler. Rows with LOGITS_NUMBERS of `penstock.protocol.messages.sampling` have
-    extras, too.
+    Filled by the scheduler. Rows with LOGITS_NUMBERS of `penstock.protocol.messages.sampling` also
+    have extras.
     """
 
-    num_prompt_tokens: int  # of the row's prefill tokens; the others are output
+    num_prompt_tokens: int  # prompt tokens among the row's prefill tokens; the others are output
     logit_bias: dict[int, float] = {}
-    min_tokens: int = 0  # of output, before which none of `end_token_ids` may be drawn
+    min_tokens: int = 0  # output tokens before which no `end_token_ids` may be sampled
     end_token_ids: list[int] = []  # EOS, unless it is ignored, and the row's stop tokens
-    # likeliest tokens to report in addition to the sampled one; -1: no logprobs
+    # likeliest tokens to report in addition to the sampled token; -1: no logprobs
     num_logprobs: int = -1
-    # likewise for each prompt token after the first; then num_computed_tokens is 0
+    # the same for each prompt token after the first; -1: none, otherwise num_computed_tokens is 0
     num_prompt_logprobs: int = -1
     structured_outputs: StructuredOutputs | None = None
-    reasoning: Reasoning = "none"  # of a row with `structured_outputs`: how its output begins
-    allowed_token_ids: list[int] = []  # the only tokens that may be drawn; empty: all
+    reasoning: Reasoning = "none"  # beginning of the output of a row with `structured_outputs`
+    allowed_token_ids: list[int] = []  # the only tokens that may be sampled; empty: all
     bad_words: list[list[int]] = []  # token sequences that the output must not contain
     # the row ends with its prefill tokens: its result is in `SampledTokens.pooled`
     pooling: Pooling | None = None
@@ -56,13 +56,13 @@ class RowExtras(Struct, array_like=True):
 
 
 class RowAdded(Struct, PackedLists, array_like=True):
-    """A sequence enters the persistent batch. Filled by the scheduler."""
+    """A sequence that enters the persistent batch. Filled by the scheduler."""
 
     item_bytes: ClassVar = {"token_ids": 4, "block_ids": 4}
 
     slot: int
     token_ids: bytes  # prefill tokens: the prompt and what was generated before: int32 [num_tokens]
-    block_ids: bytes  # its block table: int32 [num_blocks], room for every prefill token
+    block_ids: bytes  # block table: int32 [num_blocks], room for every prefill token
     num_computed_tokens: int  # leading tokens whose KV is in the blocks already (prefix cache)
     # by name, the NUMBERS of `penstock.protocol.messages.sampling` that are not neutral: each has a
     # column in the worker's slot table
@@ -96,13 +96,13 @@ class SampledTokens(Struct, PackedLists, array_like=True, tag="sampled"):
     epoch: int
     step: int
     token_ids: bytes  # int32 [num_sampled]
-    # (index among the sampled, ascending; its logprobs), of the rows that requested them
+    # (index in `token_ids`, ascending; logprobs), for rows that requested logprobs
     logprobs: list[tuple[int, PackedLogprobs]] = []
-    # (slot; one for each prompt token but the first that this step's chunk predicts): a chunk of
-    # positions [a, b) predicts tokens a + 1 to b, as far as they are the prompt's
+    # (slot; logprobs of each prompt token that this step's chunk predicts). A chunk of positions
+    # [a, b) predicts tokens a + 1 to b, up to the last prompt token.
     prompt_logprobs: list[tuple[int, list[PackedLogprobs]]] = []
-    # (index among the sampled; why the row can't continue): its grammar ran out of its limits, and
-    # its token is void; or there is no token, which then is -1: its logits are NaN or infinite
+    # (index in `token_ids`; reason why the row can't continue). Either its grammar exceeded the
+    # limits, and its token is invalid; or its logits are NaN or infinite, and its token is -1.
     failed: list[tuple[int, str]] = []
-    # (index among the sampled; float32 numbers) of rows with `pooling`, whose token is void
+    # (index in `token_ids`; float32 numbers), for rows with `pooling`, whose token is invalid
     pooled: list[tuple[int, bytes]] = []

@@ -24,15 +24,15 @@ MAX_LABELS = 64
 
 
 class Pooling(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Numbers that a request returns in place of text, as soon as its prompt is computed.
+    """Request for numbers in place of text, which are returned after prefill.
 
-    By default the embedding: the last token's hidden state after the final norm, of length 1.
+    By default the numbers are the embedding: the last token's hidden state after the final norm,
+    normalised to length 1.
     """
 
     # leading numbers of the embedding to keep, and to normalise; None: all
     dimensions: Positive | None = None
-    # in place of an embedding: the probability of each of these tokens to be the next one, in
-    # relation to the others
+    # if given, return the next-token probabilities of these tokens instead, normalised over them
     label_ids: Annotated[list[TokenId], Meta(max_length=MAX_LABELS)] = []
 
 
@@ -118,9 +118,9 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     ] = None
 
     def numbers(self) -> dict[str, float]:
-        """Return the NUMBERS that are not neutral, by name."""
+        """Return the values of NUMBERS that are not neutral, by name."""
         given = {name: getattr(self, name) for name in NUMBERS}
-        if given["top_k"] == -1:  # as 0
+        if given["top_k"] == -1:  # the same as 0
             del given["top_k"]
         return {
             name: number
@@ -129,9 +129,9 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
         }
 
 
-# Numbers that the worker keeps for each slot, and the value of each that changes nothing: those by
-# which the sampler chooses tokens, and those that change logits before. Rows with the latter are
-# not drafted.
+# Numbers that the worker keeps for each slot, with their neutral values. The sampler chooses tokens
+# by SAMPLER_NUMBERS; LOGITS_NUMBERS change the logits before. Rows with LOGITS_NUMBERS get no draft
+# tokens.
 SAMPLER_NUMBERS: dict[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LOGITS_NUMBERS: dict[str, float] = {
     "repetition_penalty": 1.0,

@@ -15,7 +15,7 @@ class Histogram(Struct, kw_only=True):
     """Counts of values up to each bound, as in Prometheus."""
 
     bounds: list[float]  # ascending; seconds or tokens
-    # [len(bounds) + 1]: of values in each interval, not summed; the last is beyond all bounds
+    # [len(bounds) + 1]: number of values in each interval, not summed; the last: beyond all bounds
     counts: list[int]
     sum: float = 0.0
 
@@ -32,8 +32,8 @@ class Histogram(Struct, kw_only=True):
 ITERATION_TOKENS = [1.0, *(float(1 << bits) for bits in range(3, 14))]
 
 
-# Bounds of histograms in seconds, as vLLM's (vllm/v1/metrics/loggers.py, commit 005a810bc40f),
-# with finer ones before the first of INTER_TOKEN, which is longer than a step of a small model.
+# Bounds of histograms in seconds, as in vLLM (vllm/v1/metrics/loggers.py, commit 005a810bc40f).
+# INTER_TOKEN has finer bounds before vLLM's first, which is longer than a step of a small model.
 # fmt: off
 FIRST_TOKEN = [
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -60,14 +60,14 @@ def token_bounds(largest: int) -> list[float]:
 class RequestTimes(Struct, kw_only=True):
     """Durations of the parts of one request, seconds."""
 
-    queue: float  # from its arrival at the scheduler until a step first had it
-    prefill: float  # from then to its first token, at the scheduler
+    queue: float  # from the request's arrival at the scheduler to its first step
+    prefill: float  # from its first step to its first token, at the scheduler
     decode: float  # from its first token to its last, at the gateway
     first_token: float  # from its arrival at the gateway to its first token there
 
 
 class Metrics(Struct, kw_only=True):
-    """Since the start of this gateway."""
+    """Counters and histograms since the start of this gateway."""
 
     request_success: dict[str, int] = {}  # finish reason → answered requests
     request_failed: dict[str, int] = {}  # code of the error → refused or failed requests
@@ -106,7 +106,7 @@ class Metrics(Struct, kw_only=True):
         )
 
     def count_failure(self, code: str) -> None:
-        """Count a request, of any kind, that was refused or has failed."""
+        """Count a refused or failed request of any kind."""
         self.request_failed[code] = self.request_failed.get(code, 0) + 1
 
 
@@ -115,7 +115,7 @@ class ProcessStatus(Struct, kw_only=True, omit_defaults=True):
 
     name: str  # `detokenizer.2`
     pid: int
-    node: str = ""  # name of its machine; empty where there is only one
+    node: str = ""  # name of the process's machine; empty without a cluster
     uptime: float  # seconds
     restarts: int
     cpu_seconds: float = 0.0  # user and system, since its start
@@ -129,14 +129,14 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
 
     epoch: int  # epoch of this scheduler; a later scheduler has a larger one
     ready: bool  # True with all workers and at least one detokenizer
-    first_attempt: int = 0  # first attempt of the newest gateway that it knows, which it serves
-    # requests of an earlier gateway with a lease, which no client has claimed yet
+    first_attempt: int = 0  # first attempt of the newest known gateway, which is served
+    # requests of an earlier gateway that have a lease, and that no client has claimed yet
     unclaimed: list[str] = []
     replica: Annotated[int, Meta(ge=0)] = 0
     workers_ready: bool = False  # plans can be run, whether or not there is a detokenizer
     # plans may be run soon: the scheduler has restarted, and may adopt earlier workers
     awaits_workers: bool = False
-    # while no plan can be run: deaths of workers by request that was in flight at them
+    # while no plan can be run: request → deaths of workers at which the request was in flight
     num_deaths: dict[str, int] = {}
     num_waiting: int = 0
     num_running: int = 0
@@ -144,7 +144,7 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
     num_free_blocks: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
-    num_recomputed_tokens: int = 0  # whose KV was computed again, after a preemption or a death
+    num_recomputed_tokens: int = 0  # tokens computed again after a preemption or failure
     num_offload_hits: int = 0  # tokens whose KV was copied back from the host tier
     num_offloaded_blocks: int = 0  # KV blocks in the host tier
     block_size: int = 0  # tokens per KV block; 0: not known yet
@@ -160,7 +160,7 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
         return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
     def __add__(self, other: "SchedulerStatus") -> "SchedulerStatus":
-        """Two replicas as if they were one."""
+        """Merge the status of two replicas."""
         return SchedulerStatus(
             epoch=max(self.epoch, other.epoch),
             ready=self.ready and other.ready,
@@ -183,29 +183,30 @@ _SUMS.remove("num_deaths")
 class ModelStatus(Struct, kw_only=True):
     """One model as the gateway sees it."""
 
-    name: str = ""  # by which requests choose it
-    model: str  # its folder
-    ready: bool  # every stage is there, in every replica
+    name: str = ""  # name by which requests choose the model
+    model: str  # folder of the model
+    ready: bool  # True if every stage of every replica is ready
     tokenizers: dict[str, int]  # name → requests it has
-    schedulers: list[SchedulerStatus]  # those that have reported, by replica
-    num_requests: int  # requests in the ledger: accepted and not yet answered
+    schedulers: list[SchedulerStatus]  # status of the replicas that have reported, by replica
+    num_requests: int  # requests in the ledger: accepted and not answered yet
     metrics: Metrics | None = None  # if requested
 
     @property
     def scheduler(self) -> SchedulerStatus | None:
-        """All replicas as if they were one; None if none has reported."""
+        """The merged status of all replicas; None if no replica has reported."""
         return reduce(add, self.schedulers) if self.schedulers else None
 
     @property
     def serves(self) -> bool:
-        """Requests are worked at, if not by every replica."""
+        """True if at least one replica works at requests."""
         return bool(self.tokenizers) and any(scheduler.ready for scheduler in self.schedulers)
 
 
 class StatusReply(Struct, kw_only=True, tag="status_reply"):
     """The pipeline as the gateway sees it, with the fields of `ModelStatus`.
 
-    With several models they are the sum of all; `name` and `model` are the first one's.
+    With several models the fields are sums over all models; `name` and `model` are the first
+    model's.
     """
 
     name: str = ""
@@ -219,20 +220,20 @@ class StatusReply(Struct, kw_only=True, tag="status_reply"):
     num_bad_frames: int
     # no new request is accepted: the pipeline stops when the open ones are answered
     draining: bool = False
-    # every process that a supervisor keeps running, this one too
+    # every process that a supervisor keeps running, the gateway included
     processes: list[ProcessStatus] = []
 
     @property
     def by_model(self) -> list[ModelStatus]:
-        """Every model."""
+        """Return the status of each model."""
         return self.models or [convert(self, ModelStatus, from_attributes=True)]
 
     @property
     def scheduler(self) -> SchedulerStatus | None:
-        """All replicas of all models as if they were one; None if none has reported."""
+        """The merged status of all replicas of all models; None if no replica has reported."""
         return reduce(add, self.schedulers) if self.schedulers else None
 
     @property
     def all_serve(self) -> bool:
-        """Requests to every model are worked at."""
+        """True if every model works at requests."""
         return all(model.serves for model in self.by_model)

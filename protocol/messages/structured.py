@@ -1,6 +1,6 @@
 """Structured outputs: constraints on the text of an answer, and their JSON schemas.
 
-llguidance reads numbers as float64, which large integers of a schema do not survive.
+llguidance reads numbers as float64, which rounds large integers in a schema.
 """
 
 import json
@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 MAX_EXACT = 1 << 53
-# the largest float64 among the integers that llguidance takes
+# the largest float64 among the integers that llguidance accepts
 LIMIT = (1 << 63) - 1024
 BOUNDS = (("minimum", "exclusiveMinimum", -1), ("maximum", "exclusiveMaximum", 1))
 # keywords whose values are data
@@ -31,14 +31,14 @@ def schemas_in(lark: str) -> Iterator[tuple[int, int, Any]]:
         position = found.end()
         try:
             schema, end = _DECODER.raw_decode(lark, position)
-        except (ValueError, RecursionError):  # llguidance says more
+        except (ValueError, RecursionError):  # llguidance reports the error in more detail
             continue
         yield position, end, schema
         position = end
 
 
 def maps_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield the schemas in a schema, as far as they are maps, and itself."""
+    """Yield a schema and its subschemas, if they are maps."""
     found = [schema]
     while found:
         value = found.pop()
@@ -54,9 +54,9 @@ def maps_in(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def within_limit(lark: str) -> str:
-    """Return a grammar whose schemas have bounds that llguidance knows: those of int64 are usual.
+    """Return a grammar in whose schemas bounds have at most LIMIT; bounds of int64 are common.
 
-    A bound beyond `LIMIT` becomes `LIMIT`: integers between them are valid, but never generated.
+    A bound beyond `LIMIT` becomes `LIMIT`: integers between the two are valid, but never generated.
     """
     if not _LARGE.search(lark):
         return lark
@@ -64,7 +64,7 @@ def within_limit(lark: str) -> str:
     for start, end, schema in schemas_in(lark):
         for part in maps_in(schema):
             _limit(part)
-        parts += [lark[begin:start], json.dumps(schema)]  # may have half characters
+        parts += [lark[begin:start], json.dumps(schema)]  # may have lone surrogates
         begin = end
     return "".join([*parts, lark[begin:]])
 
@@ -79,7 +79,7 @@ def _limit(part: dict[str, Any]) -> None:
 
 
 def inexact(schema: Any) -> str:
-    """Return which number of a schema would be rounded, or an empty string."""
+    """Return an error for a number in a schema that would be rounded, or an empty string."""
     for part in maps_in(schema):
         wrong: list[tuple[str, float]] = [
             (key, number)
@@ -103,7 +103,7 @@ def inexact(schema: Any) -> str:
 
 
 def _is_exact(number: float, is_open: bool = False) -> bool:
-    """Return whether a number, and its neighbour if the bound is open, are as in the schema."""
+    """Return whether float64 keeps a number, and its neighbour if the bound is open."""
     if is_open or not isinstance(number, int):
         return not is_open or abs(number) < MAX_EXACT
     return abs(number) <= LIMIT and int(float(number)) == number
@@ -124,15 +124,15 @@ def _integers(value: Any) -> Iterator[int]:
             found += inner.values() if isinstance(inner, dict) else inner
 
 
-# how an answer begins: at once; with `<think>` if the model likes; within it, as the prompt has
-# opened it. A grammar is for what follows `</think>`
+# beginning of an output: the answer; `<think>` or the answer; reasoning that the prompt has opened.
+# A grammar applies to the text after `</think>`.
 Reasoning = Literal["none", "optional", "open"]
-# beginning of the reason why a row ends whose matcher has ended with an error
+# beginning of the error of a row whose matcher has failed
 GRAMMAR_FAILED = "structured_outputs: the grammar failed"
-# of a schema, a regex, the choices or a grammar, as JSON; longer ones are refused
+# maximum size of a schema, a regex, the choices or a grammar, as JSON
 MAX_GRAMMAR_BYTES = 1 << 16
-# llguidance's LLParserLimits, for whoever compiles one. With them the costliest mask that was found
-# takes 0.1 s; they don't bound the time that compiling takes
+# llguidance's LLParserLimits for compiling a grammar. With these limits the slowest mask that was
+# found takes 0.1 s; the time of compiling is not limited.
 GRAMMAR_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 200_000,
@@ -141,22 +141,22 @@ GRAMMAR_LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-# llguidance's options for JSON: a space after `,` and `:` or none, as the model likes it, and no
-# other whitespace, of which a small model may write until its tokens are used up. A schema can't
-# change them: `lenient` would let keywords pass that are not enforced
+# llguidance's options for JSON: an optional space after `,` and `:`, and no other whitespace, which
+# a small model may generate until its tokens are used up. A schema can't change these options:
+# `lenient` would accept keywords that are not enforced.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Exactly one of these; named as in vLLM."""
+    """A constraint on the text, exactly one of the fields, which are named as in vLLM."""
 
     json: Any | None = None  # a JSON schema: a map, or its text
     json_object: bool = False  # any JSON object
-    # matches the whole text; syntax of Rust's `regex`
+    # a regular expression for the whole text, in the syntax of Rust's `regex`
     regex: Annotated[str, Meta(min_length=1)] | None = None
-    # one of these texts
+    # the possible texts
     choice: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)] | None = None
-    # a Lark grammar in llguidance's dialect, which has `%json {…}` too
+    # a Lark grammar in llguidance's dialect, which includes `%json {…}`
     grammar: Annotated[str, Meta(min_length=1)] | None = None
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
             self.schema()
 
     def schema(self) -> dict[str, Any]:
-        """Return the JSON schema as a map. Raises ValueError if `json` is not one."""
+        """Return the JSON schema as a map. Raises ValueError if `json` is not a JSON schema."""
         schema = {"type": "object"} if self.json_object else self.json
         if isinstance(schema, str):
             try:
@@ -210,15 +210,15 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
 
 # names of Qwen's special tokens
 _NAME = re.compile(r"<\|\w+\|>|</?(?:think|tool_call|tool_response)>")
-# a string or a regex in Lark, or a string in JSON. The last quote or slash may be missing: then the
-# search does not begin again within the text, which would take time that grows with its square
+# a string or a regex in Lark, or a string in JSON. The last quote or slash may be missing:
+# otherwise the search would begin again within the text, and take quadratic time.
 _TEXT = re.compile(r'"((?:[^"\\\n]|\\.)*+)"?|/((?:[^/\\\n]|\\.)++)/?')
 # an ASCII character by its number
 _CODE = re.compile(r"\\(?:u00|x)([0-7][0-9a-fA-F])")
-# Text that must follow is allowed in any tokens. Otherwise it is forced in the tokenizer's own:
-# then a special token's name would be that token instead of text
+# Text that must follow may consist of any tokens. Otherwise llguidance forces the tokens of the
+# tokenizer: the name of a special token would become that token instead of text.
 NO_FORCING = '%llguidance {"no_forcing": true}'
-# what would end a regex in Lark; escaped characters are found first, and left as they are
+# characters that would end a regex in Lark; escaped characters match first, and are not changed
 _UNSAFE = re.compile(r"\\?\n|\\.|/")
 
 
@@ -227,7 +227,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def _has_token_name(lark: str) -> bool:
-    """Return whether texts in a grammar may add up to the name of a special token."""
+    """Return whether texts in a grammar may combine to the name of a special token."""
     text = "".join(found[1] or found[2] or "" for found in _TEXT.finditer(lark))
     text = _CODE.sub(lambda found: chr(int(found[1], 16)), text)
     return bool(_NAME.search(re.sub(r"[\\()\[\]]", "", text)))

@@ -1,6 +1,6 @@
 """Messages between the supervisor and processes, `launch` commands and fork servers.
 
-Over the socket pairs of persistent memory and of forks, one message at a time waits for its reply.
+On the socket pairs of persistent memory and of forks, one message at a time waits for its reply.
 """
 
 from msgspec import Struct
@@ -23,7 +23,7 @@ class SupervisorHeartbeat(Struct, tag=True):
 
 
 class SupervisorReport(Struct, tag=True):
-    """Supervisor → gateway, every heartbeat; `draining`: to end when nothing is open."""
+    """Supervisor → gateway, every heartbeat; `draining`: to end once no request is open."""
 
     processes: list[ProcessStatus]
     draining: bool = False
@@ -41,7 +41,7 @@ class ProcessesDied(Struct, tag=True):
 class PoisonFound(Struct, tag=True):
     """Scheduler or gateway → supervisor: a poison request is given up.
 
-    It explains every death at which it was a suspect.
+    The request explains every death at which it was a suspect.
     """
 
     digest: bytes
@@ -79,7 +79,7 @@ class RestartProcesses(Struct, tag=True):
 
 
 class SignalProcess(Struct, tag=True):
-    """Request to send a signal, without effect where the process with this pid has ended."""
+    """Request to send a signal, without effect if the process with this pid has exited."""
 
     name: str
     pid: int
@@ -147,6 +147,6 @@ class ForkRequest(Struct, array_like=True):
 
 
 class Forked(Struct, array_like=True):
-    """Forked process → supervisor; and the fork server itself, when it is ready or can't fork."""
+    """Forked process → supervisor; fork server → supervisor when it is ready or can't fork."""
 
     pid: int = 0  # 0: the fork server is ready, or no process was forked

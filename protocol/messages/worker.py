@@ -14,32 +14,32 @@ class WorkerState(Struct, array_like=True, tag=True):
     """Worker → scheduler: name, place and memory; sent at start, on change, and as heartbeat."""
 
     name: str
-    group: str = ""  # the tensor-parallel group it has joined; empty: none yet
+    group: str = ""  # tensor-parallel group that the worker has joined; empty: none yet
     rank: int = -1
     num_blocks: int = 0  # KV blocks that fit; 0: the model is not loaded yet
     block_size: int = 0  # tokens per block
     # median and 99th percentile of the GPU's wait between two steps; 0 on a CPU
     idle_us: tuple[float, float] = (0.0, 0.0)
     pid: int = 0
-    # at the same place in every version, or another one could not be refused
+    # at the same index in every version, so that other versions can be refused
     version: int = PROTOCOL_VERSION
-    node: str = ""  # id of its machine; empty where there is only one
-    # `tcp://host:port` at which it could listen as rank 0, of a worker without a group
+    node: str = ""  # id of the worker's machine; empty without a cluster
+    # `tcp://host:port` at which a worker without a group could listen as rank 0
     rendezvous: str = ""
-    incarnation: int = 0  # a larger one was started later
-    # of its KV memory, which may be an earlier worker's; 0: the memory ends with the worker
+    incarnation: int = 0  # a worker with a larger number was started later
+    # id of the KV memory, which may be an earlier worker's; 0: the memory ends with the worker
     memory_id: int = 0
-    epoch: int = -1  # of the plans that it expects
-    num_plans_before: int = 0  # that it has run of the epoch before, which was another scheduler's
-    host_slots: int = 0  # KV blocks that fit into its host tier; 0: there is none, or none yet
-    host_memory_id: int = 0  # of the host tier's memory, as `memory_id`
-    standby: bool = False  # whether it is in a standby group: see `WorkerAssignment`
+    epoch: int = -1  # epoch of the plans that the worker expects
+    num_plans_before: int = 0  # plans run of the previous epoch (another scheduler's)
+    host_slots: int = 0  # KV blocks that fit into the host tier; 0: no host tier, or none yet
+    host_memory_id: int = 0  # id of the host tier's memory, as `memory_id`
+    standby: bool = False  # whether the worker is in a standby group: see `WorkerAssignment`
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):
     """Scheduler → worker: its place in the tensor-parallel group.
 
-    A member of a group takes the new epoch from it, and drops the persistent batch.
+    A member of a group takes the new epoch from this message, and drops the persistent batch.
     """
 
     epoch: int
@@ -47,61 +47,61 @@ class WorkerAssignment(Struct, array_like=True, tag=True):
     rank: int
     tp_size: int
     rendezvous: str  # `tcp://host:port` for torch.distributed
-    # KV blocks that the group before had, whose requests wait; 0: there was none
+    # KV blocks of the previous group, whose requests wait; 0: there was no group
     num_blocks: int = 0
-    # of that group's members on this worker's machine: their memory is free once they exit
+    # pids of the previous group's members on this worker's machine: exits free their memory
     pids_before: list[int] = []
     replica: int = 0
     spans_nodes: bool = False  # whether the group's workers are on several machines
-    # whether it only maps the memory of a group that runs, and prepares to continue with it
+    # whether the worker only maps the memory of a running group, to take over after a failure
     standby: bool = False
 
 
 class CopyBlocks(Struct, PackedLists, array_like=True, tag=True):
     """Scheduler → workers: copies between KV blocks and host slots, ahead of a plan.
 
-    Each list is int32 [num_copies, 2]: (block, slot) of a copy to the host, or (block, -1 - slot)
-    of one from there, in order.
+    Each list is int32 [num_copies, 2], in order: (block, slot) of a copy to the host, or
+    (block, -1 - slot) of a copy from the host.
     """
 
     item_bytes: ClassVar = {"blocking": 8, "overlapped": 8}
 
     epoch: int
-    blocking: bytes = b""  # between the steps of earlier plans and that of the next one
-    # after these; they may end after the step of the next plan, but before the one that follows
+    blocking: bytes = b""  # copies between the steps of earlier plans and the next plan's step
+    # later copies: they may end after the next plan's step, but before the following step
     overlapped: bytes = b""
-    # of the prefixes that are copied to the host, in this order, where there is a folder
+    # hashes of the prefixes that are copied to the host, in this order, if there is a folder
     hashes: list[bytes] = []
 
 
 class FolderRequest(Struct, PackedLists, array_like=True, tag=True):
-    """Scheduler → workers: work at the files of KV blocks, which have the hashes of prefixes."""
+    """Scheduler → workers: operations on files of KV blocks, by the hashes of prefixes."""
 
     item_bytes: ClassVar = {"slots": 4}
 
     epoch: int
-    fetched: list[bytes] = []  # to be read into host slots
+    fetched: list[bytes] = []  # files to read into host slots
     slots: bytes = b""  # int32 [num_fetched], reserved until the files are reported
-    removed: list[bytes] = []  # content that may be wrong
+    removed: list[bytes] = []  # files to remove, because their content may be wrong
     lists: bool = False  # forget earlier requests, and report all files as added
 
 
 class FolderReport(Struct, array_like=True, tag=True):
-    """Worker → scheduler: what happened to files of KV blocks, by the hashes of prefixes."""
+    """Worker → scheduler: changes of the files of KV blocks, by the hashes of prefixes."""
 
     epoch: int
     rank: int
     added: list[bytes] = []
     removed: list[bytes] = []
-    fetched: list[bytes] = []  # in their host slots
-    failed: list[bytes] = []  # requested, but missing or wrong
+    fetched: list[bytes] = []  # files that were read into their host slots
+    failed: list[bytes] = []  # files that were requested, but are missing or wrong
 
 
 class CompileGrammars(Struct, array_like=True, tag=True):
     """Scheduler → rank 0: grammars to compile during the steps, and compiled ones to forget.
 
-    A grammar's number is its scheduler's, in one epoch. Rows with a grammar name its number, and
-    come after its `GrammarCompiled`. A row that runs keeps a grammar that is forgotten.
+    The scheduler numbers its grammars within an epoch. A row with a grammar contains the number,
+    and comes after the grammar's `GrammarCompiled`. A running row keeps a forgotten grammar.
     """
 
     epoch: int
@@ -115,9 +115,9 @@ class GrammarCompiled(Struct, array_like=True, tag=True):
 
     epoch: int
     number: int
-    # by which the worker's memory grew, about
+    # approximate growth of the worker's memory
     num_bytes: int = 0
-    # why it can't be used; empty: rows may use it
+    # reason why the grammar can't be used; empty: rows may use the grammar
     error: str = ""
 
 
