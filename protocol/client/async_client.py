@@ -1,4 +1,4 @@
-"""The client for asyncio; `client.py` has the one that blocks, and says more."""
+"""The client for asyncio. The module of the blocking client, `client.py`, has an introduction."""
 
 import asyncio
 import math
@@ -35,7 +35,7 @@ from penstock.protocol.transport.context import Context
 class AsyncStream:
     """One request of an `AsyncClient`: iterate with `async for`, or await its `result()`.
 
-    Cancelling the task that waits for it aborts the request.
+    Cancelling the task that waits for the request aborts the request.
     """
 
     def __init__(self, client: "AsyncClient", answer: Answer) -> None:
@@ -50,8 +50,8 @@ class AsyncStream:
     async def next_delta(self, take: Take | None = None) -> TextDelta | None:
         """Wait for output; return all that has arrived, or None after the end of the stream.
 
-        take: gets output as it arrives, without waking this task; it returns False to refuse a
-        piece, which is then returned.
+        take: called with output as it arrives, without waking this task. If it returns False, the
+        piece is refused, and this method returns the piece.
         """
         while self._answer.offer(take):
             if self._answer.final:
@@ -61,7 +61,7 @@ class AsyncStream:
         return self._answer.take_delta()
 
     def block(self) -> None:
-        """Note that the task may wait for a client of its own from now on, until `unblock`."""
+        """Note that the task may wait for its own client from now on, until `unblock`."""
         self._answer.blocked_since = time.monotonic()
 
     def unblock(self) -> None:
@@ -99,8 +99,9 @@ class AsyncClient:
     ) -> None:
         """Prepare; `async with` connects.
 
-        context: instead of one of its own, which ends with the block. max_unread_bytes: what a
-        stream may have while its task is blocked; then it fails. Many open ones divide it.
+        context: shared ZeroMQ context; None: a new context, which ends with the block.
+        max_unread_bytes: limit of the unread output of a stream while its task is blocked. A
+        stream that exceeds the limit fails; many open streams divide the limit.
         """
         self._where = endpoint, keys, client, context, max_unread_bytes
         self._rest: asyncio.Handle | None = None
@@ -118,7 +119,7 @@ class AsyncClient:
         return client
 
     async def __aenter__(self) -> Self:
-        """Raise ClientError for unreadable keys and an invalid address."""
+        """Connect. Raises ClientError for unreadable keys and an invalid address."""
         self._connection = Connection(*self._where)
         self._connection.on_rest = self._take_rest
         for descriptor in self._descriptors():
@@ -126,7 +127,7 @@ class AsyncClient:
         return self
 
     def _take_rest(self) -> None:
-        """Take further messages after others had their turn."""
+        """Take further messages after other tasks had their turn."""
 
         def take() -> None:
             self._rest = None
@@ -159,7 +160,7 @@ class AsyncClient:
     def submit_n(self, prompt: str | list[int] | None = None, **fields: Any) -> list[AsyncStream]:
         """Send a request for each of the `n` answers to a prompt. Raises RequestError.
 
-        Answers end and fail one by one. `abort` of the given `request_id` ends all of them.
+        Answers end and fail independently. `abort` of the given `request_id` ends all answers.
         """
         answers = ask_n(GenerateRequest(prompt=prompt, **fields), self.ask)
         return [AsyncStream(self, answer) for answer in answers]
@@ -169,7 +170,7 @@ class AsyncClient:
     ) -> list[GenerateReply]:
         """Return `n` whole answers to a prompt. Raises RequestError if one fails.
 
-        Cancelling the task, or a failure, aborts all of them.
+        Cancelling the task, or a failure, aborts all answers.
         """
         return await gather(stream.result() for stream in self.submit_n(prompt, **fields))
 
@@ -208,7 +209,7 @@ class AsyncClient:
         return self._connection.is_connected
 
     async def change(self, answer: Answer, take: Take | None = None) -> None:
-        """Wait until something has arrived for `answer` that `take`, if given, refuses."""
+        """Wait for a message to `answer` that `take`, if given, refuses."""
         changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def wake() -> None:

@@ -7,8 +7,9 @@
         streams = [client.submit(prompt) for prompt in prompts]
         texts = [stream.result().text for stream in streams]
 
-A request survives the death of any process of the pipeline, the gateway's too: when the connection
-comes back, the client sends unanswered requests again. `ClientError` is the root of its errors.
+A request survives the failure of any process of the pipeline, including the gateway. When the
+connection is restored, the client resubmits unanswered requests. `ClientError` is the root of the
+client's errors.
 
 `Client("tcp://gpu1:5555,tcp://gpu2:5555")` continues at the next address when one is
 lost or unreachable.
@@ -48,7 +49,7 @@ from penstock.protocol.messages.status import StatusReply
 
 
 class Stream:
-    """One request of a `Client`: iterate for its text as it comes, or wait for its `result()`."""
+    """One request of a `Client`: iterate for its text as it arrives, or wait for its `result()`."""
 
     def __init__(self, client: "Client", answer: Answer) -> None:
         self.request_id = answer.request_id
@@ -76,7 +77,7 @@ class Stream:
 class Client:
     """A blocking client, for one thread at a time, and not for use after a fork.
 
-    A call that waits `timeout` seconds without a sign of the pipeline raises NoAnswer.
+    A call raises NoAnswer after `timeout` seconds without a reply or a change of the connection.
     """
 
     def __init__(
@@ -87,9 +88,10 @@ class Client:
         keys: str | Path | None = None,
         client: str = DEFAULT_CLIENT,
     ) -> None:
-        """Raise ClientError for unreadable keys and an invalid address."""
+        """Connect. Raises ClientError for unreadable keys and an invalid address."""
         self._connection = Connection(endpoint, keys, client)
-        # before a cycle of the connection is collected, in which libzmq would wait for its sockets
+        # called before a reference cycle of the connection is collected, in which libzmq would wait
+        # for its sockets
         self._end = weakref.finalize(self, self._connection.end)
         self._end.atexit = False
         self._timeout = math.inf if timeout is None else timeout
@@ -126,7 +128,7 @@ class Client:
     def submit_n(self, prompt: str | list[int] | None = None, **fields: Any) -> list[Stream]:
         """Send a request for each of the `n` answers to a prompt. Raises RequestError.
 
-        Answers end and fail one by one. `abort` of the given `request_id` ends all of them.
+        Answers end and fail independently. `abort` of the given `request_id` ends all answers.
         """
         answers = ask_n(GenerateRequest(prompt=prompt, **fields), self.ask)
         return [Stream(self, answer) for answer in answers]
@@ -136,7 +138,7 @@ class Client:
     ) -> list[GenerateReply]:
         """Return `n` whole answers to a prompt. Raises RequestError if one fails.
 
-        An exception aborts all of them.
+        An exception aborts all answers.
         """
         streams = self.submit_n(prompt, **fields)
         try:
@@ -181,14 +183,14 @@ class Client:
         return expect(answer, kind)
 
     def take_until(self, moment: float) -> None:
-        """Handle what arrives until `moment` of `time.perf_counter()`, and up to 1 ms longer."""
+        """Handle messages until `moment` of `time.perf_counter()`, or up to 1 ms later."""
         while (seconds := moment - time.perf_counter()) > 0:
             with self._connection.used():
                 self._poller.poll(math.ceil(seconds * 1000))
                 self._connection.take()
 
     def wait(self) -> None:
-        """Wait for a sign of the pipeline, and handle it. Raises NoAnswer."""
+        """Wait for replies or a change of the connection, and handle them. Raises NoAnswer."""
         deadline = time.monotonic() + self._timeout
         with self._connection.used():
             while (seconds := deadline - time.monotonic()) > 0:

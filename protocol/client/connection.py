@@ -1,6 +1,6 @@
 """A client's connection to the gateway, which may be lost and come back.
 
-Of several addresses of `--endpoint`, the next one is tried then.
+After a loss, the client tries the next of several addresses in `--endpoint`.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def check_addresses(endpoint: str) -> None:
 
 
 class Addresses:
-    """One address, or several separated by commas, with the current one."""
+    """Addresses of the gateway, separated by commas, and the current address."""
 
     def __init__(self, endpoint: str) -> None:
         # "*" is every interface to a server, not an address for a client
@@ -77,24 +77,24 @@ class Addresses:
 
     @property
     def is_refused(self) -> bool:
-        """True if all of them have refused our key."""
+        """True if all addresses have refused our key."""
         return len(self._refused_by) == len(self._all)
 
     def on_connected(self) -> None:
-        """Note that the current one answers; earlier failures no longer count."""
+        """Note that the current address answers; earlier failures no longer count."""
         self._num_failures = 0
         self._refused_by.clear()
 
     def on_refused(self) -> None:
-        """Note that the current one refuses our key; libzmq does not retry it."""
+        """Note that the current address refuses our key; libzmq does not retry the address."""
         self._refused_by.add(self.current)
 
     def turn(self) -> bool:
-        """Move to the next address that has not refused our key. Return False if there is none.
+        """Move to the next address that has not refused our key. Return False if there is no such.
 
-        Once a round it stays at the current one, which libzmq retries after a pause; otherwise a
-        client would retry in a circle without pause. Addresses that refused our key are tried again
-        in the next round.
+        Once a round, stay at the current address, which libzmq retries after a pause: otherwise a
+        client would cycle through the addresses without a pause. Addresses that refused our key are
+        tried again in the next round.
         """
         if self.current not in self._refused_by:
             self._num_failures += 1
@@ -111,13 +111,13 @@ class Addresses:
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 Kind = TypeVar("Kind", GenerateReply, TokenizeReply, DetokenizeReply, AbortReply, StatusReply)
 REFUSED = "the gateway refuses this client: its key is unknown there, or only one of them has keys"
-# connections lost after which a question that exceeds the gateway's limit is given up
+# lost connections after which a question that exceeds the gateway's limit is given up
 MAX_HANG_UPS = 3
 FORKED = "this client was made before a fork: make another one in the new process"
 IN_USE = "another thread is using this client: give each thread a client of its own"
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-CONNECT_TIMEOUT = 2000  # milliseconds after which the next one of several addresses is tried
-TURN = 0.005  # seconds for which replies are taken in a row, where others have to work between
+CONNECT_TIMEOUT = 2000  # milliseconds after which the next of several addresses is tried
+TURN = 0.005  # seconds of taking replies in a row, if other tasks need turns between
 # milliseconds between two of ZeroMQ's heartbeats, and of silence after which the next address is
 # tried
 HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT = 1000, 5000
@@ -134,10 +134,10 @@ class Connection:
     """A DEALER socket, the monitor of its connection, and its unanswered questions.
 
     Every question is sent once on each connection until it is answered: the gateway of a new
-    connection may not know it. If the gateway refuses our key, or only one side has keys, every
-    question is answered with an error. (A gateway whose key is not the expected one never replies.)
+    connection may not know the question. If the gateway refuses our key, or only one side has keys,
+    every question is answered with an error. (A gateway with an unexpected key never replies.)
 
-    Of several addresses one is connected at a time. When it is lost or can't be connected, the
+    Only one of several addresses is connected at a time. When the connection is lost or fails, the
     monitor reports that libzmq retries, and the next address is tried instead.
     """
 
@@ -151,23 +151,23 @@ class Connection:
     ) -> None:
         """Connect; raise ClientError for unreadable keys and an invalid address.
 
-        endpoint: as in `Addresses`, or a name of the `Cluster` that `context` then is, which has
-        the keys, too. `close` does not end a given context.
+        endpoint: as in `Addresses`, or a name in a `Cluster` that is given as `context` and has the
+        keys. `close` does not end a given context.
         """
         self._is_name = context is not None and endpoint.startswith(CLUSTER)
         if not self._is_name:
             check_addresses(endpoint)
         self._addresses = Addresses(endpoint)
-        # the current address can't be connected, or its connection is lost
+        # True if the current address can't be connected, or its connection is lost
         self._is_failing = False
         self._context = context or Context()
         self._owns_context = context is None
         self._pid, self._thread = os.getpid(), threading.RLock()
         self._session = Session(max_unread_bytes)
-        # called where messages wait after the TURN of one `take`; None: it takes all
+        # called if messages still wait after the TURN of one `take`; None: `take` takes all
         self.on_rest: Callable[[], None] | None = None
         self.is_connected = False
-        # by the number of the question, of those longer than OVERSIZE_SLACK
+        # lost connections by question number, for questions longer than OVERSIZE_SLACK
         self._num_hang_ups: Counter[bytes] = Counter()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.SNDHWM, 0)
@@ -175,7 +175,7 @@ class Connection:
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # what a lost connection has queued is dropped
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)  # drop the queue of a lost connection
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSALS | zmq.EVENT_DISCONNECTED
         if len(self._addresses) > 1:
             events |= zmq.EVENT_CONNECT_RETRIED
@@ -193,24 +193,24 @@ class Connection:
         self._connect()
 
     def ask(self, question: Request) -> Answer:
-        """Send a question, now or when there is a connection. Raises ClientError after `leave`."""
+        """Send a question, now or once there is a connection. Raises ClientError after `leave`."""
         with self.used():
-            self.take()  # a lost connection, before the question is sent on it
+            self.take()  # notice a lost connection before the question is sent on it
             answer = self._session.ask(question)
             if self.is_connected:
                 self._send(answer)
             elif self._addresses.is_refused:
                 self._fail(answer, REFUSED)
-            self.take()  # ZeroMQ signals changes, and the send may have swallowed one
+            self.take()  # ZeroMQ signals changes, and the send may have consumed a signal
             return answer
 
     def ask_abort(self, request_id: str) -> list[Answer]:
-        """Send what ends a request early, or all answers to a prompt."""
+        """Send the messages that abort a request, or all answers to a prompt."""
         return [self.ask(abort) for abort in self._session.aborts(request_id)]
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Use the sockets. Raises ClientError if closed, after a fork, and in a second thread."""
+        """Use the sockets. Raises ClientError after `leave` or a fork, and in a second thread."""
         if self.socket.closed:
             raise ClientError("the client is closed; open another one")
         if os.getpid() != self._pid:
@@ -223,9 +223,10 @@ class Connection:
             self._thread.release()
 
     def take(self) -> bool:
-        """Handle everything that has arrived, without waiting. Return True for a sign of a gateway.
+        """Handle all that has arrived, without waiting. Return True for a sign of a gateway.
 
-        A connection that fails before its handshake is not a sign.
+        A sign is a reply or a change of the connection. A connection that fails before its
+        handshake is not a sign.
         """
         self._has_sign = False
         self._take()
@@ -327,5 +328,5 @@ class Connection:
         self._session.receive([answer.number, MSGPACK.encode(reply)])
 
     def _send(self, answer: Answer) -> None:
-        with contextlib.suppress(zmq.Again):  # the connection is lost; the next one will do
+        with contextlib.suppress(zmq.Again):  # the connection is lost: sent on the next connection
             self.socket.send_multipart(answer.frames, zmq.DONTWAIT)

@@ -13,7 +13,7 @@ from penstock.protocol.messages.client import ErrorReply, GenerateReply
 from penstock.protocol.messages.sampling import Pooling
 
 LABELS = ("yes", "no")
-# of the published Qwen3-Reranker, where a request has none
+# instruction of the published Qwen3-Reranker, for requests without an instruction
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct "
@@ -37,19 +37,19 @@ class Scoring:
     ) -> None:
         """Make the requests.
 
-        pairs: query and document. label_ids: tokens of LABELS; None: of an embedding model.
+        pairs: query and document. label_ids: tokens of LABELS; None for an embedding model.
         instruction: the task; without it, queries are embedded as they are.
         """
         self._pairs = pairs
         self._instruction = instruction
         self._judges = label_ids is not None
         self._fields: dict[str, Any] = {"pooling": Pooling(label_ids=list(label_ids or ()))}
-        # of an embedding model: instruction and text → `query` or `document`
+        # for an embedding model: instruction and text → `query` or `document`
         self._texts: dict[tuple[str | None, str], str] = {}
         if self._judges:
             self._fields["add_special_tokens"] = False
             task = INSTRUCTION if instruction is None else instruction
-            # texts in the prompt of each request, by their meaning
+            # texts in the prompt of each request, by their role
             self.parts = [
                 {"instruction": task, "query": query, "document": document}
                 for query, document in pairs
@@ -65,9 +65,9 @@ class Scoring:
 
     @property
     def requests(self) -> Iterator[dict[str, Any]]:
-        """Fields of a GenerateRequest each, made one by one: each may have a copy of a long query.
+        """The fields of each GenerateRequest, made lazily: each may have a copy of a long query.
 
-        Of an embedding model, texts of several pairs are embedded once.
+        For an embedding model, a text of several pairs is embedded once.
         """
         return map(self.request, range(len(self.parts)))
 
@@ -82,7 +82,7 @@ class Scoring:
         return {"prompt": prompt, **self._fields}
 
     def scores(self, replies: Iterable[GenerateReply]) -> list[float]:
-        """Return the score of each pair; replies: to all requests. Raises RequestError."""
+        """Return the score of each pair. replies: replies to all requests. Raises RequestError."""
         results = [result_of(reply) for reply in replies]
         if self._judges:
             return [numbers[0] for numbers in results]
@@ -100,7 +100,7 @@ def result_of(reply: GenerateReply) -> list[float]:
 
 
 def label_id(label: str, token_ids: Sequence[int]) -> int:
-    """Return the one token of a label. Raises RequestError for a tokenizer that has none."""
+    """Return the only token of a label. Raises RequestError if it has several tokens, or none."""
     if len(token_ids) != 1:
         text = f"got {len(token_ids)} tokens for {label!r}, expected 1, as Qwen3's tokenizers have"
         raise RequestError(ErrorReply(code="invalid", message=f"model: {text}", field="model"))

@@ -1,8 +1,8 @@
 """The unanswered questions of a client, without sockets.
 
-A restarted gateway may repeat or omit deltas. So every question is kept until it is answered, to be
-sent again. Of each `TextDelta` only the new part is passed on, and the reply fills in what is
-missing at the end. The pieces of a stream always add up to the text of its reply.
+A restarted gateway may repeat or omit deltas. So every question is kept for resubmission until it
+is answered. Only the new part of each `TextDelta` is passed on, and the reply fills in the missing
+text at the end. The pieces of a stream always add up to the text of its reply.
 
 The `n` answers to a prompt are one request each, because the gateway answers a request once.
 """
@@ -47,12 +47,12 @@ NO_GATEWAY = "endpoint: got no reply of a Penstock gateway; is it the HTTP port?
 _decode_batch = msgspec.msgpack.Decoder(ReplyBatch).decode
 Done = GenerateReply | TokenizeReply | DetokenizeReply | AbortReply | StatusReply
 Final = Done | ErrorReply
-Take = Callable[[TextDelta], bool]  # taker of new output; it returns False where it refuses it
+Take = Callable[[TextDelta], bool]  # receiver of new output; it returns False to refuse the output
 # tokens with logprobs that are taken at once: converting more would delay other streams
 MAX_PIECE = 64
-LOGPROB_BYTES = 256  # of memory, more or less
-PATIENCE = 1.0  # seconds in which a client that reads at all makes room for the next piece
-# open answers of which each may leave the whole limit unread; more of them divide it
+LOGPROB_BYTES = 256  # approximate memory of a token's logprobs
+PATIENCE = 1.0  # seconds within which a client that still reads makes room for a piece
+# number of open answers that may each leave the whole limit unread; more answers divide the limit
 FAIR_ANSWERS = 16
 
 
@@ -99,13 +99,13 @@ class Answer:
         self.number = number
         self._frame = MSGPACK.encode(question)
         self.final: Final | None = None
-        # of several answers to a prompt: the `request_id` that was given for all
+        # for several answers to a prompt: the `request_id` that was given for all
         self.prompt_id: str | None = None
         self.on_change: Callable[[], None] = ignore_change
-        # what has arrived and is not taken, as few pieces
+        # deltas that have arrived and are not taken, joined into few pieces
         self._waiting: deque[TextDelta] = deque()
-        self.num_unread = 0  # bytes of it beyond its first part, more or less
-        # time.monotonic() since when its reader can't pass on a piece; inf: it can
+        self.num_unread = 0  # approximate bytes of `_waiting` beyond its first piece
+        # time.monotonic() at which the reader became unable to pass on a piece; inf: it is able
         self.blocked_since = math.inf
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs | None] = []
@@ -120,7 +120,7 @@ class Answer:
         return [self.number, self._frame]
 
     def take_delta(self) -> TextDelta | None:
-        """Return what has arrived of the stream since the last call, or a part of it."""
+        """Return the stream's output since the last call, or a part of the output."""
         if not self._waiting:
             return None
         delta = self._waiting.popleft()
@@ -128,7 +128,7 @@ class Answer:
         return delta
 
     def offer(self, take: Take | None) -> bool:
-        """Give what waits to `take`, piece by piece. Return False if a piece is left."""
+        """Give waiting output to `take`, piece by piece. Return False if a piece is left."""
         while self._waiting:
             if take is None or not take(self._waiting[0]):
                 return False
@@ -136,7 +136,7 @@ class Answer:
         return True
 
     def cut(self) -> None:
-        """End a stream that its client does not read, and drop what has arrived."""
+        """End a stream that its client does not read, and drop its unread output."""
         message = f"the client has left {self.num_unread} bytes unread, which is too much"
         self._waiting.clear()
         self.num_unread = 0
@@ -150,7 +150,7 @@ class Answer:
         return self.final
 
     def add(self, delta: TextDelta) -> None:
-        """Add the new part of a piece; a piece after a gap is dropped: the reply has it."""
+        """Add the new part of a piece. Drop a piece after a gap, because the reply contains it."""
         num_old_tokens = len(self._token_ids) - delta.token_offset
         num_old_chars = self._num_chars - delta.char_offset
         if num_old_tokens < 0 or num_old_chars < 0:
@@ -178,7 +178,7 @@ class Answer:
             _join(last, delta)
 
     def finish(self, reply: Final) -> None:
-        """Set the reply, and add what the stream has missed."""
+        """Set the reply, and add the output that the stream has missed."""
         if isinstance(reply, GenerateReply) and getattr(self.question, "stream", False):
             if reply.logprobs:
                 pairs = zip(reply.logprobs, self._logprobs, strict=False)
@@ -189,7 +189,7 @@ class Answer:
 
     @property
     def request_id(self) -> str:
-        """Id of the request that this answers; empty for a question of another kind."""
+        """Id of the answered request; empty for a question of another kind."""
         return getattr(self.question, "request_id", None) or ""
 
     def _is_behind(self, reply: GenerateReply) -> bool:
@@ -237,7 +237,7 @@ class Session:
     """
 
     def __init__(self, max_unread_bytes: float = math.inf) -> None:
-        """max_unread_bytes: of a stream whose reader is blocked; then it is `cut`."""
+        """max_unread_bytes: limit of a stream with a blocked reader; beyond it, it is `cut`."""
         self.cut: list[Answer] = []  # streams to be aborted
         self._max_unread = max_unread_bytes
         self._answers: dict[bytes, Answer] = {}
@@ -298,7 +298,7 @@ class Session:
         answer.on_change()
 
     def _is_unread(self, answer: Answer) -> bool:
-        """Return whether a stream has too much that waits for its reader's client."""
+        """Return whether a stream has too much output that its reader's client has not read."""
         share = max(1, len(self._answers) / FAIR_ANSWERS)
         if answer.num_unread * share <= self._max_unread:
             return False
@@ -330,7 +330,7 @@ def ask_n(request: GenerateRequest, ask: Callable[[GenerateRequest], Answer]) ->
 
 
 def num_answers(params: SamplingParams) -> int:
-    """Return `n`. Raises RequestError if `n`, or a seed to which the index is added, is invalid."""
+    """Return `n`. Raises RequestError if `n`, or the seed plus an index, is invalid."""
     given = {"n": params.n, "seed": params.seed}
     try:
         return msgspec.convert(given, SamplingParams).n
@@ -350,7 +350,7 @@ def _further(first: GenerateRequest, request_id: str, index: int) -> GenerateReq
 
 
 def _seed(number: int) -> int:
-    """Return the signed 64-bit seed after an overflow."""
+    """Return a seed, wrapped to a signed integer of 64 bits."""
     return (number + _NUM_SEEDS // 2) % _NUM_SEEDS - _NUM_SEEDS // 2
 
 
