@@ -1,4 +1,4 @@
-"""The list of all APIs: the only file that knows the extras.
+"""The list of all APIs: the only file of the core that imports extras.
 
 To add an API, add the operations of its module here.
 """

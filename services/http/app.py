@@ -29,7 +29,7 @@ from penstock.services.http.shared.event_stream import while_connected
 from penstock.services.http.shared.places import decoded_bytes
 
 _log = logging.getLogger("http")
-LARGE_BODY_BYTES = 1 << 16  # a larger one may take tens of milliseconds to decode
+LARGE_BODY_BYTES = 1 << 16  # a larger body may take tens of milliseconds to decode
 _HANDLED = (ApiError, MessageError, RequestError, HTTPException, ClientDisconnect)
 # the page loads nothing from, and sends nothing to, other servers
 _PAGE_HEADERS = {
@@ -45,7 +45,7 @@ _PAGE_HEADERS = {
 
 
 def describe(operations: Sequence[Operation], version: str) -> bytes:
-    """Return the document, as OpenAPI 3.1."""
+    """Return the description of operations in OpenAPI 3.1."""
     pairs = ((operation.body, operation.reply) for operation in operations)
     types = [ErrorBody, *(kind for pair in pairs for kind in pair if kind)]
     schemas, components = msgspec.json.schema_components(
@@ -76,7 +76,7 @@ def describe(operations: Sequence[Operation], version: str) -> bytes:
 
 
 def _operation(operation: Operation, contents: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Describe a route. contents: by the name of the type."""
+    """Return the description of a route. contents: schemas of bodies by type name."""
     content = contents[str(operation.reply)] if operation.reply else {}
     if operation.media_type:
         content = content | {operation.media_type: {"schema": {"type": "string"}}}
@@ -124,7 +124,7 @@ def make_app(models: Models, operations: Sequence[Operation]) -> ASGIApp:
 class Errors:
     """ASGI middleware that answers exceptions. After a response's start uvicorn disconnects.
 
-    It replaces starlette's, of which there are three, and with them a fifth of a request's cost.
+    This class replaces three of starlette's, and saves a fifth of a request's cost.
     """
 
     def __init__(self, router: Router) -> None:
@@ -135,7 +135,7 @@ class Errors:
         try:
             await self._router(scope, receive, send)
         except Exception as error:  # noqa: BLE001  answered and logged
-            # raised again, it would let uvicorn close the connection
+            # an error that is raised again makes uvicorn close the connection
             if not isinstance(error, _HANDLED):
                 _log.exception("%r failed", scope["path"])
             if isinstance(error, HTTPException) and error.status_code == 405:
@@ -144,7 +144,7 @@ class Errors:
             await response(scope, receive, send)
 
     def _methods(self, scope: Scope) -> str:
-        """Return the methods of a path; each may have a route of its own."""
+        """Return the methods of a path; each method may have its own route."""
         routes = (route for route in self._router.routes if isinstance(route, Route))
         found = [route.methods or () for route in routes if route.matches(scope)[0] != Match.NONE]
         return ", ".join(sorted({method for methods in found for method in methods}))
@@ -153,7 +153,7 @@ class Errors:
 def _page_endpoint(
     folder: Path = Path(__file__).parent / "page",
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint for the files of a folder, read once; `/` is `index.html`."""
+    """Return an endpoint for the files of a folder, which are read once; `/` is `index.html`."""
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     async def answer_file(request: Request) -> Response:
@@ -171,7 +171,7 @@ class Endpoint:
 
     def __init__(self, operation: Operation, models: Models, decoding: asyncio.Lock) -> None:
         self._operation, self._models = operation, models
-        self._decoding = decoding  # of large bodies, shared by all endpoints
+        self._decoding = decoding  # lock for decoding large bodies, shared by all endpoints
         self._key = "" if operation.is_open else models.config.api_key
         self._max_bytes = models.max_batch_bytes if operation.is_batch else models.max_request_bytes
 
@@ -182,7 +182,7 @@ class Endpoint:
         await response(scope, receive, send)
 
     async def _given(self, request: Request) -> Any:
-        """Return what the client has sent: a body, or parameters. Raises ApiError."""
+        """Return the body or the parameters of a request. Raises ApiError."""
         if self._key:
             check_key(caller.get().key, self._key)
         if not self._operation.body:

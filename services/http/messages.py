@@ -49,8 +49,8 @@ MessageStop = (
 )
 # the only key of a call's input whose text is not a JSON object, as Anthropic recommends
 INVALID_JSON = "INVALID_JSON"
-# begins a block that Claude's tools add to `system`. It differs in every request, so nothing after
-# it could be found in the prefix cache
+# beginning of a block that Claude's tools add to `system`. The block differs in every request, so
+# later tokens would never be in the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
 _NAMES = {
     "stop": "stop_sequences",
@@ -58,7 +58,7 @@ _NAMES = {
     "chat_template_kwargs": "thinking",
     "continue_final_message": "messages",
 }
-SIGNATURE = "unsigned"  # of thinking blocks: clients want one, and send it back
+SIGNATURE = "unsigned"  # of thinking blocks: clients expect a signature, and send it back
 # kind of a block → type of an event with more of its text, and the field with the text
 _DELTAS: dict[PartKind, tuple[str, str]] = {
     "reasoning": ("thinking_delta", "thinking"),
@@ -138,7 +138,7 @@ class ToolUseChoice(Struct, kw_only=True):
     """Calls that the model may make (`auto`), or must make (`any`, `tool`)."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None  # of the tool, with `tool`
+    name: str | None = None  # name of the tool, with `tool`
     disable_parallel_tool_use: bool = False
 
 
@@ -179,7 +179,7 @@ class MessagesFields(Struct, kw_only=True):
     top_k: TopK | None = None
     top_p: TopP | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonOutputFormat | None = None  # the older name of `output_config.format`
+    output_format: JsonOutputFormat | None = None  # older name of `output_config.format`
     mcp_servers: Annotated[list[Any], Meta(max_length=0)] = field(default_factory=list)
     # conversations that the server keeps: refused, so the client sends the whole conversation
     thread: Any = None
@@ -195,7 +195,7 @@ class CountTokensRequest(MessagesFields, kw_only=True):
 class MessagesRequest(MessagesFields, kw_only=True):
     """`POST /v1/messages`."""
 
-    # most tokens of reasoning and answer; 0 only fills the prefix cache
+    # maximum tokens of reasoning and answer; 0 only fills the prefix cache
     max_tokens: Annotated[int, Meta(ge=0)]
 
 
@@ -270,7 +270,7 @@ def name_in_messages(request: AnyRequest, name: str) -> str:
 
 
 def _messages(request: AnyRequest) -> list[Message]:
-    """Return the conversation; successive messages of one role become one."""
+    """Return the conversation; successive messages of one role become one message."""
     _check_calls(request.messages)
     system = [block for block in _blocks(request.system) if not block.text.startswith(_BILLING)]
     messages = [Message(role="system", content=_text(system))] if system else []
@@ -334,7 +334,7 @@ def _call(block: ToolUseBlock) -> ToolCall:
 
 
 def _inputs(role: Any, blocks: list[TextBlock | ToolResultBlock]) -> list[Message]:
-    """Return messages for text and results of calls, in their order."""
+    """Return messages for texts and results of calls, in their order."""
     messages = []
     for _, group in groupby(blocks, type):
         same = list(group)
@@ -352,7 +352,7 @@ def _result(block: ToolResultBlock) -> Message:
 
 
 def _tools(request: AnyRequest) -> list[Tool]:
-    """Return the tools that the client executes. Raises ApiError for unknown and forced ones."""
+    """Return the tools that the client executes. Raises ApiError for unknown and forced tools."""
     choice, kept = request.tool_choice, _kept(request)
     report_declined(tool.type or "" for tool in request.tools)
     if choice and choice.type in ("any", "tool"):
@@ -366,7 +366,7 @@ def _tools(request: AnyRequest) -> list[Tool]:
 
 
 def _kept(request: AnyRequest) -> list[int]:
-    """Return the numbers of the tools that are not left out."""
+    """Return the indices of the tools that are not left out."""
     return [number for number, tool in enumerate(request.tools) if not is_declined(tool.type)]
 
 
@@ -416,7 +416,7 @@ class MessageEvents(ChatEvents):
         form: ToolFormat,
         cached_block: int = 0,
     ) -> None:
-        """cached_block: tokens of a block of the prefix cache; 0 without one."""
+        """cached_block: tokens of a block of the prefix cache; 0: no prefix cache."""
         self._cached_block = cached_block
         self._max_tokens = request.max_tokens or 0
         self._message = MessageReply(id=message_id, model=model)
@@ -475,7 +475,7 @@ class MessageEvents(ChatEvents):
                 message.stop_reason = "model_context_window_exceeded"
             case "length":
                 message.stop_reason = "max_tokens"
-            case _:  # aborted: the client may send it back to continue
+            case _:  # aborted: the client may send the answer back to continue
                 message.stop_reason = "pause_turn"
         usage = reply.usage
         message.usage = self._usage(usage.prompt_tokens, usage.cached_tokens, num_tokens)
@@ -486,7 +486,7 @@ class MessageEvents(ChatEvents):
     def _usage(
         self, prompt_tokens: int, cached_tokens: int, output_tokens: int = 0
     ) -> MessageUsage:
-        """Return the counts: an equal prompt would read what this one reads and creates."""
+        """Return the token counts. An equal prompt later reads both the read and created tokens."""
         size, created = self._cached_block, 0
         if size:
             created = max(0, (prompt_tokens - 1) // size * size - cached_tokens)
@@ -499,9 +499,9 @@ class MessageEvents(ChatEvents):
 
 
 def _input(text: str) -> dict[str, Any]:
-    """Return a call's input; of text that is not an object, an object with the text.
+    """Return a call's input; if the text is not an object, an object with the text.
 
-    A call that is cut off before its arguments has an empty input, as Anthropic's clients see it.
+    A call that is cut off before its arguments has an empty input, as in Anthropic's API.
     """
     if not text:
         return {}

@@ -19,12 +19,12 @@ from penstock.services.http.shared.app_state import AppState, Operation
 from penstock.services.http.shared.errors import ENCODER, fields_as_sent, invalid, json_response
 from penstock.services.http.shared.event_stream import bounded
 
-MAX_INPUTS = 2048  # of one request, as in OpenAI's API
+MAX_INPUTS = 2048  # inputs of a request, as in OpenAI's API
 Texts = str | list[str]
 TruncateTo = Annotated[int, Meta(ge=-1, lt=2**31)]
 Pairs = Sequence[tuple[str, str]]
-FIELD_BYTES = 4096  # more than the other fields of a request to the gateway have
-TOKEN_BYTES = 5  # of a token id in a request to the gateway, at most
+FIELD_BYTES = 4096  # upper bound of the other fields of a request to the gateway
+TOKEN_BYTES = 5  # maximum bytes of a token id in a request to the gateway
 
 
 class PoolingRequest(Struct, kw_only=True):
@@ -41,12 +41,12 @@ class EmbeddingRequest(PoolingRequest, kw_only=True):
 
     input: str | list[str | TokenId | list[TokenId]]  # a text, token ids, or a list of either
     dimensions: Positive | None = None
-    # base64: of float32 numbers, little-endian
+    # base64 encodes float32 numbers, little-endian
     encoding_format: Literal["float", "base64"] = "float"
     add_special_tokens: bool | None = None
-    # keep N tokens of a longer text; -1: as many as the context has
+    # keep N tokens of a longer text; -1: as many as fit into the context
     truncate_prompt_tokens: TruncateTo | None = None
-    # where tokens are cut off; those that the tokenizer adds are kept
+    # side at which tokens are cut off; tokens that the tokenizer adds are kept
     truncation_side: Literal["left", "right"] = "right"
 
 
@@ -61,11 +61,11 @@ class RerankRequest(PoolingRequest, kw_only=True):
 
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=MAX_INPUTS)]
-    top_n: Annotated[int, Meta(ge=0, lt=2**31)] = 0  # results to return, the best ones; 0: all
+    top_n: Annotated[int, Meta(ge=0, lt=2**31)] = 0  # number of best results to return; 0: all
     return_documents: bool = True
     instruction: str | None = None  # the task, for the model's prompt
     max_tokens_per_doc: Positive | None = None  # keep the first N tokens of a longer document
-    # cut documents so that a prompt has N tokens; -1: as many as the context has
+    # cut documents so that a prompt has N tokens; -1: as many as fit into the context
     truncate_prompt_tokens: TruncateTo | None = None
 
 
@@ -150,7 +150,7 @@ async def room_of(
 ) -> dict[str, int]:
     """Return the tokens that each query leaves for a document in a prompt of `most` tokens.
 
-    Raises ApiError where a query leaves no room.
+    Raises ApiError if a query leaves no room.
     """
     plain = {"add_special_tokens": False, "client": caller.get().client}
     room = {}
@@ -165,19 +165,19 @@ async def room_of(
 
 
 async def cut(client: AsyncClient, pairs: Pairs, most: dict[str, int]) -> Pairs:
-    """Return the pairs; most: tokens of the documents of each query."""
+    """Return the pairs with documents cut. most: maximum tokens of documents by query."""
     sender = caller.get().client
     plain = {"add_special_tokens": False, "truncation_side": "right", "client": sender}
 
     async def cut_text(wanted: tuple[str, int]) -> str:
         text, length = wanted
-        if len(text.encode()) <= length:  # a token has a byte or more
+        if len(text.encode()) <= length:  # a token has at least one byte
             return text
         reply = await client.tokenize(text, truncate_prompt_tokens=length + 1, **plain)
         if len(reply.token_ids) <= length:
             return text
         first = await client.detokenize(reply.token_ids[:length], client=sender)
-        return first if text.startswith(first) else first.rstrip("\ufffd")  # a part of a character
+        return first if text.startswith(first) else first.rstrip("\ufffd")  # a partial character
 
     wanted = dict.fromkeys((document, most[query]) for query, document in pairs)
     texts = dict(zip(wanted, await bounded(cut_text, wanted), strict=True))
@@ -202,7 +202,7 @@ async def embed(state: AppState, body: EmbeddingRequest) -> Response:
     replies = await _replies(state, body, len(inputs), requests.__getitem__, name)
     for reply in replies:
         if reply.pooled is None:
-            result_of(reply)  # raises
+            result_of(reply)  # raises RequestError
     head = _head(state, "embd", body, replies)
     empty = EmbeddingReply(**head, created=int(time.time()), data=[])
     pieces = embedding_pieces(empty, replies, body.encoding_format)
@@ -212,11 +212,11 @@ async def embed(state: AppState, body: EmbeddingRequest) -> Response:
 async def embedding_pieces(
     head: EmbeddingReply, replies: Sequence[GenerateReply], encoding: str
 ) -> AsyncIterator[bytes]:
-    """Yield the JSON text of a reply; other requests have their turn between two embeddings.
+    """Yield the JSON text of a reply; other requests get a turn between two embeddings.
 
     head: the reply without data.
     """
-    text = ENCODER.encode(head)  # which ends with `"data":[]}`
+    text = ENCODER.encode(head)  # ends with `"data":[]}`
     yield text[:-2]
     for index, reply in enumerate(replies):
         data = EmbeddingData(index=index, embedding=_embedding(reply, encoding))
@@ -265,7 +265,7 @@ async def _scores(
     names: tuple[str, str],
     max_tokens_per_doc: int | None = None,
 ) -> tuple[list[float], list[GenerateReply]]:
-    """Return scores and replies; names: of the fields with queries and documents."""
+    """Return scores and replies. names: names of the fields with queries and documents."""
     labels, most = await _labels(state), _most(state, body.truncate_prompt_tokens)
     for text in {text for pair in pairs for text in pair} if most or max_tokens_per_doc else ():
         _check_size(state, _size(text), names[1])
@@ -288,7 +288,7 @@ async def _scores(
 
 
 def _most(state: AppState, given: int | None) -> int | None:
-    """Return the tokens that `truncate_prompt_tokens` leaves. Raises ApiError."""
+    """Return the number of tokens that `truncate_prompt_tokens` allows. Raises ApiError."""
     if given == 0:
         raise invalid("truncate_prompt_tokens", "got 0, expected -1 or more than 0")
     return state.max_model_len if given == -1 else given
@@ -310,9 +310,10 @@ async def _replies(
     request: Callable[[int], dict[str, Any]],
     name: Callable[[int], str],
 ) -> list[GenerateReply]:
-    """Return the reply to each request; name: of the field with its text.
+    """Return the reply to each of `number` requests.
 
-    request: makes one, when it is sent: each may have a copy of a long query.
+    request: makes a request when it is to be sent, because each may copy a long query. name:
+    returns the name of the field with the text of a request.
     """
     sender = caller.get()
     own: dict[str, Any] = {"priority": body.priority, "cache_salt": body.cache_salt}
@@ -328,14 +329,14 @@ async def _replies(
 
 
 def _check_size(state: AppState, size: int, name: str, what: str = "") -> None:
-    """Raise ApiError for an input that the gateway would not receive."""
+    """Raise ApiError for an input that exceeds the gateway's limit."""
     most = state.max_request_bytes - FIELD_BYTES
     if size > most:
         raise invalid(name, f"got {size} bytes{what}, expected up to {most}")
 
 
 def _check_parts(state: AppState, parts: Sequence[dict[str, str]], names: tuple[str, str]) -> None:
-    """Raise ApiError for a prompt of several texts; the field is that of the longest one."""
+    """Raise ApiError for a too long prompt of several texts, naming the longest text's field."""
     fields = dict(zip(("query", "document"), names, strict=True))
     sizes = {text: _size(text) for text in {text for part in parts for text in part.values()}}
     for part in parts:
@@ -357,7 +358,7 @@ def _head(
 
 
 def _size(prompt: str | list[int]) -> int:
-    """Return the bytes that it has in a request to the gateway, at most."""
+    """Return an upper bound of a prompt's bytes in a request to the gateway."""
     return len(prompt.encode()) if isinstance(prompt, str) else TOKEN_BYTES * len(prompt)
 
 

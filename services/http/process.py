@@ -25,20 +25,20 @@ from penstock.services.http.shared.connections import Limits, limited_protocol, 
 
 # seconds that running requests have after SIGTERM, up to --drain-timeout: SIGKILL comes after 5
 MAX_GRACE = 4
-# seconds of them if the gateway does not run. One that died is back by then; one that has drained
-# answers nothing any more
+# the same if the gateway does not run: a gateway that died is back by then, and a gateway that has
+# drained answers no requests
 RETURN = 1
-BACKLOG = 2048  # connections that wait until they are accepted
+BACKLOG = 2048  # connections that wait to be accepted
 LAST_ANSWERS = 0.5  # seconds to send errors for unfinished requests
-KEEP_ALIVE = 75  # seconds that a connection may be idle: longer than clients keep idle connections
+KEEP_ALIVE = 75  # seconds for which a connection may be idle: longer than clients keep it
 _NO_ERRORS = ("Cancel %s running task", "Invalid UTF-8 sequence")
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server without signal handlers: uvicorn's would end the process by the signal."""
+    """uvicorn's server without its signal handlers, which would end the process by the signal."""
 
     def __init__(self, config: uvicorn.Config, client: AsyncClient) -> None:
-        """client: of the pipeline."""
+        """Prepare the server. client: client of the pipeline."""
         super().__init__(config)
         self._client = client
 
@@ -49,12 +49,13 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve the connections that wait, too, which the kernel resets with their listener.
+        """Also serve waiting connections, because the kernel resets them with their listener.
 
-        Wait for the errors of requests that uvicorn cancels; their client must still be open.
+        Wait for the error responses of requests that uvicorn cancels; the pipeline's client must
+        still be open.
         """
         opened = (listener for listener in sockets or [] if listener.fileno() >= 0)
-        listeners = [listener.dup() for listener in opened]  # which listen until all are accepted
+        listeners = [listener.dup() for listener in opened]  # listen until all are accepted
         for server in self.servers:
             server.close()
         waiting = [connection for listener in listeners for connection in accept_all(listener)]
@@ -75,8 +76,8 @@ class HttpServer(uvicorn.Server):
 
 
 def accept_all(listener: socket.socket) -> Iterator[socket.socket]:
-    """Yield the connections that wait at a listener which does not block, and close it at once."""
-    with listener, contextlib.suppress(OSError):  # none is left
+    """Yield the waiting connections of a non-blocking listener, then close the listener at once."""
+    with listener, contextlib.suppress(OSError):  # no connection is left
         while True:
             yield listener.accept()[0]
 
@@ -108,7 +109,7 @@ async def serve(process: Process) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
         listener.listen(BACKLOG)
-        heartbeat()  # the first one says that this process listens
+        heartbeat()  # the first heartbeat shows that this process listens
         address = host_and_port(config.http_host, config.http_port)
         process.log.info("http://%s is open; requests wait until the model is ready", address)
         await run(server, models, listener)

@@ -68,7 +68,7 @@ def _model(state: AppState, name: str) -> Model:
 
 
 def _for_anthropic(model: Model) -> dict[str, Any]:
-    """Return a model as Anthropic describes it."""
+    """Return the description of a model in Anthropic's shape."""
     return {
         "type": "model",
         "id": model.id,

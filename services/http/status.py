@@ -1,7 +1,7 @@
 """Status, health and metrics of the pipeline.
 
-`/metrics` has Prometheus's text format, with vLLM's names for the same values. The gateway counts,
-so all http processes answer the same: scrape one of them.
+`/metrics` has Prometheus's text format, with vLLM's names for the same values. The gateway keeps
+the counters, so all http processes return the same values: scrape any process.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from penstock.protocol.messages.status import (
 from penstock.services.http.shared.app_state import Models, Operation, Texts
 from penstock.services.http.shared.errors import ApiError, json_response
 
-STATUS_TIMEOUT = 2.0  # seconds for a new report of the scheduler, which it sends every half second
+STATUS_TIMEOUT = 2.0  # seconds to wait for a report of the scheduler, sent every half second
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 _HISTOGRAMS = {
     "time_to_first_token_seconds": "From a request's arrival to its first token.",
@@ -51,7 +51,7 @@ _HISTOGRAMS = {
     "request_params_max_tokens": "max_tokens of requests.",
     "request_params_n": "n of requests.",
 }
-# metric → the field that it has, if that has another name
+# metric → field with its value, if the field has another name
 _OTHER_NAMES = {
     "prefix_cache_queries": "prompt_tokens",
     "time_per_output_token_seconds": "inter_token_latency_seconds",
@@ -84,19 +84,20 @@ _BY_REPLICA = ["model_name", "replica"]
 
 
 class HealthCheck:
-    """Checks of the pipeline on request, one at a time; the previous check is remembered."""
+    """Health checks of the pipeline on request, one at a time, with a memory of running steps."""
 
     def __init__(self, client: AsyncClient, step_timeout: float) -> None:
         self._client = client
         self._step_timeout = step_timeout
-        # (epoch of a scheduler, its running step) → the time when that was first seen
+        # (epoch of a scheduler, its running step) → time when the step was first seen
         self._since: dict[tuple[int, int], float] = {}
         self._running: asyncio.Future[None] | None = None
 
     async def check(self) -> None:
         """Raise ApiError (503) if a stage is missing or a step takes too long.
 
-        Who asks while a check runs gets its result: the gateway answers a few at a time.
+        Concurrent callers share the result of a running check, because the gateway answers only a
+        few queries at a time.
         """
         if self._running is None or self._running.done():
             self._running = asyncio.ensure_future(self._check())
@@ -114,7 +115,7 @@ class HealthCheck:
             raise ApiError(503, f"no step has ended for {seconds:.0f} s")
 
     async def check_ready(self) -> None:
-        """Raise ApiError (503) by the gateway's last report, also while the pipeline drains."""
+        """Raise ApiError (503) if the gateway's last report has a missing stage or is draining."""
         status = await status_of(self._client)
         _check_serves(status)
         if status.draining:
@@ -130,7 +131,7 @@ class HealthCheck:
 
 
 async def status_of(client: AsyncClient, **which: bool) -> StatusReply:
-    """Return the status as `AsyncClient.status` does. Raises ApiError after STATUS_TIMEOUT."""
+    """Return the result of `AsyncClient.status`. Raises ApiError after STATUS_TIMEOUT."""
     try:
         return await asyncio.wait_for(client.status(**which), STATUS_TIMEOUT)
     except TimeoutError:
@@ -143,7 +144,7 @@ def _check_serves(status: StatusReply) -> None:
 
 
 def missing(status: StatusReply) -> str:
-    """Return the reason why a pipeline does not serve: the missing stages of its models."""
+    """Return the reason why a pipeline can't serve: the missing stages of its models."""
     waiting = [model for model in status.by_model if not model.serves]
     names = (f"{model.name}: " * bool(status.models) for model in waiting)
     return "; ".join(map(add, names, map(_missing, waiting)))
@@ -166,7 +167,7 @@ def _missing(status: ModelStatus) -> str:
 
 
 class StatusCollector:
-    """One status of the pipeline, for a registry of prometheus_client."""
+    """Metrics of a status of the pipeline, for a registry of prometheus_client."""
 
     def __init__(self, status: StatusReply, config: Config) -> None:
         self._status = status
@@ -213,7 +214,7 @@ class StatusCollector:
         yield from (idle, steps, self._cache())
 
     def _cache(self) -> Metric:
-        """Return the configuration as vLLM does: labels of a gauge that is 1."""
+        """Return the cache configuration like vLLM: as the labels of a gauge with value 1."""
         fields = ["cache_dtype", "enable_prefix_caching", "gpu_memory_utilization"]
         names = ["model_name", *fields, "replica", "block_size", "num_gpu_blocks"]
         family = GaugeMetricFamily("penstock:cache_config_info", "Of the KV cache.", labels=names)
@@ -246,7 +247,7 @@ def _of_requests(models: list[tuple[str, Metrics]]) -> Iterator[Metric]:
 
 
 def _family(kind: type[Family], name: str, text: str, values: Sequence[tuple[Any, ...]]) -> Metric:
-    """Return a family; values: a model's name and what its metric has."""
+    """Return a metric family. values: labels and value of each model's metric."""
     family = kind(f"penstock:{name}", text, labels=["model_name"])
     for model, *value in values:
         family.add_metric([model], *value)
@@ -279,7 +280,7 @@ def _of_processes(processes: list[ProcessStatus]) -> Iterator[Metric]:
 
 
 def render(status: StatusReply, config: Config) -> bytes:
-    """Return the text that Prometheus reads."""
+    """Return the status in the text format of Prometheus."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(status, config))
     return generate_latest(registry)

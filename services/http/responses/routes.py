@@ -70,7 +70,7 @@ from penstock.services.http.shared.errors import (
 from penstock.services.http.shared.event_stream import DONE
 
 MAX_BYTES = 64 << 20
-# bytes of an entry's objects, and of an item's name, which are not counted one by one
+# approximate bytes of an entry's objects, and of an item's name
 _OVERHEAD = 1024
 _DECODER = msgspec.msgpack.Decoder(list[Item])
 _WHY = (
@@ -79,7 +79,7 @@ _WHY = (
 )
 
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-# fields that a response has even where its request lacks them
+# fields that a response has even if its request lacks them
 _OWN = {"model", "reasoning", "service_tier", "text", "tools", "top_logprobs"}
 Query = TypeVar("Query", bound=Struct)
 _PATH = "/v1/responses"
@@ -87,7 +87,7 @@ _STORED = f"{_PATH}/{{response_id}}"
 
 
 class _Entry(Struct):
-    key: str  # API key of the client, which alone may use it
+    key: str  # API key of the client that alone may use the entry
     input: bytes  # the conversation up to the output
     output: bytes
     body: bytes  # the response
@@ -99,7 +99,7 @@ class _Entry(Struct):
 
 
 class ResponseStore:
-    """The responses of one http process, least recently used ones first."""
+    """The responses of one http process, least recently used first."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.num_bytes = 0
@@ -108,9 +108,9 @@ class ResponseStore:
         self._items: dict[str, str] = {}  # id of an item → id of its response
 
     def put(self, response: ResponseReply, items: Sequence[Item]) -> bool:
-        """Keep a response. Return False, and change nothing, where it alone exceeds the limit.
+        """Keep a response. Return False, and change nothing, if the response alone is too large.
 
-        items: its input, and that of the responses before it.
+        items: input of this response and of the responses before.
         """
         output = _DECODER.decode(msgspec.msgpack.encode(response.output))
         entry = _Entry(
@@ -143,7 +143,7 @@ class ResponseStore:
         return _DECODER.decode(entry.input) + _DECODER.decode(entry.output)
 
     def resolved(self, items: Iterable[Item]) -> list[Item]:
-        """Return items with those that references name, each once. Raises ApiError."""
+        """Return items with references resolved, each at most once. Raises ApiError."""
         found, kept = [], dict[str, Item]()
         used = set[str]()
         for number, item in enumerate(items):
@@ -172,7 +172,7 @@ class ResponseStore:
         return entry
 
     def _output(self, name: str, path: str) -> dict[str, Item]:
-        """Return the items of the output that has this one, by id."""
+        """Return all items, by id, of the output that contains the item `name`."""
         response_id = self._items.get(name, "")
         entry = self._entries.get(response_id)
         if entry is None or entry.key != caller.get().key:
@@ -243,7 +243,7 @@ class ResponseEvents(ChatEvents):
         return self._event(kind, item_id=item_id, output_index=index, **fields)
 
     def _of_part(self, kind: str, /, **fields: Any) -> Event:
-        """Return an event about the only part of the last item."""
+        """Return an event about the last item's only part."""
         return self._of_item(kind, content_index=0, **fields)
 
     def _new_part(self, kind: PartKind, call: CalledTool | None) -> OutputItem:
@@ -295,7 +295,7 @@ class ResponseEvents(ChatEvents):
         response = self._response
         if not response.output:
             yield from self._begin("text")
-            # clients that measure wait for a piece, even if no token had text
+            # benchmark clients wait for a piece, even if no token had text
             yield self._of_part("response.output_text.delta", delta="", logprobs=[])
         is_whole = reply.finish_reason == "stop"
         yield from self._close(is_whole)
@@ -325,7 +325,7 @@ class ResponseEvents(ChatEvents):
         """Return the number of tokens up to `</think>`.
 
         Without `</think>`, a call ends the reasoning, or all tokens are reasoning. Reasoning may
-        mention the tag of calls: the first tag after the mentions begins the call.
+        mention the tag of calls: the first tag after these mentions begins the call.
         """
         thought, *others = self._response.output
         if not isinstance(thought, ReasoningItem):
@@ -339,7 +339,7 @@ class ResponseEvents(ChatEvents):
 
 
 def _places(ids: list[int], part: list[int]) -> list[int]:
-    """Return the places at which a part begins."""
+    """Return the indices at which `part` begins in `ids`."""
     length = len(part)
     return [n for n in range(len(ids) - length + 1) if ids[n : n + length] == part]
 
@@ -367,7 +367,7 @@ async def respond(state: AppState, request: ResponsesRequest) -> Response:
 
 
 def conversation(store: ResponseStore, request: AnyRequest) -> list[Item]:
-    """Return the items of the previous response, then those of the input. Raises ApiError."""
+    """Return the items of the previous response, then the input's items. Raises ApiError."""
     name = request.previous_response_id
     return [*(store.items(name) if name else []), *store.resolved(input_items(request))]
 
@@ -390,7 +390,7 @@ async def delete(models: Models, path: dict[str, str]) -> Response:
 async def list_input_items(models: Models, given: dict[str, str]) -> Response:
     """List the input of a stored response, with that of the responses before it.
 
-    given: the fields of InputItemsQuery, and others, which change nothing.
+    given: the fields of InputItemsQuery, and other fields, which change nothing.
     """
     query = _decode_query(given, InputItemsQuery)
     found = models.singletons.get(ResponseStore).input_items(query.response_id)
@@ -439,7 +439,7 @@ def begun(request: ResponsesRequest, tools: OfferedTools, model: str) -> Respons
 
 
 def _decode_query(given: dict[str, str], kind: type[Query]) -> Query:
-    """Decode parameters of a path and its query; unknown ones change nothing. Raises ApiError."""
+    """Decode parameters of a path and its query; ignore unknown names. Raises ApiError."""
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -448,7 +448,7 @@ def _decode_query(given: dict[str, str], kind: type[Query]) -> Query:
 
 
 def listed(item: Item, name: str) -> dict[str, Any]:
-    """Return an item as OpenAI lists it. name: its id, if the client gave it none."""
+    """Return an item in OpenAI's form of a list. name: id for an item without an id."""
     listed = {"id": name, "type": item.type, "status": "completed", **msgspec.to_builtins(item)}
     if isinstance(item.content, str):
         kind = "output_text" if item.role == "assistant" else "input_text"

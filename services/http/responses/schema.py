@@ -1,4 +1,4 @@
-"""Responses and their items: OpenAI's."""
+"""Responses of OpenAI's API, and their items."""
 
 from typing import Annotated, Any, Literal
 
@@ -42,7 +42,7 @@ class Item(Struct, kw_only=True, omit_defaults=True):
     id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | Parts | None = None
-    summary: Parts | None = None  # of reasoning
+    summary: Parts | None = None  # of a reasoning item
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
@@ -147,7 +147,7 @@ class InputItemsQuery(Struct, kw_only=True):
     response_id: str
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
-    after: str | None = None  # id of the item before the first one
+    after: str | None = None  # id of the item before the first to list
 
 
 class ResponseFields(SamplingParams, kw_only=True):
@@ -156,7 +156,7 @@ class ResponseFields(SamplingParams, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=1, description="number of answers")] = 1
     model: str | None = None
     instructions: str | None = None  # a system message before the input
-    previous_response_id: ResponseId | None = None  # a stored response that this one continues
+    previous_response_id: ResponseId | None = None  # a stored response to continue
     store: bool = True  # in the memory of this process
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
@@ -175,7 +175,7 @@ class ResponseFields(SamplingParams, kw_only=True):
     cache_salt: CacheSalt | None = None
     priority: Priority = 0
     request_id: RequestId | None = None  # in the pipeline's logs; default: the header X-Request-Id
-    max_tool_calls: Positive | None = None  # this field and the following ones change nothing
+    max_tool_calls: Positive | None = None  # this and all later fields change nothing
     service_tier: str | None = None
     user: str | None = None
     safety_identifier: str | None = None

@@ -1,4 +1,4 @@
-"""Requests of `/v1/responses` as chats."""
+"""Conversion of requests of `/v1/responses` to chats."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -33,9 +33,9 @@ from penstock.services.http.responses.schema import (
 from penstock.services.http.shared.body import is_declined, refuse_forced, report_declined
 from penstock.services.http.shared.errors import invalid
 
-MAX_FUNCTIONS = 1024  # of all namespaces
+MAX_FUNCTIONS = 1024  # functions of all namespaces
 _TYPES = "'function' or 'namespace', or a tool that may be left out, such as 'web_search'"
-# sampling parameter that a response has no place for → what to do
+# sampling parameter that a response can't return → advice
 _UNSERVED = {
     "max_tokens": "send max_output_tokens",
     "logprobs": "chat completions have logprobs",
@@ -43,7 +43,7 @@ _UNSERVED = {
 }
 _SAMPLING = [field.name for field in struct_fields(SamplingParams) if field.name not in _UNSERVED]
 _PLAIN = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-# type of a part → the field with its text
+# type of a part → field with its text
 _TEXT = dict.fromkeys(_PLAIN, "text") | {"refusal": "refusal"}
 _RENAMED = {
     "messages": "input",
@@ -55,9 +55,9 @@ _ITEM_TYPES = "'message', 'function_call', 'function_call_output' or 'reasoning'
 
 
 class OfferedTools(NamedTuple):
-    """Functions that the model sees, and what they are for the client."""
+    """Functions that the model sees, and the client's names for them."""
 
-    # as in the request, without those that are left out
+    # tools of the request, except the left-out tools
     kept: list[FunctionTool | NamespaceTool]
     functions: list[Tool]
     # path of each function in the request
@@ -74,7 +74,7 @@ def model_name(namespace: str | None, name: str) -> str:
 
 
 def offer(tools: Iterable[ResponseTool]) -> OfferedTools:
-    """Flatten namespaces, and leave out tools that this server does not run. Raises ApiError."""
+    """Flatten namespaces, and leave out tools that this server can't run. Raises ApiError."""
     offered = OfferedTools([], [], [], {}, [])
     for number, tool in enumerate(tools):
         path = f"tools[{number}]"
@@ -113,7 +113,7 @@ def _add(offered: OfferedTools, namespace: str | None, tool: FunctionTool, path:
 
 
 def chat_request(request: AnyRequest, items: Sequence[Item], tools: OfferedTools) -> ChatRequest:
-    """Return the chat. items: those of the previous response, then the input. Raises ApiError."""
+    """Return the chat. items: items of the previous response and the input. Raises ApiError."""
     for name, advice in _UNSERVED.items():
         if (value := getattr(request, name)) is not None:
             raise invalid(name, f"got {value}, expected null; {advice}")
@@ -148,7 +148,7 @@ def input_items(request: AnyRequest) -> list[Item]:
 
 
 def name_in_responses(tools: OfferedTools, name: str) -> str:
-    """Return the name that a field of ChatRequest has here."""
+    """Return the name of a field of ChatRequest in the Responses API."""
     if found := re.match(r"tools\[(\d+)\]", name):
         name = tools.paths[int(found[1])] + name[found.end() :]
     if name.startswith("tool"):
@@ -157,7 +157,7 @@ def name_in_responses(tools: OfferedTools, name: str) -> str:
 
 
 class _Conversation:
-    """Messages from items: an assistant's reasoning, text and calls become one message."""
+    """Converter of items to messages: an assistant's reasoning, text and calls are joined."""
 
     def __init__(self, num_stored: int) -> None:
         self._num_stored = num_stored
@@ -165,7 +165,7 @@ class _Conversation:
         self._call_ids: set[str] = set()
 
     def add(self, items: Sequence[Item]) -> list[Message]:
-        """Return the messages. Raises ApiError, which counts items of the input from 0."""
+        """Return the messages. Raises ApiError, in which items of the input count from 0."""
         for number, item in enumerate(items):
             self._add(item, f"input[{number - self._num_stored}]")
         return self._messages

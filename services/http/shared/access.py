@@ -30,7 +30,7 @@ from penstock.services.http.shared.errors import (
 _log = logging.getLogger("http")
 _failures = FailureLog(_log)
 _MAX_SHOWN = 100  # characters of a path in the log
-_MAX_ID = 128  # characters of X-Request-Id; a longer one is replaced
+_MAX_ID = 128  # characters of X-Request-Id; a longer id is replaced
 
 
 class Caller(NamedTuple):
@@ -39,9 +39,9 @@ class Caller(NamedTuple):
     client: str | None  # the remote address: fairness between clients depends on it
     request_id: str  # the header X-Request-Id; empty without one
     unique_id: str
-    key: str = ""  # the API key that was sent, right or wrong; empty where the server has none
-    is_for_anthropic: bool = False  # expects Anthropic's shapes
-    headers: dict[bytes, bytes] | None = None  # of the response, in addition to its own
+    key: str = ""  # the API key that was sent, valid or not; empty without a server key
+    is_for_anthropic: bool = False  # True if the client expects Anthropic's shapes
+    headers: dict[bytes, bytes] | None = None  # additional headers of the response
 
 
 caller: ContextVar[Caller] = ContextVar("caller")
@@ -51,8 +51,8 @@ class Gate:
     """ASGI middleware that sets `caller` and refuses web pages that are not allowed.
 
     A slash at the end of a path is ignored, because not all clients follow redirections. Each
-    response has the header X-Request-Id, the client's or a new one; Anthropic's clients read it as
-    Request-Id.
+    response has the header X-Request-Id with the client's id or a new id; for Anthropic's clients,
+    also as Request-Id.
     """
 
     def __init__(self, app: ASGIApp, config: Config) -> None:
@@ -91,7 +91,7 @@ class Gate:
 def _write_line(
     scope: Scope, sender: Caller, status: int, seconds: float, failure: str | bool
 ) -> None:
-    """Log a request without its text: at level `info` if it failed, otherwise at `debug`."""
+    """Log a request without its text, at level `info` if it failed, otherwise at `debug`."""
     request_id = sender.request_id or sender.unique_id
     text = "%s %s %r: %d after %.0f ms, X-Request-Id %r"
     method, path = scope["method"], scope["path"][:_MAX_SHOWN]
@@ -103,7 +103,7 @@ def _write_line(
 
 
 class PageRules:
-    """Rules against web pages that use a server without a key through its user's browser.
+    """Rules against web pages that access a server without a key through its user's browser.
 
     Any page may send requests to this machine; the browser adds the page's `Origin`. A page whose
     name was pointed at this machine (DNS rebinding) has the server's origin, but its own `Host`.
@@ -117,7 +117,7 @@ class PageRules:
         self._hosts = {"localhost", host.lower(), *map(_host_of, self._origins)}
 
     def refusal(self, headers: Headers) -> ApiError | None:
-        """Return the error of a request from a page that is not allowed, otherwise None."""
+        """Return the error for a request from a page that is not allowed; None if it is allowed."""
         if self._is_off:
             return None
         host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
@@ -150,7 +150,7 @@ def _is_address(host: str) -> bool:
 
 @lru_cache(MAX_KNOWN)
 def _host_of(url: str) -> str:
-    """Return the host's name in lower case, without brackets; empty where it is malformed."""
+    """Return the host's name in lower case, without brackets; empty for a malformed URL."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -158,9 +158,9 @@ def _host_of(url: str) -> str:
 
 
 def _request_id(headers: Headers) -> tuple[str, str]:
-    """Return the header X-Request-Id, and its encoding: UTF-8, or Latin-1 as HTTP once had it.
+    """Return the header X-Request-Id, and its encoding: UTF-8, or HTTP's older Latin-1.
 
-    The id is empty where it is too long or has control characters.
+    The id is empty if the header is too long or has control characters.
     """
     value, encoding = headers.get("x-request-id", ""), "latin-1"
     with contextlib.suppress(UnicodeDecodeError):
@@ -170,9 +170,9 @@ def _request_id(headers: Headers) -> tuple[str, str]:
 
 
 def _client_name(scope: Scope) -> str | None:
-    """Return the remote address, of IPv6 its network; None for a Unix socket.
+    """Return the remote address, or its network for IPv6; None for a Unix socket.
 
-    Behind a proxy on this machine, uvicorn has put the address of `X-Forwarded-For` there.
+    For a proxy on this machine, uvicorn has already set the address from `X-Forwarded-For`.
     """
     return network_of(scope["client"][0] if scope.get("client") else "") or None
 

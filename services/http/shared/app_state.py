@@ -1,4 +1,4 @@
-"""What a route is, and the state that all routes share, for each model."""
+"""The type of routes, and the state that all routes share, for each model."""
 
 import asyncio
 import math
@@ -20,10 +20,10 @@ from penstock.protocol.tokenizer_file import (
 from penstock.services.http.shared.errors import ApiError
 
 T = TypeVar("T")
-MAX_BATCH = 8  # requests of the greatest length that one body with several inputs may have
+MAX_BATCH = 8  # requests of maximum length that fit into one body with several inputs
 START_TIMEOUT = 5.0  # seconds that a request waits for a pipeline that is starting
 MAX_RETRY_AFTER = 60  # seconds
-EVENT_STREAM = "text/event-stream"  # a media type
+EVENT_STREAM = "text/event-stream"  # media type
 Texts = dict[str, str]
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FUNCTION = "<function="  # the beginning of a call in Qwen3-Coder's format
@@ -31,28 +31,28 @@ FormatName = Literal["hermes", "qwen3_coder", "json"]
 
 
 class Operation(Struct, frozen=True):
-    """One route. Each API has a list of them, and `apis.py` lists the APIs.
+    """A route. Each API has a list of routes, and `apis.py` lists the APIs.
 
-    `run` gets the state of the model that its body names, and the body; without a body it gets all
-    models, and the parameters of path and query. It may raise ApiError, MessageError and
+    `run` gets the body, and the state of the model that the body names. Without a body, `run` gets
+    all models, and the parameters of path and query. `run` may raise ApiError, MessageError and
     RequestError. The first line of its docstring is the summary of the route.
     """
 
     method: str
     path: str
     run: Callable[[Any, Any], Awaitable[Response]]
-    reply: Any  # type of the reply in JSON; None without one
+    reply: Any  # type of the JSON reply; None without JSON
     body: type[Struct] | None = None
-    media_type: str = ""  # in addition to JSON
-    is_open: bool = False  # needs no key
-    is_batch: bool = False  # its body has several inputs, each of which is a request to the gateway
+    media_type: str = ""  # media type of replies in addition to JSON
+    is_open: bool = False  # True if the route needs no key
+    is_batch: bool = False  # True if the body has several inputs, each a request to the gateway
 
 
 class ToolFormat(NamedTuple):
     """Form in which the model writes calls."""
 
     name: FormatName = "hermes"
-    # the vocabulary has `<tool_call>`, which llguidance does not treat as text
+    # True if `<tool_call>` is in the vocabulary: llguidance does not treat the tag as text
     tags_are_tokens: bool = False
 
 
@@ -74,13 +74,13 @@ def format_of(chat_template: str) -> FormatName:
 
 
 class Singletons:
-    """Objects of which this process has one of each class, for all models."""
+    """One object of each class for this process, shared by all models."""
 
     def __init__(self) -> None:
         self._objects: dict[type, Any] = {}
 
     def get(self, kind: type[T], *given: Any) -> T:
-        """Return the object of a class; the first call makes it of what is given."""
+        """Return the object of a class. The first call creates it with the given arguments."""
         if kind not in self._objects:
             self._objects[kind] = kind(*given)
         found: T = self._objects[kind]
@@ -100,21 +100,21 @@ class AppState:
         self.max_model_len = model.context(config.max_model_len)
         self.is_embedding_model = model.is_embedding_model
         self.max_request_bytes = max_request_bytes(config)
-        # answers to one HTTP request: the gateway would refuse more
+        # maximum number of answers to an HTTP request: the gateway would refuse more
         self.max_answers = config.max_running + config.max_waiting_requests
         given = config.tool_call_parser
         template = choose_template(read_chat_templates(folder), has_tools=True) or ""
         self.tool_format = ToolFormat(format_of(template) if given == "auto" else given)
         self.generation_config = read_generation_config(folder)
-        self.tags = TagIds([], [])  # once the model was ready
-        self.label_ids: list[int] | None = None  # of a reranker, once they are known
-        self.cached_block = 0  # tokens of a block of the prefix cache; 0 without one
+        self.tags = TagIds([], [])  # set once the model was ready
+        self.label_ids: list[int] | None = None  # label tokens of a reranker, once known
+        self.cached_block = 0  # tokens of a block of the prefix cache; 0: no prefix cache
         self.singletons = singletons
         self._was_ready = asyncio.Event()
         self._started_at = time.monotonic()
 
     async def start(self) -> None:
-        """Wait for the model, and examine its vocabulary."""
+        """Wait for the model, and look up tokens in its vocabulary."""
         status = await self.client.status(wait=True)
         model = next((model for model in status.by_model if model.name == self.model), status)
         if model.scheduler and self.config.enable_prefix_caching:
@@ -127,21 +127,21 @@ class AppState:
     async def check_start(self) -> None:
         """Raise ApiError before the model was ready for the first time.
 
-        A request to a model that was ready waits in the gateway while processes restart.
+        Later, a request waits in the gateway while processes restart.
         """
         if self._was_ready.is_set():
             return
         try:
             await asyncio.wait_for(self._was_ready.wait(), START_TIMEOUT)
         except TimeoutError:
-            # nothing is known but how long the start has taken: it may take as long again
+            # the start may take as long again as it has taken so far
             seconds = min(math.ceil(time.monotonic() - self._started_at), MAX_RETRY_AFTER)
             sentence = "the pipeline is starting; /health reports what is missing"
             raise ApiError(503, sentence, headers={"Retry-After": str(seconds)}) from None
 
 
 class Models:
-    """Every model, and what they share."""
+    """Every model, and the state that all models share."""
 
     def __init__(self, config: Config, client: AsyncClient) -> None:
         self.config, self.client = config, client
@@ -154,11 +154,11 @@ class Models:
         self.max_answers = max(state.max_answers for state in self.states)
 
     async def start(self) -> None:
-        """Wait for all models, each of which serves as soon as it is ready."""
+        """Wait for all models. Each model serves as soon as it is ready."""
         await asyncio.gather(*(state.start() for state in self.states))
 
     def named(self, model: str | None) -> AppState:
-        """Return a model; None is the first one. Raises ApiError for an unknown name."""
+        """Return a model; None is the first model. Raises ApiError for an unknown name."""
         if model is None:
             return self.default
         if model not in self.by_name:
@@ -168,7 +168,7 @@ class Models:
         return self.by_name[model]
 
     async def started(self, model: str | None) -> AppState:
-        """Return a model that was ready once. Raises ApiError as `named` and `check_start`."""
+        """Return a model that was ready once. Raises the errors of `named` and `check_start`."""
         state = self.named(model)
         await state.check_start()
         return state

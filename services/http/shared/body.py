@@ -1,12 +1,12 @@
 """Bodies of requests: from bytes to structs.
 
 Each field that Penstock does not have is ignored and named, or refused. A field in
-`neutral_fields.json` is accepted with values that change nothing. Other values would change the
-answer, so they are refused. A name that is nearly a known one is mistyped, and refused. All other
-fields are ignored: the log names each once, and the response's header names them. So are tools that
-a server may run itself, such as web search.
+`neutral_fields.json` is accepted with values that change nothing. Other values of the field would
+change the answer, and are refused. A name that is similar to a known name is refused as mistyped.
+All other fields are ignored: the log names each field once, and a response header names all of
+them. Tools that a server may run itself, such as web search, are ignored in the same way.
 
-Schemas and the arguments of calls and templates belong to the user; nobody looks into them.
+Schemas and the arguments of calls and templates belong to the user, and are not examined.
 """
 
 import logging
@@ -36,13 +36,13 @@ from penstock.services.http.shared.errors import ApiError, invalid
 
 _log = logging.getLogger("http")
 _VALUES = {"any value": object, "string": str, "boolean": bool, "object": dict}
-MAX_UNKNOWN = 100  # of one request; clients that write every field of their API send 60
-MAX_LOGGED = 256  # of one process: a client can invent names without end
+MAX_UNKNOWN = 100  # in one request; clients that send every field of their API send 60
+MAX_LOGGED = 256  # in one process: a client can invent any number of names
 _MAX_NAME = 64  # characters of a name that are shown
 _MAX_HEADER = 512
-# places of objects that clients send back as they were received, or take from documents
+# places of objects that clients received and send back unchanged, or take from documents
 _DATA = ("messages[]", "input[]", "system[]", "documents[]")
-_logged: set[tuple[str, str]] = set()  # sentences of the log, and their names
+_logged: set[tuple[str, str]] = set()  # logged sentences and names
 # tools that a server may run itself; a date or a variant may follow: `web_search_20250305`
 _DECLINED = re.compile(
     "(advisor|apply_patch|bash|browser_toolset|code_execution|code_interpreter|computer"
@@ -54,13 +54,13 @@ T = TypeVar("T", bound=Struct)
 _JSON_NAMES = {type(None): "null", list: "an array", str: "a string", bool: "a boolean"}
 _JSON_NAMES |= {int: "a number", float: "a number"}
 _GZIP = 16 + zlib.MAX_WBITS  # the format for `decompressobj`
-# of a body in gzip; an empty one takes 20 bytes, and as much time as 10,000 bytes of text
+# members of a body in gzip; an empty member of 20 bytes takes as much time as 10,000 bytes of text
 MAX_MEMBERS = 16
 _TOOL_TYPE = re.compile(r"tools\[\d+\]\.type")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the decompressed body, up to `max_bytes` long in either form. Raises ApiError."""
+    """Return the decompressed body; both forms may have up to `max_bytes`. Raises ApiError."""
     encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
     if encoding not in ("identity", "gzip", "x-gzip"):
         sentence = f"Content-Encoding: got {encoding!r}, expected gzip or identity"
@@ -104,7 +104,7 @@ def _check_length(num_bytes: int, max_bytes: int) -> None:
 def decode_body(body: bytes, kind: type[T]) -> T:
     """Decode a JSON object as `kind`; a field that is null is left out. Raises ApiError.
 
-    Fields that `kind` does not have are ignored or refused, see the module.
+    Fields that `kind` does not have are ignored or refused, as the module's docstring says.
     """
     raw = _decode_object(body)
     for name, value in raw.items():
@@ -168,9 +168,9 @@ class _NeutralFields(Struct, forbid_unknown_fields=True):
 FIELDS = msgspec.json.decode(
     Path(__file__).with_name("neutral_fields.json").read_bytes(), type=_NeutralFields
 )
-_Kinds = dict[Any, "_Known"]  # of the objects at a place, by their tag; None: the only kind
-_Path = tuple[Any, str, int | None] | None  # of an object: of the one around it, field, number
-# by the known names of its object and its name: the place of a field, empty where it is not shown
+_Kinds = dict[Any, "_Known"]  # fields of the objects at a place, by tag; None: the only kind
+_Path = tuple[Any, str, int | None] | None  # of an object: path of its parent, field, index
+# (id of the object's known names, name of a field) → the field's path; empty: not reported
 _Ignored = dict[tuple[int, str], str]
 
 
@@ -183,14 +183,14 @@ class _Place(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """Known fields of an object, and those of them that have objects inside."""
+    """Known fields of an object, and the places among them that have objects inside."""
 
     names: frozenset[str]
     places: list[_Place]
 
 
 def drop_unknown(body: dict[str, Any], kind: type[Struct]) -> None:
-    """Remove the fields that `kind` does not have, and name those. Raises ApiError."""
+    """Remove and report the fields that `kind` does not have. Raises ApiError."""
     ignored: _Ignored = {}
     _drop(body, _known(kind), None, ignored)
     named = sorted(set(filter(None, ignored.values())))
@@ -228,7 +228,7 @@ def _text(path: _Path, name: str) -> str:
 
 
 def _examine(above: _Path, name: str, value: Any, known: frozenset[str], ignored: _Ignored) -> None:
-    """Add an unknown field to `ignored` unless its value has to be looked at. Raises ApiError."""
+    """Add an unknown field to `ignored`, unless its value matters. Raises ApiError."""
     path = _text(above, name)
     place = re.sub(r"\[\d+\]", "[]", path)
     expected, accepted = FIELDS.ignored.get(place), FIELDS.neutral.get(place)
@@ -257,7 +257,7 @@ def _shown(value: object) -> str:
 
 
 def _report(header: bytes, names: list[str], sentence: str) -> None:
-    """Name what is left out: in a header of the response, and once in the log."""
+    """Report left-out names: in a header of the response, and once in the log."""
     sender = caller.get(None)
     if names and sender and sender.headers is not None:
         shown = re.sub(r"[^\w.\[\], -]", "?", ", ".join(names), flags=re.ASCII)
@@ -270,7 +270,7 @@ def _report(header: bytes, names: list[str], sentence: str) -> None:
 
 
 def near_miss(name: str, names: frozenset[str]) -> str | None:
-    """Return the known name that a client has mistyped, if it has."""
+    """Return the known name that a client has mistyped, or None."""
     return _near_miss(name, names) if len(name) <= _MAX_NAME else None
 
 
@@ -288,7 +288,7 @@ def _near_miss(name: str, names: frozenset[str]) -> str | None:
 
 
 def _is_near(name: str, other: str, edits: int) -> bool:
-    """Return whether up to `edits` edits make names equal; a swap of two letters is one edit."""
+    """Return whether at most `edits` edits make names equal. A swap of two letters is an edit."""
     if not name or not other or name == other:
         return abs(len(name) - len(other)) <= edits
     if name[0] == other[0]:
@@ -316,13 +316,13 @@ def _kinds(structs: list[Any]) -> _Kinds:
             if inner
         ]
         kinds[struct.tag] = _Known(names, places)
-    if len(structs) == 1:  # its tag may be missing
+    if len(structs) == 1:  # the tag may be missing
         kinds[None] = kinds[structs[0].tag]
     return kinds
 
 
 def _structs(kind: inspect.Type) -> list[inspect.StructType]:
-    """Return the structs that a value, or each item of it, may be."""
+    """Return the possible structs of a value, or of the items of a list."""
     match kind:
         case inspect.StructType():
             return [kind]
@@ -334,19 +334,19 @@ def _structs(kind: inspect.Type) -> list[inspect.StructType]:
 
 
 def is_declined(kind: str | None) -> bool:
-    """Return whether a tool of this type, OpenAI's or Anthropic's, is left out."""
+    """Return whether a tool of this type (OpenAI's or Anthropic's) is left out."""
     return kind is not None and _DECLINED.fullmatch(kind) is not None
 
 
 def report_declined(kinds: Iterable[str]) -> None:
-    """Name tools that were left out: in the response's header, and once in the log."""
+    """Report left-out tools: in a header of the response, and once in the log."""
     names = sorted({found[1] for kind in kinds if (found := _DECLINED.fullmatch(kind))})
     sentence = "requests have tools of type %s: left out, as Penstock runs none"
     _report(b"x-ignored-tools", names, sentence)
 
 
 def refuse_forced(field: str, got: str, kinds: Iterable[str]) -> None:
-    """Raise ApiError where a call is forced and its tools, of types `kinds`, are left out."""
+    """Raise ApiError if a call is forced, but its tools (of types `kinds`) are left out."""
     if which := ", ".join(sorted(set(kinds))):
         problem = f"got {got!r:.200}, expected 'auto' or 'none'"
         raise invalid(field, f"{problem}: Penstock does not run tools of type {which:.200}")

@@ -1,6 +1,6 @@
 """Limits of HTTP connections: size of headers, time of arrival, and number of connections.
 
-They hold for everybody who reaches the port, before a key is checked.
+The limits apply to every client that reaches the port, before a key is checked.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from penstock.services.http.shared.places import Places
 # key of a response's `ChunkWriter` in the scope of its request, if the server has one
 WRITER = "penstock.writer"
 MIN_READ_RATE = 1000  # bytes/s at which a request must arrive
-_CHUNK_FRAMING = 8  # bytes that frame each byte of a body, in the smallest chunks
+_CHUNK_FRAMING = 8  # framing bytes for each byte of a body in the smallest chunks
 _HEADER_FRAMING = len(b": \r\n")
-# seconds in which a request may still arrive on a connection of a server that stops
+# seconds within which a request may still arrive on a connection of a stopping server
 LAST_REQUEST = 0.5
-_RESERVE = 128  # descriptors for other things than connections
+_RESERVE = 128  # descriptors that are not for connections
 WEIGH = "penstock.weigh"  # key of `Places.grow` for this connection in the scope of its request
 _OVERLOADED = "the server has no room for more requests; the slowest one to arrive gives way"
 
 
 class WriteBurst:
-    """Writers of one server that have pieces; all are flushed in the loop's next turn."""
+    """Writers of a server with waiting pieces; all are flushed in the loop's next turn."""
 
     def __init__(self) -> None:
         self._writers: list[ChunkWriter] = []
@@ -52,7 +52,7 @@ class WriteBurst:
 
 
 class ChunkWriter:
-    """Writer of one response, once it has begun."""
+    """Writer of a response that has begun."""
 
     def __init__(self, cycle: RequestResponseCycle, burst: WriteBurst) -> None:
         self._cycle = cycle
@@ -70,7 +70,7 @@ class ChunkWriter:
         self._pieces.append(data)
 
     def flush(self) -> None:
-        """Write what waits, unless the client has disconnected."""
+        """Write the waiting pieces, unless the client has disconnected."""
         if not self._pieces:
             return
         data, self._pieces = b"".join(self._pieces), []
@@ -79,7 +79,7 @@ class ChunkWriter:
 
 
 async def send_without_chunks(cycle: RequestResponseCycle, message: Message) -> None:
-    """Send a part of a response to a client of HTTP/1.0, which does not know chunks.
+    """Send a part of a response to an HTTP/1.0 client, which does not support chunks.
 
     A body without a length lasts until the connection closes.
     """
@@ -94,26 +94,26 @@ async def send_without_chunks(cycle: RequestResponseCycle, message: Message) -> 
 class Limits(Struct, frozen=True, kw_only=True):
     """Limits of each connection, and of their number in this process."""
 
-    max_header_bytes: int = 1 << 16  # of the headers, and of the trailers of a chunked body
+    max_header_bytes: int = 1 << 16  # size of the headers and of a chunked body's trailers
     max_body_bytes: int = 1 << 30  # size at which a client that ignores its refusal is disconnected
     # time for a request to arrive, in addition to its size / MIN_READ_RATE
     read_seconds: float = 20.0
-    # time in which a client must read something while output waits for it
+    # time within which a client must read something while its output waits
     write_seconds: float = 75.0
     max_connections: int = 1 << 16
-    max_open_bytes: int = 1 << 30  # of requests that arrive or are being answered
-    open_paths: frozenset[bytes] = frozenset()  # of health checks, which are never refused
+    max_open_bytes: int = 1 << 30  # bytes of requests that arrive or are being answered
+    open_paths: frozenset[bytes] = frozenset()  # paths of health checks, which are never refused
 
     @property
     def max_requests(self) -> int:
-        """Number of open requests, to which a reserve comes; the other connections are idle."""
+        """Limit of open requests, to which a reserve is added; the other connections are idle."""
         return max(1, self.max_connections * 3 // 4)
 
 
 def limits_for(max_request_bytes: int, max_answers: int, **fields: Any) -> Limits:
-    """Return limits with several connections for each request, if there are descriptors.
+    """Return limits with several connections for each request, if there are enough descriptors.
 
-    fields: further ones.
+    fields: further fields of Limits.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 1024 + 4 * max_answers
@@ -125,7 +125,7 @@ def limits_for(max_request_bytes: int, max_answers: int, **fields: Any) -> Limit
 
 
 class WriteTimer:
-    """Disconnection of a client that reads nothing while output waits for it."""
+    """Timer that disconnects a client which reads nothing while its output waits."""
 
     def __init__(self, transport: asyncio.Transport, limits: Limits) -> None:
         self._transport = transport
@@ -145,8 +145,8 @@ class WriteTimer:
 class RequestParser(httptools.HttpRequestParser):
     """Parser that ignores the header `Upgrade`, with which httptools skips the request's body.
 
-    Java's HttpClient and `curl --http2` send it with each request. As in uvicorn, what follows a
-    request with `Connection: close` is not an error: that request is answered.
+    Java's HttpClient and `curl --http2` send this header with each request. As in uvicorn, bytes
+    after a request with `Connection: close` are not an error: the request is answered.
     """
 
     def __init__(self, protocol: "LimitedProtocol") -> None:
@@ -165,8 +165,8 @@ class LimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits; `limited_protocol` makes a subclass for each server.
 
     The arrival of a request lasts from its first byte, or the start of the connection, to its last
-    byte. A new connection beyond the limit closes the oldest one without a request; a new request
-    beyond the limit, the slowest one that is still arriving.
+    byte. A new connection beyond the limit closes the oldest connection without a request. A new
+    request beyond the limit closes the connection of the slowest request that is still arriving.
     """
 
     limits: Limits
@@ -178,7 +178,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.parser = RequestParser(self)
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer = WriteTimer(transport, self.limits)
-        self._num_header_bytes = 0  # of the arriving request: its URL and its complete headers
+        self._num_header_bytes = 0  # URL and complete headers of the arriving request
         self._is_stopping = False
         self._cycles: list[Any] = []
         self._is_refused = False
@@ -192,7 +192,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._end_arrival()
         self._write_timer.stop()
         self.places.leave(self)
-        for cycle in self._cycles:  # uvicorn notifies only the last one
+        for cycle in self._cycles:  # uvicorn notifies only the last cycle
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
@@ -221,11 +221,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_header_bytes += len(name) + len(value) + _HEADER_FRAMING
         if self._num_header_bytes > self.limits.max_header_bytes:
-            raise ValueError  # ends the parser, which calls `send_400_response`
+            raise ValueError  # stops the parser, which calls `send_400_response`
         super().on_header(name, value)
 
     def parse_without_upgrade(self, rest: bytes) -> None:
-        """Parse a request's headers once more, without `Upgrade`, and the bytes after them."""
+        """Parse a request's headers again, without `Upgrade`, and the bytes after the headers."""
         method = self.parser.get_method()
         if method == b"CONNECT":
             raise httptools.HttpParserError("CONNECT is for proxies")
@@ -279,9 +279,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self.places.arrives(self)
 
     def shutdown(self) -> None:
-        """Close the connection after its requests, one that may be arriving included.
+        """Close the connection after its requests, including a request that may be arriving.
 
-        A client that keeps its connection may send the next request in this moment.
+        A client that keeps its connection open may send the next request at this moment.
         """
         self._is_stopping = True
         if self.cycle is None or self.cycle.response_complete:
@@ -298,7 +298,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-        """Refuse what the parser can't read; uvicorn's answer has plain text and is always 400."""
+        """Refuse an unreadable request; uvicorn's own answer is always 400, in plain text."""
         if self._num_header_bytes > self.limits.max_header_bytes:
             self._refuse_headers()
         elif self._is_refused:
@@ -311,12 +311,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def give_way(self) -> None:
-        """Refuse the request that is arriving, and close the connection."""
+        """Refuse the arriving request, and close the connection."""
         self._refuse(503, _OVERLOADED)
 
     @property
     def due(self) -> float:
-        """Moment at which the request must have arrived."""
+        """The time by which the request must have arrived."""
         return self.began + self.limits.read_seconds + self._num_bytes / MIN_READ_RATE
 
     def _begin_arrival(self) -> None:
@@ -350,19 +350,19 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         """Send an error, if no other response is due, and close the connection.
 
-        A response is due to a request that has arrived completely, or has begun.
+        A response is due if its request has arrived completely, or if the response has begun.
         """
         cycle = self.cycle
         is_idle = cycle is None or cycle.response_complete
         if is_idle or (cycle.more_body and not cycle.response_started and not self.pipeline):
             self.transport.write(refusal(status, message))
             if cycle is not None:
-                cycle.disconnected = True  # so that its task sends nothing more
+                cycle.disconnected = True  # so that the cycle's task sends nothing more
         self.transport.close()
 
 
 def refusal(status: int, message: str) -> bytes:
-    """Return a response with an error, after which the connection is closed."""
+    """Return the bytes of an error response that closes the connection."""
     error = ApiError(status, message)
     body = msgspec.json.encode(error.body)
     head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
@@ -371,7 +371,7 @@ def refusal(status: int, message: str) -> bytes:
 
 
 def limited_protocol(limits: Limits) -> type[LimitedProtocol]:
-    """Return the class of one server's connections."""
+    """Return the protocol class for the connections of a server."""
     places = Places(limits.max_connections, limits.max_requests, limits.max_open_bytes)
     shared: dict[str, Any] = {"limits": limits, "places": places, "burst": WriteBurst()}
     return type("LimitedProtocol", (LimitedProtocol,), shared)

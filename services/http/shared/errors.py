@@ -27,12 +27,12 @@ _ANTHROPIC_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
-_ANTHROPIC_STATUSES = {503: 529}  # status → Anthropic's for the same error
+_ANTHROPIC_STATUSES = {503: 529}  # status → Anthropic's status of the same error
 _ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_HEADER = "anthropic-version"
 _RETRY = {"Retry-After": "1"}
 FAILURE = "penstock.failure"  # key of a scope: type and field of the error of its request
-# OpenAI's code of a prompt that is too long, which clients look for
+# OpenAI's code for a prompt that is too long, which clients look for
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 FieldAsSent = Callable[[str], str | None]
 
@@ -60,7 +60,7 @@ class ErrorBody(Struct, kw_only=True):
 class ApiError(Exception):
     """A refused or failed request: HTTP status, message, invalid field and OpenAI's code.
 
-    too_long: of a prompt that doesn't fit into the context: its tokens, and how many fit.
+    too_long: for a prompt that exceeds the context: number of its tokens, and the number that fit.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class ApiError(Exception):
 
 
 def invalid(field: str, problem: str) -> ApiError:
-    """Return the error of an invalid field; problem: `got X, expected Y`."""
+    """Return the error of an invalid field. problem: `got X, expected Y`."""
     return ApiError(400, f"{field}: {problem}", field)
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return any exception as the client is to see it."""
+    """Return the error that the client gets for any exception."""
     match error:
         case ApiError():
             return error
@@ -109,9 +109,9 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 async def answer_error(request: HTTPConnection, error: Exception) -> Response:
-    """Return the response to an exception, as a handler of starlette."""
+    """Return the response to an exception, like an exception handler of starlette."""
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # nobody reads the response
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         expected = f"expected {error.headers['Allow']}" if error.headers else "which is not a route"
         where = f"{request['method']} {request.url.path}"
@@ -123,7 +123,7 @@ async def answer_error(request: HTTPConnection, error: Exception) -> Response:
 
 
 def note_failure(scope: Scope, error: ApiError) -> None:
-    """Keep what the log may say of an error: its message may have text of the client."""
+    """Keep the error's type and field for the log; the message may have text of the client."""
     detail = error.body.error
     field = f" of {detail.param[:100]!r}" if detail.param else ""
     scope[FAILURE] = f"{detail.code or detail.type}{field}"
@@ -143,7 +143,7 @@ def error_response(error: ApiError, for_anthropic: bool) -> Response:
 
 @contextmanager
 def fields_as_sent(field_as_sent: FieldAsSent) -> Iterator[None]:
-    """Rename the fields of errors. field_as_sent: returns the client's name for a field of ours."""
+    """Rename the fields of errors. field_as_sent: maps our name of a field to the client's name."""
     try:
         yield
     except (ApiError, MessageError, RequestError) as error:
@@ -157,7 +157,7 @@ def fields_as_sent(field_as_sent: FieldAsSent) -> Iterator[None]:
 
 
 def is_for_anthropic(path: str, headers: Mapping[str, str]) -> bool:
-    """Return whether a request expects Anthropic's shapes: of models, and of errors."""
+    """Return whether a request expects Anthropic's shapes of models and errors."""
     return path.startswith(_ANTHROPIC_PATH) or _ANTHROPIC_HEADER in headers
 
 
@@ -166,8 +166,8 @@ def messages_error(
 ) -> dict[str, Any]:
     """Return the body of an error, or its event in a stream.
 
-    status: of HTTP. code: clients act on `thread_unsupported_request`.
-    too_long: tokens of a prompt, and how many fit; clients look for Anthropic's sentence.
+    status: HTTP status. code: clients act on `thread_unsupported_request`. too_long: tokens of a
+    prompt, and the number that fit; clients look for Anthropic's sentence.
     """
     if too_long:
         message = "prompt is too long: {} tokens > {} maximum".format(*too_long)

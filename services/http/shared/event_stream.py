@@ -17,27 +17,27 @@ from penstock.services.http.shared.errors import ENCODER, ApiError, as_api_error
 _log = logging.getLogger("http")
 S = TypeVar("S")
 T = TypeVar("T")
-Body = Any  # of an event: a Struct, or a map
+Body = Any  # body of an event: a Struct, or a map
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 ]
-# requests to the pipeline that one HTTP request has at a time: more would shut out others
+# concurrent requests to the pipeline for one HTTP request: more would shut out other clients
 MAX_OPEN = 256
 DONE = b"data: [DONE]\n\n"
-# seconds; `EventForm.keep_alive` is sent after one to two times as long without an event, because
-# proxies close silent connections
+# seconds. `EventForm.keep_alive` is sent after one to two times as long without an event, because
+# proxies close silent connections.
 SILENCE = 15.0
 
 
 class EventForm(ABC):
-    """Form of an API's events. By default, they are maps, whose `type` is the event's name."""
+    """Form of an API's events. By default, events are maps, whose `type` is the event's name."""
 
     end = b""  # after the last event
-    keep_alive = b": keep-alive\n\n"  # in silence; it starts the response, too
+    keep_alive = b": keep-alive\n\n"  # sent in silence; also starts the response
 
     def encode(self, bodies: Iterable[Body]) -> bytes:
-        """Return events with these bodies."""
+        """Return the text of events with these bodies."""
         form = b"event: %b\ndata: %b\n\n"
         return b"".join([form % (body["type"].encode(), ENCODER.encode(body)) for body in bodies])
 
@@ -61,21 +61,21 @@ class Chunks(EventForm):
 class EventStream(Response):
     """Server-sent events.
 
-    The response starts with the first event. An error before it has a status of its own; a later
+    The response starts with the first event. An earlier error has its own status; a later
     error is an event.
     """
 
     def __init__(
         self, form: EventForm, produce: Callable[["EventStream"], Coroutine[Any, Any, None]]
     ) -> None:
-        """produce: sends all events with `send`."""
+        """Prepare the stream. produce: coroutine that sends all events with `send`."""
         self.background = None
         self._form = form
         self._produce = produce
         self._is_started = False
         self._num_sending = 0
         self._writer: ChunkWriter | None = None
-        self._is_silent = True  # since the timer was started
+        self._is_silent = True  # True if no event was sent since the timer was started
         self._keeper: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,7 +99,7 @@ class EventStream(Response):
                 self._keeper.cancel()
 
     async def send(self, bodies: Iterable[Body], is_last: bool = False) -> None:
-        """Send each body as an event; after the last one, the end of the stream."""
+        """Send each body as an event; after the last body, also the end of the stream."""
         data = self._form.encode(bodies)
         if is_last:
             data += self._form.end
@@ -109,21 +109,21 @@ class EventStream(Response):
 
     @property
     def is_ready(self) -> bool:
-        """True once the stream has begun, while its client reads: then `write` need not wait."""
+        """True once the stream has begun, while its client reads: `write` need not wait then."""
         return self._is_started and self._writer is not None and self._writer.is_ready
 
     def write(self, bodies: Iterable[Body]) -> None:
-        """Send each body as an event, where `is_ready`."""
+        """Send each body as an event; to be called if `is_ready`."""
         if data := self._form.encode(bodies):
             self._is_silent = False
             self._writer.write(data)  # type: ignore[union-attr]
 
     async def _send_encoded(self, data: bytes, is_last: bool = False) -> None:
-        """Send events that are encoded, or the end of the stream."""
+        """Send encoded events, or the end of the stream."""
         self._is_silent = False
         if self._writer:
             self._writer.flush()
-        self._num_sending += 1  # a slow client may make it wait
+        self._num_sending += 1  # a slow client may block this method
         if not self._is_started:
             self._is_started = True
             head = {"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM}
@@ -146,7 +146,7 @@ class EventStream(Response):
 
 
 async def bounded(function: Callable[[S], Coroutine[Any, Any, T]], items: Iterable[S]) -> list[T]:
-    """Return the results of all items as `gather` does; MAX_OPEN are awaited at a time."""
+    """Return the results of all items like `gather`; at most MAX_OPEN are awaited at a time."""
     places = asyncio.Semaphore(MAX_OPEN)
 
     async def result(item: S) -> T:
@@ -159,7 +159,7 @@ async def bounded(function: Callable[[S], Coroutine[Any, Any, T]], items: Iterab
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`, which is cancelled when the client disconnects.
 
-    Raises ClientDisconnect then; ApiError when the server stops.
+    Raises ClientDisconnect if the client disconnects, and ApiError if the server stops.
     """
     task, is_lost = asyncio.current_task(), False
 

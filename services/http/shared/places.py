@@ -1,7 +1,7 @@
-"""Places of HTTP requests: how many may be open, and how many bytes they may have, by address.
+"""Places of HTTP requests: limits of open requests and of their bytes, shared between addresses.
 
-Nobody waits for a place. A request gets that of the slowest request which is still arriving, of the
-address with most of them, or it is refused.
+No request waits for a place. If none is free, a request takes the place of the slowest request
+that is still arriving, from the address with the most such requests, or is refused.
 """
 
 from collections.abc import Callable
@@ -10,44 +10,45 @@ from typing import Protocol
 
 from penstock.protocol.fair_queue import exceeds
 
-PART_BYTES = 64  # of memory for a decoded list, map or string, in addition to its text
-NUMBER_BYTES = 40  # of memory for a decoded number in a list, and for its places in two lists
-MAX_EXAMINED = 32  # requests of which the slowest gives way
+PART_BYTES = 64  # memory of a decoded list, map or string, in addition to its text
+NUMBER_BYTES = 40  # memory of a decoded number in a list, and of its places in two lists
+MAX_EXAMINED = 32  # requests that are compared to find the slowest
 
 
 def decoded_bytes(body: bytes) -> int:
-    """Return the bytes, at most, that a body in JSON takes until it is answered.
+    """Return an upper bound of the bytes that a JSON body takes until its request is answered.
 
-    They are its texts, what is sent to the gateway, and its parts. Each comma may follow a number.
+    The bytes are the texts, the copy for the gateway, and the parts. Each comma may follow a
+    number.
     """
     num_parts = body.count(b"[") + body.count(b"{") + body.count(b'"') // 2
     return 2 * len(body) + PART_BYTES * num_parts + NUMBER_BYTES * body.count(b",")
 
 
 class Occupant(Protocol):
-    """A connection, as far as its place depends on it."""
+    """A connection, with the properties that determine its place."""
 
     host: str
-    began: float  # moment at which its request began to arrive
+    began: float  # time at which the request began to arrive
 
     @property
     def due(self) -> float:
-        """Moment at which its request must have arrived."""
+        """The time by which the request must have arrived."""
 
     def abort(self) -> None:
         """Close the connection at once."""
 
     def give_way(self) -> None:
-        """Refuse the request that is arriving, and close the connection."""
+        """Refuse the arriving request, and close the connection."""
 
 
 class Occupancy:
-    """Requests and connections of one address, or requests of all."""
+    """Requests and connections of an address, or requests of all addresses."""
 
     def __init__(self) -> None:
-        self.num_open = self.num_bytes = 0  # of requests
+        self.num_open = self.num_bytes = 0  # number and bytes of open requests
         self.idle: dict[Occupant, None] = {}
-        self.arriving: dict[Occupant, None] = {}  # both oldest first
+        self.arriving: dict[Occupant, None] = {}  # both dicts: oldest first
 
     @property
     def is_empty(self) -> bool:
@@ -55,23 +56,23 @@ class Occupancy:
 
 
 class Places:
-    """Connections of one server, by what they do.
+    """Connections of one server, by state.
 
-    - idle: no request whose headers have arrived waits for its response
-    - open: there is such a request; it is arriving, until its body has arrived
+    - idle: no request with complete headers waits for its response
+    - open: such a request waits; the request is arriving until its body is complete
     """
 
     def __init__(self, max_connections: int, max_requests: int, max_bytes: int) -> None:
-        """max_bytes: of open requests, from the first byte of each to the end of its response."""
+        """max_bytes: limit for open requests, from each first byte to the end of the response."""
         self._max_connections, self._max_requests = max_connections, max_requests
         self._max_bytes = max_bytes
-        self._open: dict[Occupant, int] = {}  # connections with a request → its bytes
+        self._open: dict[Occupant, int] = {}  # connection with a request → bytes of the request
         self._num_idle = 0
         self._total = Occupancy()
-        self._shares: dict[str, Occupancy] = {}  # of addresses
+        self._shares: dict[str, Occupancy] = {}  # by address
 
     def connect(self, new: Occupant) -> Occupant | None:
-        """Add a connection. Return an idle one that is to be closed in its place."""
+        """Add a connection. Return an idle connection to close in exchange, or None."""
         self.rest(new)
         if self._num_idle + len(self._open) <= self._max_connections:
             return None
@@ -79,15 +80,15 @@ class Places:
         return next(iter(most.idle))
 
     def rest(self, occupant: Occupant) -> None:
-        """End what the requests of a connection have: it is idle."""
+        """Release the places of a connection's requests, and make the connection idle."""
         self.leave(occupant)
         self._share(occupant).idle[occupant] = None
         self._num_idle += 1
 
     def begin(self, occupant: Occupant, must_have: bool) -> bool:
-        """Give a place to a request whose headers have arrived, and make others give way.
+        """Give a place to a request with complete headers, and make other requests give way.
 
-        Return False if all others are being answered, unless the request must have a place.
+        Return False if all other requests are being answered, unless the request must have a place.
         """
         if occupant in self._open:
             return True  # an earlier request of the connection is being answered
@@ -105,13 +106,13 @@ class Places:
         return True
 
     def arrives(self, occupant: Occupant) -> None:
-        """Let a request that has a place give way to others until it has `arrived`."""
+        """Let a request with a place give way to other requests until it has `arrived`."""
         self._shares[occupant.host].arriving[occupant] = None
 
     def grow(self, occupant: Occupant, num_bytes: int) -> bool:
-        """Count bytes of a request; False if there is no place for them."""
+        """Count bytes of a request. Return False if there is no place for the bytes."""
         if occupant not in self._open:
-            return True  # it is answered already, so nothing is kept
+            return True  # the request is answered already, so no bytes are kept
         share = self._shares[occupant.host]
         while exceeds(num_bytes, share.num_bytes, self._total.num_bytes, self._max_bytes):
             if not self._take_place(
@@ -153,10 +154,10 @@ class Places:
         key: Callable[[Occupant], float],
         taker: Occupant | None = None,
     ) -> bool:
-        """Make an arriving request give way, of the address with the largest size.
+        """Make an arriving request give way, from the address with the largest size.
 
-        Return False if there is none but the taker's. Of the oldest requests, the one with the
-        lowest key gives way.
+        Return False if only the taker's request is arriving. Among the oldest requests, the request
+        with the lowest key gives way.
         """
         shares = [share for share in self._shares.values() if _others(share, taker)]
         if not shares:
