@@ -1,1 +1,1 @@
-"""OpenAI's chats and completions, which the Responses and Messages APIs build upon."""
+"""OpenAI's chats and completions, on which the Responses and Messages APIs are built."""

@@ -1,4 +1,4 @@
-"""The value of a tool's argument that a model wrote as text, by the argument's JSON schema."""
+"""Conversion of a tool's argument from the model's text to JSON, by the argument's schema."""
 
 import ast
 import json
@@ -12,10 +12,10 @@ import msgspec
 
 from penstock.protocol.transport.channel import DECODE_ERRORS
 
-# subschemas and entries of their lists that the readings of one text are checked by; then the
-# reading that is being checked is taken
+# limit of subschemas and their list entries in the check of one text's readings; at the limit, the
+# current reading is taken
 MAX_CHECKS = 4096
-MAX_PYTHON = 1 << 16  # characters that are read as Python, whose parser takes much memory
+MAX_PYTHON = 1 << 16  # characters to parse as Python, whose parser takes much memory
 _TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
     "boolean": (bool,),
@@ -25,7 +25,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
 }
-# names of types that clients use in schemas, and those that they stand for
+# type name that clients use in schemas → type of JSON Schema
 _ALIASES = {
     "none": "null",
     "nonetype": "null",
@@ -59,22 +59,22 @@ _SIZES: dict[type, tuple[str, str]] = {
     list: ("minItems", "maxItems"),
     dict: ("minProperties", "maxProperties"),
 }
-# how a value is checked: so that integers have no `.0`; as JSON Schema says; by its type alone
+# level of checking a value: integers have no `.0`; as in JSON Schema; by its type alone
 Level = Literal["strict", "exact", "types"]
 
 
 class ArgumentSchema:
-    """Schemas of a function's arguments. Keywords that are malformed or not known have no effect.
+    """Schemas of a function's arguments. Malformed and unknown keywords have no effect.
 
-    Not examined, because checking them can take any time: `pattern`, `format`, `uniqueItems`,
-    `multipleOf`, `contains`, `if`, and references into other documents.
+    Some keywords are not examined, because a check can take any time: `pattern`, `format`,
+    `uniqueItems`, `multipleOf`, `contains`, `if`, and references into other documents.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._root = schema
 
     def of(self, key: str) -> Any:
-        """Return the schema of an argument: a string where it is not described."""
+        """Return the schema of an argument; an undescribed argument is a string."""
         waiting, seen = [self._root], set()
         while waiting:
             schema = waiting.pop()
@@ -88,7 +88,7 @@ class ArgumentSchema:
         return _ONLY_STRING
 
     def is_text(self, schema: Any) -> bool:
-        """Return whether every text is a value of this schema, as it is written."""
+        """Return whether every text, unchanged, is a value of this schema."""
         for _ in range(8):
             if not isinstance(schema, Mapping):
                 return False
@@ -99,9 +99,9 @@ class ArgumentSchema:
         return is_string and not any(key in schema for key in _COMBINED)
 
     def value(self, schema: Any, text: str) -> str:
-        """Return the JSON text of the reading that the schema permits, and of several the first.
+        """Return the JSON text of the first reading that the schema permits.
 
-        If it permits none, return one of a permitted type, and if there is none, the text.
+        Without such a reading, return the first reading of a permitted type, or else the text.
         """
         readings = list(_readings(text, is_json="string" not in permitted_types(schema)))
         check = _Check(self)
@@ -112,7 +112,7 @@ class ArgumentSchema:
         return encoded(text)
 
     def target(self, reference: Any) -> Any:
-        """Return the schema that a reference points to; one that permits all if there is none."""
+        """Return the schema to which a reference points; a missing schema permits all values."""
         path = str(reference).removeprefix("#").split("/")[1:]
         target: Any = self._root if str(reference).startswith("#") else True
         for name in path:
@@ -122,7 +122,7 @@ class ArgumentSchema:
 
 
 class _Check:
-    """Check of the readings of one text."""
+    """Check of the readings of a text, with a limited number of steps."""
 
     def __init__(self, schemas: ArgumentSchema) -> None:
         self._schemas = schemas
@@ -172,7 +172,7 @@ class _Check:
         return "enum" not in schema or any(_is_equal(value, other) for other in schema["enum"])
 
     def _fits(self, schema: Mapping[str, Any], value: Any) -> bool:
-        """Check the limits of a value, and what is in it."""
+        """Check the limits of a value, and its items or members."""
         if type(value) in (int, float):
             given = [(holds, schema[key]) for key, holds in _LIMITS.items() if key in schema]
             return all(holds(value, limit) for holds, limit in given)
@@ -200,7 +200,7 @@ class _Check:
 
 
 def permitted_types(schema: Any) -> set[str]:
-    """Return the types of values that a schema names itself; "any" if it names none."""
+    """Return the types of values that a schema names itself; "any" without such a type."""
     if not isinstance(schema, Mapping):
         return {"any"}
     parts = [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
@@ -213,10 +213,11 @@ def encoded(value: object) -> str:
 
 
 def _readings(text: str, is_json: bool) -> Iterator[tuple[Any, str]]:
-    """Yield what a text may stand for, the likeliest first, and the JSON text of each.
+    """Yield the possible readings of a text, likeliest first, each with its JSON text.
 
-    Arrays, objects and null come before strings: they would be odd texts. Numbers and booleans
-    come after them: as texts they keep all their characters. is_json: strings may be quoted.
+    Arrays, objects and null come before strings, because they would be odd texts. Numbers and
+    booleans come after strings, because texts keep all their characters. is_json: strings may be
+    quoted.
     """
     word = text.strip()
     whole = _json(word) or _python(word)
@@ -239,7 +240,7 @@ def _readings(text: str, is_json: bool) -> Iterator[tuple[Any, str]]:
 
 
 def _json(word: str) -> tuple[Any, str] | None:
-    """Read JSON, as it is written; with line breaks in strings, as it should be."""
+    """Parse JSON, and keep its text; JSON with line breaks in strings is written again."""
     try:
         return msgspec.json.decode(word), word
     except DECODE_ERRORS:
@@ -252,14 +253,14 @@ def _json(word: str) -> tuple[Any, str] | None:
 
 
 def _python(word: str) -> tuple[Any, str] | None:
-    """Read a Python list, tuple or map, or None."""
+    """Parse a Python list, tuple, dict or None."""
     if word == "None":
         return None, "null"
     if word[:1] not in ("[", "{", "(") or len(word) > MAX_PYTHON:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd escapes
+            warnings.simplefilter("ignore")  # about odd escapes
             dumped = _dumped(ast.literal_eval(word))
         return msgspec.json.decode(dumped), dumped
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -267,7 +268,7 @@ def _python(word: str) -> tuple[Any, str] | None:
 
 
 def _dumped(value: Any) -> str:
-    """Return a value as JSON. Raises ValueError for infinite numbers and half characters."""
+    """Return a value as JSON. Raises ValueError for infinite numbers and lone surrogates."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text.encode()
     return text
@@ -288,7 +289,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _is_equal(value: Any, other: Any) -> bool:
-    """Compare as JSON does: 1.0 is 1, and true is not."""
+    """Compare values as in JSON: 1.0 equals 1, and true does not."""
     if isinstance(value, list) and isinstance(other, list):
         return len(value) == len(other) and all(map(_is_equal, value, other))
     if isinstance(value, dict) and isinstance(other, dict):

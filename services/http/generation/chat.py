@@ -1,4 +1,4 @@
-"""Chats: `/v1/chat/completions`, and the events of other APIs that build upon chats."""
+"""Chats: `/v1/chat/completions`, and the events of other APIs that are built on chats."""
 
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -42,18 +42,18 @@ PartKind = Literal["reasoning", "text", "call"]
 
 
 class ReasoningSplitter:
-    """Splits one answer of Qwen3: `<think>\\n…\\n</think>\\n\\nanswer`.
+    """Splitter of an answer of Qwen3: `<think>\\n…\\n</think>\\n\\nanswer`.
 
-    The detokenizer has found the tokens of the tags. Newlines next to the tags belong to
-    neither part. Newlines at the end of reasoning are held back, and white space before all text.
+    The detokenizer has found the tokens of the tags. Newlines next to the tags belong to neither
+    part. Newlines at the end of reasoning, and white space before all text, are held back.
     """
 
     def __init__(self) -> None:
         self._held = ""
-        self._position = 0  # of the held text in the request's text
+        self._position = 0  # index of the held text in the request's text
         self._end: int | None = None
         self._is_reasoning = self._skips_newlines = False
-        self.is_answer = False  # True if all further text is the answer's
+        self.is_answer = False  # True if all further text belongs to the answer
 
     def feed(self, text: str, begin: int | None, end: int | None) -> tuple[str, str]:
         """Return the reasoning and the answer that `text` adds; each may be empty.
@@ -69,7 +69,7 @@ class ReasoningSplitter:
         return "", self._take(len(self._held)) if self.is_answer else ""
 
     def finish(self) -> tuple[str, str]:
-        """Return what was held back, without newlines at the end of reasoning."""
+        """Return the held text, without newlines at the end of reasoning."""
         if self._is_reasoning:
             return self._split(is_last=True)
         self.is_answer = True
@@ -103,32 +103,33 @@ class ReasoningSplitter:
 
 
 class ReasoningCalls:
-    """Holder of tool calls before `</think>`: only what follows shows what they are.
+    """Holder of tool calls before `</think>`, whose meaning only later text shows.
 
-    Calls before a later `</think>` are part of the reasoning. Where none follows, the first call
-    has ended the reasoning: it and others are calls, and the text after it is the answer.
+    Calls before a later `</think>` are part of the reasoning. Without a later `</think>`, the first
+    call has ended the reasoning: all calls are calls of the answer, and text after the first call
+    is the answer.
     """
 
     def __init__(self, parser: ToolCallParser) -> None:
         self._parser = parser
         self._held = ""
-        self._pieces: list[Piece] = []  # of the held text, from its first call on
+        self._pieces: list[Piece] = []  # pieces of the held text from its first call on
 
     def feed(self, reasoning: str) -> str:
-        """Return new and held reasoning up to what may be a call."""
+        """Return new and held reasoning up to a possible call."""
         self._held += reasoning
         return self._release(self._parser.feed(reasoning))
 
     def give_back(self) -> str:
-        """Return what was held back, before `</think>`."""
+        """Return the held text as reasoning, because `</think>` follows."""
         return self._held
 
     def finish(self, is_cut: bool) -> tuple[str, list[Piece]]:
-        """Return the end of the reasoning, and what comes after it; is_cut: as in the parser."""
+        """Return the end of the reasoning, and the pieces after it. is_cut: as in the parser."""
         return self._release(self._parser.finish(is_cut)), self._pieces
 
     def _release(self, pieces: list[Piece]) -> str:
-        """Keep the pieces from the first call on. Return the text before it."""
+        """Keep the pieces from the first call on. Return the text before the first call."""
         text = ""
         for piece in pieces:
             if isinstance(piece, str) and not self._pieces:
@@ -197,7 +198,7 @@ class ChatChoice:
         schemas = {tool.function.name: tool.function.parameters or {} for tool in request.tools}
         forced = is_forced(request)
         self._parser = make_parser(form.name, schemas, forced) if has_tools else None
-        # until the answer begins; a forced call comes after reasoning
+        # set until the answer begins; a forced call comes after reasoning
         self._reasoning_calls: ReasoningCalls | None = None
         if has_tools and not forced and form.name != "json":
             self._reasoning_calls = ReasoningCalls(make_parser(form.name, schemas))
@@ -205,9 +206,9 @@ class ChatChoice:
         self.prompt_token_ids: list[int] | None = None
 
     def chunks(self, delta: TextDelta | None, reply: GenerateReply | None) -> Iterator[ChatChunk]:
-        """Yield the chunks of new tokens; none where the tokens say nothing yet.
+        """Yield the chunks of new tokens, or no chunk if the tokens have no text yet.
 
-        Logprobs and token ids are in the first chunk, the finish reason is in the last one.
+        Logprobs and token ids are in the first chunk, the finish reason is in the last chunk.
         """
         if not self._is_begun:
             self._is_begun = True
@@ -251,10 +252,10 @@ class ChatChoice:
     def deltas(
         self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
     ) -> Iterator[Delta]:
-        """Yield the pieces of `new` text, and with the reply those that were held back.
+        """Yield the pieces of `new` text, and with the reply the pieces that were held back.
 
-        A piece is reasoning, content or one piece of a tool call. A whole answer is `new` and
-        `reply` at once.
+        A piece is reasoning, content or a piece of a tool call. For a whole answer, `new` and
+        `reply` are both given.
         """
         if new:
             split = self._splitter.feed(new.text, new.reasoning_begin, new.reasoning_end)
@@ -286,7 +287,7 @@ class ChatChoice:
             yield Delta(reasoning=reasoning, reasoning_content=reasoning)
 
     def _wanted(self, pieces: list[Piece]) -> Iterator[Delta]:
-        """Yield all except calls after the first where calls must not be parallel."""
+        """Yield the pieces, without calls after the first if calls must not be parallel."""
         for piece in pieces:
             if isinstance(piece, str):
                 yield Delta(content=piece)
@@ -295,7 +296,7 @@ class ChatChoice:
                 yield Delta(tool_calls=[piece])
 
     def finish_reason(self, reply: GenerateReply) -> str:
-        """Return OpenAI's reason, after `deltas` was exhausted with the reply."""
+        """Return OpenAI's finish reason, after `deltas` was exhausted with the reply."""
         is_call = self._has_calls and reply.finish_reason == "stop"
         return "tool_calls" if is_call else reply.finish_reason
 
@@ -303,20 +304,21 @@ class ChatChoice:
 class ChatEvents(EventForm):
     """Converter of a chat's only answer to the events of another API, which fill its reply.
 
-    The answer is a list of parts: reasoning, texts and calls. A whole answer takes the same way.
+    The answer is a list of parts: reasoning, texts and calls. Whole answers are converted in the
+    same way.
     """
 
     def __init__(self, choice: ChatChoice, reply: Any, parts: list[Any]) -> None:
-        """parts: the list of the reply to which parts are added."""
+        """Start without parts. parts: the reply's list, to which parts are added."""
         self._choice = choice
         self.reply = reply
         self._parts = parts
         self._is_started = False
-        self._kind: PartKind | None = None  # of the last part, while it is open
-        self._texts: list[str] = []  # of the open part
+        self._kind: PartKind | None = None  # kind of the last part, while the part is open
+        self._texts: list[str] = []  # texts of the open part
 
     async def response(self, generation: Generation, is_stream: bool) -> Response:
-        """Return a stream of the events, or the reply that they fill."""
+        """Return a stream of the events, or the reply that the events fill."""
         if is_stream:
             return generation.stream_events(self, self.events)
         (answer,) = await generation.replies()
@@ -325,9 +327,9 @@ class ChatEvents(EventForm):
     def events(
         self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
     ) -> Iterator[Event]:
-        """Yield the events of new tokens, and, with the reply, the last ones.
+        """Yield the events of new tokens, and with the reply the last events.
 
-        A whole answer is `new` and `reply` at once.
+        For a whole answer, `new` and `reply` are both given.
         """
         if not self._is_started:
             self._is_started = True
@@ -343,13 +345,13 @@ class ChatEvents(EventForm):
             yield from self._end(reply)
 
     def whole(self, answer: GenerateReply) -> Any:
-        """Return the reply that the events of a whole answer fill."""
+        """Return the complete reply, filled by the events of a whole answer."""
         for _ in self.events(answer, answer):
             pass
         return self.reply
 
     def _piece(self, kind: PartKind, text: str, call: CalledTool | None = None) -> Iterator[Event]:
-        """Yield the events of one piece, which may end a part and begin another one."""
+        """Yield the events of one piece, which may end a part and begin another part."""
         if kind != self._kind or (call and call.id):
             yield from self._begin(kind, call)
         if text:
@@ -363,14 +365,14 @@ class ChatEvents(EventForm):
         yield from self._begun(self._parts[-1])
 
     def _close(self, is_whole: bool = True) -> Iterator[Event]:
-        """End the open part. is_whole: the answer was not cut off in the part."""
+        """Yield the events that end the open part. is_whole: the answer was not cut off in it."""
         if self._kind:
             self._kind = None
             yield from self._closed(self._parts[-1], "".join(self._texts), is_whole)
 
     @abstractmethod
     def _start(self, first: TextDelta | GenerateReply | None) -> Iterator[Event]:
-        """Yield the events before all parts. first: what has the counts of the prompt."""
+        """Yield the events before all parts. first: message with the counts of the prompt."""
 
     @abstractmethod
     def _new_part(self, kind: PartKind, call: CalledTool | None) -> Any:
@@ -394,7 +396,7 @@ class ChatEvents(EventForm):
 
 
 def _join_calls(pieces: list[CalledTool]) -> list[CalledTool]:
-    """Return the calls that a stream's pieces add up to."""
+    """Join the pieces of a stream's calls to whole calls."""
     calls: list[CalledTool] = []
     for piece in pieces:
         if piece.id:

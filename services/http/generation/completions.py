@@ -35,7 +35,7 @@ from penstock.services.http.shared.errors import json_response
 async def complete(state: AppState, request: CompletionRequest) -> Response:
     """Continue prompts."""
     given = prompts_of(request.prompt)
-    check_number(state, len(given), request.n)  # before each has its fields, and is echoed
+    check_number(state, len(given), request.n)  # before fields and echoes are computed
     fields = truncated(completion_fields(request), state.max_model_len)
     prompts = [{"prompt": prompt, **fields} for prompt in given]
     echoes = await _texts(state, prompts) if request.echo else [""] * len(prompts)
@@ -76,7 +76,7 @@ async def _texts(state: AppState, prompts: list[dict[str, Any]]) -> list[str]:
 
 
 class CompletionChoice:
-    """One answer, after its prompt if that is echoed."""
+    """One answer, after its prompt if the prompt is echoed."""
 
     def __init__(self, index: int, request: CompletionRequest, echo: str = "") -> None:
         self._index = index
@@ -88,7 +88,7 @@ class CompletionChoice:
     def chunks(
         self, delta: TextDelta | None, reply: GenerateReply | None
     ) -> Iterator[CompletionChunk]:
-        """Yield a chunk unless the tokens say nothing yet; the first chunk has the echo."""
+        """Yield a chunk if the tokens have text or other data; the first chunk has the echo."""
         piece = self._piece(delta, reply)
         has_logprobs = piece.logprobs or piece.prompt_logprobs
         if piece.text or reply or has_logprobs or self._request.has_tokens_in_chunks:
@@ -103,7 +103,7 @@ class CompletionChoice:
     def _piece(
         self, new: TextDelta | GenerateReply | None, reply: GenerateReply | None
     ) -> CompletionChunk:
-        """Return the next piece; what belongs to the prompt is in the first one."""
+        """Return the next piece. The first piece has the data of the prompt."""
         first = None if self._is_begun else new or reply
         new = new or first
         piece = CompletionChunk(index=self._index, text=new.text if new else "")

@@ -45,10 +45,10 @@ from penstock.services.http.shared.event_stream import (
     EventStream,
 )
 
-# of consecutive tokens; None for a token whose logprob was lost with a scheduler
+# logprobs of consecutive tokens; None for a token whose logprob was lost with a scheduler
 Logprobs = list[TokenLogprobs | None] | None
 _UNKNOWN = ChatLogprob(token="", logprob=-9999.0, bytes=None, top_logprobs=[])
-# converter of new tokens, and with the reply the last ones, to bodies of events
+# converter of new tokens to bodies of events; with the reply, to the last bodies
 Convert = Callable[[TextDelta | None, GenerateReply | None], Iterable[Body]]
 _CHUNKS = Chunks()
 
@@ -95,9 +95,9 @@ def completion_logprobs(
 def echoed_logprobs(
     prompt: str, tokens: list[TokenLogprobs | None], names_ids: bool = False
 ) -> CompletionLogprobs:
-    """Return the logprobs of an echoed prompt. Its first token has none.
+    """Return the logprobs of an echoed prompt. Its first token has no logprob.
 
-    The text of the first token is what the other tokens leave of the prompt.
+    The text of the first token is the part of the prompt before the other tokens.
     """
     data, decoder = prompt.encode(), getincrementaldecoder("utf-8")("replace")
     first = data[: len(data) - sum(len(token.bytes) for token in tokens if token)]
@@ -128,7 +128,7 @@ def _by_id(token: TokenLogprobs) -> dict[str, PromptLogprob]:
 def _append(
     logprobs: CompletionLogprobs, text_offset: int, token: TokenLogprobs | None, names_ids: bool
 ) -> None:
-    # of two equal names the likelier one wins
+    # of two equal names the likelier token wins
     both: list[Logprob | TokenLogprobs] = [token, *reversed(token.top)] if token else []
     top = {_unique_name(other, names_ids): other.logprob for other in both}
     logprobs.text_offset.append(text_offset)
@@ -143,7 +143,7 @@ def _name(token: Logprob | TokenLogprobs, names_ids: bool) -> str:
 
 
 def _unique_name(token: Logprob | TokenLogprobs, names_ids: bool) -> str:
-    """Return a token's text; as OpenAI does, `bytes:\\xe2\\x82` for a part of a character."""
+    """Return a token's text, or like OpenAI `bytes:\\xe2\\x82` for a part of a character."""
     if names_ids or "\ufffd" not in token.token:
         return _name(token, names_ids)
     data = bytes(token.bytes)
@@ -156,10 +156,10 @@ def _unique_name(token: Logprob | TokenLogprobs, names_ids: bool) -> str:
 class Choice(Protocol):
     """Converter of one answer's stream."""
 
-    prompt_token_ids: list[int] | None  # set before the first chunk, if they were requested
+    prompt_token_ids: list[int] | None  # set before the first chunk, if requested
 
     def chunks(self, delta: TextDelta | None, reply: GenerateReply | None) -> Iterable[Body]:
-        """Return the chunks of new tokens, if any, and, with the reply, the last ones."""
+        """Return the chunks of new tokens, if any, and with the reply the last chunks."""
 
 
 def check_number(state: AppState, num_prompts: int, n: int) -> None:
@@ -199,7 +199,7 @@ class Generation:
         self._options = request.stream_options or StreamOptions()
         self._prompts = prompts
         self._field_as_sent: FieldAsSent = lambda name: field_as_sent(name_as_sent(name, request))
-        # the one generated token is left out of the reply
+        # the only generated token is left out of the reply
         self._is_echo_only = request.max_tokens == 0
         given = f"-{request.request_id[:64]}" if request.request_id else ""
         # unique, even if two clients send the same id
@@ -232,7 +232,7 @@ class Generation:
 
     @contextmanager
     def aborted_on_error(self) -> Iterator[None]:
-        """End the requests if the block fails."""
+        """Abort the requests if the block fails."""
         try:
             yield
         except BaseException:
@@ -276,7 +276,7 @@ class Generation:
         await events.send([last] if self._options.include_usage else [], is_last=True)
 
     def _shared(self) -> Iterator[tuple["SharedLogprobs", asyncio.Event | None]]:
-        """Yield for each answer what it shares with the prompt's others, and what it waits for."""
+        """Yield the shared logprobs of each answer's prompt, and the event to wait for, if any."""
         for prompt in self._prompts:
             shared = SharedLogprobs()
             yield shared, None
@@ -301,11 +301,11 @@ class Generation:
         convert: Convert,
         turn: asyncio.Event | None = None,
     ) -> GenerateReply:
-        """Send all events of one answer, from its turn on, except those after its reply."""
+        """Wait for `turn`, then send all events of an answer. Return its reply."""
         last: TextDelta | None = None
 
         def pass_on(delta: TextDelta) -> bool:
-            """Send new output without waking this task; False if it has to wait."""
+            """Send new output without waking this task. Return False if the output has to wait."""
             if not self._is_echo_only:
                 if last or delta.finish_reason or not events.is_ready:
                     return False
@@ -342,14 +342,14 @@ class Generation:
 
 
 class SharedLogprobs:
-    """Logprobs of a prompt, which come with the first one of its answers, for all of them."""
+    """Logprobs of a prompt, which arrive with its first answer, for all of its answers."""
 
     def __init__(self) -> None:
         self.are_known = asyncio.Event()
         self._tokens: list[TokenLogprobs | None] | None = None
 
     def share(self, piece: TextDelta | GenerateReply) -> None:
-        """Take the logprobs from the first answer's first piece; put them into those of others."""
+        """Take the logprobs from the first answer's first piece, or add them to another's piece."""
         if not self.are_known.is_set():
             self._tokens = piece.prompt_logprobs
             self.are_known.set()
@@ -363,7 +363,7 @@ def _chunks(
     delta: TextDelta | None,
     reply: GenerateReply | None,
 ) -> Iterator[StreamChunk]:
-    """Yield `chunk` with each piece of the choice; the first one has what a chat's prompt has."""
+    """Yield `chunk` with each piece of the choice. A chat's first chunk has the prompt's data."""
     num_tokens = len(delta.token_ids) if delta else 0
     first = None if chunk.choices else delta or reply
     if first:

@@ -1,6 +1,7 @@
-"""Requests and replies: OpenAI's, with vLLM's additions.
+"""Requests and replies of OpenAI's API, with vLLM's additions.
 
-Fields that are always null are of things that Penstock does not do. Clients of vLLM read them.
+Fields that are always null belong to features that Penstock does not have; clients of vLLM read
+these fields.
 """
 
 from typing import Annotated, Any, Literal

@@ -1,4 +1,4 @@
-"""OpenAI's requests as fields of `GenerateRequest`."""
+"""Conversion of OpenAI's requests to fields of `GenerateRequest`."""
 
 from typing import Any
 
@@ -32,13 +32,13 @@ _KINDS = {
     "regex": "regex",
 }
 _SCHEMA = "response_format.json_schema.schema"
-# fields that the two kinds of requests have with different meanings
+# fields that have different meanings in chats and completions
 _OWN = ("n", "prompt", "messages", "tools", "request_id", "stream")
 _SAME = [name for name in GenerateRequest.__struct_fields__ if name not in _OWN]
 
 
 def chat_fields(request: ChatRequest, form: ToolFormat = HERMES) -> dict[str, Any]:
-    """Return the fields of a chat; form: of calls. Raises ApiError and MessageError."""
+    """Return the fields of a chat. form: format of tool calls. Raises ApiError, MessageError."""
     fields = _fields(request)
     fields["messages"] = chat_messages(request.messages)
     fields["max_tokens"] = request.max_completion_tokens or request.max_tokens
@@ -64,7 +64,7 @@ def completion_fields(request: CompletionRequest) -> dict[str, Any]:
     if request.max_tokens == 0:
         if not request.echo:
             raise invalid("max_tokens", "got 0, expected 1 or more, or echo: true")
-        fields["max_tokens"] = 1  # it is left out of the reply
+        fields["max_tokens"] = 1  # the token is left out of the reply
     if request.echo and request.logprobs is not None:
         fields["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     return fields
@@ -73,7 +73,7 @@ def completion_fields(request: CompletionRequest) -> dict[str, Any]:
 def prompts_of(
     prompt: str | list[str | int | list[int]], field: str = "prompt"
 ) -> list[str | list[int]]:
-    """Return the prompts of a field: texts or lists of token ids. Raises ApiError."""
+    """Return the prompts of a field, texts or lists of token ids. Raises ApiError."""
     if not prompt:
         raise invalid(field, "got an empty one, expected text or token ids")
     if isinstance(prompt, str):
@@ -92,7 +92,7 @@ def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
 
 
 def truncated(fields: dict[str, Any], max_model_len: int) -> dict[str, Any]:
-    """Return `fields` with the number of tokens that `truncate_prompt_tokens: -1` means.
+    """Return `fields` with a number of tokens in place of `truncate_prompt_tokens: -1`.
 
     Without `max_tokens`, a quarter of the context is left for the answer.
     """
@@ -103,7 +103,7 @@ def truncated(fields: dict[str, Any], max_model_len: int) -> dict[str, Any]:
 
 
 def prompt_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the fields that make a prompt."""
+    """Return the fields that make a prompt."""
     return {name: fields[name] for name in PromptFields.__struct_fields__ if name in fields}
 
 
@@ -134,7 +134,7 @@ def _fields(request: ApiRequest) -> dict[str, Any]:
 
 
 def _structured_outputs(request: ApiRequest) -> StructuredOutputs | None:
-    """Return what the text must match, from the fields for it. Raises ApiError if they differ."""
+    """Return the request's constraint on the text. Raises ApiError if its fields differ."""
     names = _structured_names(request)
     found = [_structured_output(name, request) for name in names]
     for name, other in zip(names, found, strict=True):
@@ -144,14 +144,14 @@ def _structured_outputs(request: ApiRequest) -> StructuredOutputs | None:
 
 
 def _meaning(wanted: StructuredOutputs | None) -> object:
-    """Return a value for comparisons: a schema may be a map or its text."""
+    """Return a comparable value, because a schema may be a map or its text."""
     if wanted is None or (wanted.json is None and not wanted.json_object):
         return wanted
     return msgspec.json.encode(wanted.schema(), order="sorted")
 
 
 def _structured_output(name: str, request: ApiRequest) -> StructuredOutputs | None:
-    """Return what a field of a request says that the text must match. Raises ApiError."""
+    """Return the constraint on the text in a field of a request. Raises ApiError."""
     if name == "structured_outputs":
         return request.structured_outputs
     if name != "response_format":
@@ -166,7 +166,7 @@ def _structured_output(name: str, request: ApiRequest) -> StructuredOutputs | No
 
 
 def _structured_names(request: ApiRequest) -> list[str]:
-    """Return the fields of a request that say what the text must match."""
+    """Return the names of a request's fields that constrain the text."""
     names = [name for name in ("structured_outputs", *_KINDS) if getattr(request, name) is not None]
     given = request.response_format
     return [*names, "response_format"] if given and given.type != "text" else names
@@ -184,7 +184,7 @@ def _structured(path: str, kind: str, value: Any) -> StructuredOutputs:
 
 
 def _tools_path(request: ChatRequest) -> str:
-    """Return the path of the parameters that a grammar consists of; `tools` if several do."""
+    """Return the path of the function's parameters in a grammar; `tools` for several functions."""
     forced = forced_tools(request)
     if len(forced) != 1:
         return "tools"

@@ -1,4 +1,4 @@
-"""Readers of one tool call: in JSON, in tags or without, and in the XML of Qwen3-Coder."""
+"""Readers of one tool call: in JSON, with or without tags, and in the XML of Qwen3-Coder."""
 
 import re
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ _HEAD = re.compile(
     r'(?P<begins>,\s*"(?:arguments|parameters)"\s*:\s*(?=\{))?'
 )
 _KEYS = ("arguments", "parameters")
-# what may come before a call in tags, and between two of them
+# text that may precede a call in tags, and text between two calls
 _ARRAY, _SEPARATOR = re.compile(r"\s*(?:\[\s*)?"), re.compile(r"[\s,;]*")
 _BARE_HEAD = '{"name":"'
 _CONTROL, _LINE_END = re.compile(r"[\x00-\x1f]"), "\n" + CLOSING
 _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]<]'), re.compile(r'["\\\x00-\x1f]')
 END_FUNCTION = "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-# what ends a value; models sometimes leave `</parameter>` out
+# texts that end a value; models sometimes leave `</parameter>` out
 VALUE_ENDS = (END_PARAMETER, f"\n{PARAMETER}", f"\n{END_FUNCTION}")
 _MAX_NAME = 256
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,256})>")
@@ -46,40 +46,40 @@ Event = str | Name | Arguments  # part of a call; a string is text that belongs 
 
 
 class CallReader(Protocol):
-    """Reads one call from the text after its opening tag."""
+    """Reader of one call, from the text after its opening tag."""
 
-    is_done: bool  # the call has ended, before the text that `feed` did not use
-    is_refused: bool  # the text is not a call
+    is_done: bool  # True if the call has ended, before the text that `feed` did not use
+    is_refused: bool  # True if the text is not a call
 
     def feed(self, text: str) -> tuple[list[Event], str]:
-        """Return what `text` holds, and its end that can't be decided yet."""
+        """Return the events in `text`, and the end of `text` that is still undecided."""
 
     def finish(self, text: str, is_cut: bool) -> list[Event]:
-        """Return what `text` holds where the answer ends; is_cut: by `max_tokens` or an abort."""
+        """Return the events of the final `text`. is_cut: `max_tokens` or an abort ended it."""
 
 
 class JsonScanner:
-    """Finds the end of a JSON object or array. It compares brackets and skips strings."""
+    """Scanner for the end of a JSON object or array: compares brackets, and skips strings."""
 
     def __init__(self, open_brackets: str = "", lenient_depth: int = 1) -> None:
-        """lenient_depth: open brackets from which on strings may have line breaks."""
+        """lenient_depth: number of open brackets from which strings may have line breaks."""
         self._open, self._lenient_depth = list(open_brackets), lenient_depth
         self._in_string = self._is_escaped = False
         self.is_closed = False
-        # a bracket does not match, a tag is outside strings, or a string does not end
+        # True if a bracket does not match, a tag is outside strings, or a string does not end
         self.is_broken = False
 
     def scan(self, text: str) -> tuple[int, str]:
-        """Return the number of characters before the value's end, or before the first mistake.
+        """Return the number of characters before the value's end or first mistake, and their JSON.
 
-        Return them as JSON, too: with control characters in strings escaped. A line break at the
-        end of the text is not scanned: before `</tool_call>`, it shows that a string does not end.
+        In the JSON text, control characters in strings are escaped. A line break at the end of the
+        text is not scanned, because before `</tool_call>` it shows that a string does not end.
         """
         position, parts = 0, []
         while position < len(text) and not (self.is_closed or self.is_broken):
             if self._is_escaped:
                 character = text[position]
-                parts.append(_escaped(character)[character < " " :])  # its backslash was there
+                parts.append(_escaped(character)[character < " " :])  # after its backslash
                 position, self._is_escaped = position + 1, False
                 continue
             found = (_INSIDE if self._in_string else _OUTSIDE).search(text, position)
@@ -116,9 +116,9 @@ class JsonScanner:
 
 
 class JsonReader:
-    """Reads `{"name": …, "arguments": {…}}`; a call begins with its arguments' brace.
+    """Reader of `{"name": …, "arguments": {…}}`; a call begins with its arguments' brace.
 
-    In tags, as Hermes and Qwen3 write it, `</tool_call>` ends the call, however broken it is.
+    In the tags of Hermes and Qwen3, `</tool_call>` ends even a broken call.
     """
 
     def __init__(self, in_tags: bool) -> None:
@@ -127,7 +127,7 @@ class JsonReader:
         self._read = self._read_head
         self._scanner = JsonScanner(lenient_depth=2)
         self._num_scanned = 0
-        self._body = ""  # as JSON: what was scanned
+        self._body = ""  # scanned text as JSON
         self._is_array = False
 
     def feed(self, text: str) -> tuple[list[Event], str]:
@@ -144,7 +144,7 @@ class JsonReader:
         if self._read == self._read_tail:
             rest = text[: tag_start(text, CLOSING)]
             return self._after_object(rest) if rest.strip() not in ("", "}") else []
-        if self._read == self._read_arguments:  # a line break in a string that is cut off
+        if self._read == self._read_arguments:  # a line break in a string that was cut off
             return _arguments(_escaped(text))
         if self._read != self._read_head:
             return []
@@ -156,14 +156,14 @@ class JsonReader:
         return [] if name is None else [Name(name)]
 
     def _is_possible(self, start: str) -> bool:
-        """Return whether text that begins like this may be a call."""
+        """Return whether text with this beginning may be a call."""
         if self._in_tags:
             return not start or start.startswith("{")
         start = "".join(start.split())[: len(_BARE_HEAD)]
         return _BARE_HEAD.startswith(start)
 
     def _read_head(self, text: str) -> tuple[list[Event], str]:
-        """Begin a call with its arguments or, where its name comes later, with its end."""
+        """Begin a call with its arguments or, if its name follows them, with its end."""
         if (begun := _HEAD.match(text)) and begun["begins"] and (name := _decoded(begun["name"])):
             self._read, self._scanner = self._read_arguments, JsonScanner()
             self._is_array = "[" in text[: begun.start("name")]
@@ -199,7 +199,7 @@ class JsonReader:
         return _arguments(scanned), text[length:]
 
     def _read_broken(self, text: str) -> tuple[list[Event], str]:
-        """Read arguments that are not JSON, as they were written."""
+        """Read arguments that are not JSON without changing them."""
         if not self._in_tags:
             return _arguments(text), ""
         body, tag, rest = text.partition(CLOSING)
@@ -208,7 +208,7 @@ class JsonReader:
         return _arguments(text[:length]), rest if tag else text[length:]
 
     def _read_tail(self, text: str) -> tuple[list[Event], str]:
-        """Drop the end of the object and its other members; anything else is text."""
+        """Drop the end of the object and its other members; other characters are text."""
         if self._in_tags:
             body, tag, rest = text.partition(CLOSING)
             self.is_done = bool(tag)
@@ -221,9 +221,9 @@ class JsonReader:
         return self._after_object(body), text[self._num_scanned :]
 
     def _after_object(self, text: str) -> list[Event]:
-        """Return what follows a call's arguments: members of its object are dropped.
+        """Return the events after a call's arguments; further members of its object are dropped.
 
-        Models put further calls into one tag, with or without an array around them.
+        Models put further calls into one tag, with or without an array around these calls.
         """
         scanner = JsonScanner("{", lenient_depth=2)
         length, scanned = scanner.scan(text)
@@ -245,7 +245,7 @@ class JsonReader:
 
 
 def tag_start(text: str, tag: str) -> int:
-    """Return the start of the newlines and the beginning of `tag` that `text` may end with."""
+    """Return the index of a partial `tag`, with newlines in front, at the end of `text`."""
     length = next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
     return len(text[: len(text) - length].rstrip("\n"))
 
@@ -255,7 +255,7 @@ def _arguments(text: str) -> list[Event]:
 
 
 def _whole_call(text: str) -> list[Event] | None:
-    """Return the events of a call whose name need not come first; None if it is not a call."""
+    """Return the events of a call, whose name need not come first; None if it is not a call."""
     try:
         call = msgspec.json.decode(text, type=dict[str, Raw])
         name = msgspec.json.decode(call["name"], type=str)
@@ -269,7 +269,7 @@ def _whole_call(text: str) -> list[Event] | None:
 
 
 def _object(given: str) -> str | None:
-    """Return arguments as JSON: an object, nothing, or the text of either; None: others."""
+    """Return arguments as JSON: an object, nothing, or the text of either; otherwise None."""
     if given.startswith('"'):
         _, given = JsonScanner().scan(msgspec.json.decode(given, type=str).strip())
         given = given if _is_json(given) or not given else "invalid"
@@ -285,7 +285,7 @@ def _is_json(text: str) -> bool:
 
 
 def _escaped(text: str) -> str:
-    """Return text for a string in JSON, with its control characters escaped."""
+    """Return text for a JSON string, with control characters escaped."""
     return _CONTROL.sub(lambda found: msgspec.json.encode(found[0]).decode()[1:-1], text)
 
 
@@ -297,9 +297,9 @@ def _decoded(name: str) -> str | None:
 
 
 class XmlReader:
-    """Reads one call. Values of strings are sent as they come, others when they are whole.
+    """Reader of one XML call. Strings are sent as they arrive, other values when complete.
 
-    The arguments become JSON by the function's schema.
+    The function's schema determines the JSON types of the arguments.
     """
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
@@ -307,8 +307,8 @@ class XmlReader:
         self._schemas = schemas
         self._arguments = ArgumentSchema({})
         self._read = self._read_function
-        self._separator = "{"  # before the next argument
-        self._schema: Any = True  # of the argument that is being read
+        self._separator = "{"  # text before the next argument
+        self._schema: Any = True  # schema of the current argument
 
     def feed(self, text: str) -> tuple[list[Event], str]:
         events: list[Event] = []
@@ -328,7 +328,7 @@ class XmlReader:
             return self._finish_value(text, is_cut)
         if self._read != self._read_element:
             return []
-        if is_cut:  # a parameter has begun if its tag is whole
+        if is_cut:  # a parameter has begun if its tag is complete
             return self._read_element(text + "\n")[0] if _PARAMETER.fullmatch(text) else []
         return [*([text] if text.strip() else []), self._end()]
 
@@ -358,7 +358,7 @@ class XmlReader:
         return [], text
 
     def _read_element(self, text: str) -> tuple[list[Event], str]:
-        """Begin a parameter, or end the call. Anything else is text."""
+        """Begin a parameter, or end the call. Other characters are text."""
         begun = _PARAMETER.match(text)
         if begun and (begun.end() < len(text) or text.endswith("\n")):
             key = begun[1].strip()
@@ -409,7 +409,7 @@ class XmlReader:
 
 
 def _is_begun(start: str) -> bool:
-    """Return whether more text may make an element of this one."""
+    """Return whether more text may complete this text to an element."""
     if start.startswith(PARAMETER):
         name = start[len(PARAMETER) :]
         return len(name) < _MAX_NAME and not re.search(r"[<>\n]", name)
@@ -417,7 +417,7 @@ def _is_begun(start: str) -> bool:
 
 
 def _value_length(text: str) -> int | None:
-    """Return the length of a value; None if its end is not there yet."""
+    """Return the length of a value; None if its end has not arrived yet."""
     ends = [(at, tag) for tag in VALUE_ENDS if (at := text.find(tag)) >= 0]
     if not ends:
         return None

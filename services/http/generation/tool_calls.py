@@ -1,9 +1,8 @@
 """Tool calls in generated text, piece by piece.
 
-A call is sent from the moment its name is known and its arguments begin. So a mistake later in
-its text can't make it text again: the client gets the arguments as the model wrote them. Tags
-around anything else are text. The pieces add up to the same text and calls however the answer is
-cut.
+A call is sent from the moment its name is known and its arguments begin. So a later mistake can't
+make the call text again: the client gets the arguments as the model wrote them. Tags around other
+text are text. The pieces add up to the same text and calls for every division of the answer.
 """
 
 import re
@@ -26,21 +25,21 @@ from penstock.services.http.generation.tool_call_readers import (
 from penstock.services.http.shared.app_state import FUNCTION, OPENING, FormatName
 
 Schemas = Mapping[str, Mapping[str, Any]]  # JSON schemas of arguments by function
-# what may come before the first call without tags, and between two of them
+# text that may precede the first call without tags, and text between two calls
 _BEFORE, _BETWEEN = re.compile(r"\s*(?:\[\s*)?"), re.compile(r"[\s,;]*")
 
 Piece = str | CalledTool  # text, or a piece of a call: its id and name first, then its arguments
 
 
 class ToolCallParser(ABC):
-    """Parser of an answer. Newlines around a call are dropped; text within it comes after it."""
+    """Parser of an answer. Drops newlines around a call, and moves text within a call after it."""
 
     def __init__(self, reader: Callable[[], CallReader], is_forced: bool) -> None:
-        """is_forced: the answer consists of calls only, so a call that is cut off is never text."""
+        """is_forced: the answer has calls only, so that a call that is cut off is never text."""
         self._new_reader = reader
         self._is_forced = is_forced
         self._reader: CallReader | None = None
-        self._opening = ""  # of the call that is being read, with the newlines before it
+        self._opening = ""  # tag of the current call, with the newlines before the tag
         self._held = ""
         self._within = ""  # text within the call
         self._num_calls = 0
@@ -61,9 +60,9 @@ class ToolCallParser(ABC):
                 return pieces
 
     def finish(self, is_cut: bool = False) -> list[Piece]:
-        """Return what was held back. is_cut: the answer did not end by itself.
+        """Return the pieces that were held back. is_cut: the answer did not end by itself.
 
-        A call that is cut off has as much of its arguments as was generated.
+        A call that is cut off keeps the generated part of its arguments.
         """
         rest, self._held = self._held, ""
         if self._reader is None:
@@ -80,14 +79,14 @@ class ToolCallParser(ABC):
 
     @abstractmethod
     def _refused(self) -> list[Piece]:
-        """Return the text of what is not a call; what comes after it is examined again."""
+        """Return text that turned out not to be a call; the text after it is examined again."""
 
     def _begin_call(self, opening: str, rest: str) -> None:
         self._reader = self._new_reader()
         self._opening, self._held = opening, rest
 
     def _end_call(self, pieces: list[Piece]) -> bool:
-        """Return whether the call has ended, or is text; then the next one may begin."""
+        """Return whether the call has ended or is text, so that the next call may begin."""
         if not self._reader or not (self._reader.is_done or self._reader.is_refused):
             return False
         if self._reader.is_refused:
@@ -128,13 +127,13 @@ class ToolCallParser(ABC):
 class TaggedCallParser(ToolCallParser):
     """Parser of calls in tags.
 
-    What may be the beginning of a tag, or newlines before it, is held back.
+    A possible beginning of a tag is held back, with the newlines before the tag.
     """
 
     def __init__(
         self, reader: Callable[[], CallReader], openings: tuple[str, ...], is_forced: bool
     ) -> None:
-        """openings: tags before a call; the reader is fed all but `<tool_call>`."""
+        """openings: tags before a call; the reader gets each tag except `<tool_call>`."""
         super().__init__(reader, is_forced)
         self._openings = openings
 
@@ -152,13 +151,13 @@ class TaggedCallParser(ToolCallParser):
         return text
 
     def _refused(self) -> list[Piece]:
-        length = 0 if self._opening.endswith(OPENING) else 1  # a tag that is held: its `<`
+        length = 0 if self._opening.endswith(OPENING) else 1  # of a held tag only `<` is text
         text, self._held = self._opening + self._held[:length], self._held[length:]
         return self._text(text)
 
 
 class BareCallParser(ToolCallParser):
-    """Parser of an answer that is a call in JSON without tags, several of them, or an array."""
+    """Parser of an answer that is a JSON call without tags, several calls, or an array of calls."""
 
     def __init__(self, is_forced: bool) -> None:
         super().__init__(partial(JsonReader, in_tags=False), is_forced)

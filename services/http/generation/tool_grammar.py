@@ -21,15 +21,15 @@ from penstock.services.http.generation.tool_call_readers import VALUE_ENDS
 from penstock.services.http.shared.app_state import ToolFormat
 from penstock.services.http.shared.errors import invalid
 
-# as Qwen3 was trained to write: with free white space, models write a lot of it
+# Qwen3's style in training; models would generate much white space if it were free
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _END_VALUE = '"\\n</parameter>\\n"'
 
 
 def forced_call(request: ChatRequest, form: ToolFormat) -> str | None:
-    """Return a grammar; None if the model need not call a function. Raises ApiError.
+    """Return the grammar of a forced call; None if no call is forced. Raises ApiError.
 
-    The grammar is one call, or several where any function may be called and calls may be parallel.
+    The grammar is a call, or several calls if any function may be called and calls may be parallel.
     """
     choice = request.tool_choice
     if not is_forced(request):
@@ -69,7 +69,7 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
 
 
 def forced_tools(request: ChatRequest) -> list[Tool]:
-    """Return the tools of which one must be called, if a call is forced. Raises ApiError."""
+    """Return the tools from which a forced call may choose. Raises ApiError."""
     choice, tools = request.tool_choice, offered_tools(request)
     if isinstance(choice, NamedTool):
         return [tool for tool in tools if tool.function.name == choice.function.name]
@@ -77,7 +77,7 @@ def forced_tools(request: ChatRequest) -> list[Tool]:
 
 
 def call_grammar(form: ToolFormat, functions: list[Function], is_one: bool) -> str:
-    """Return the grammar of one call, or of one or more, of any of the functions."""
+    """Return the grammar of calls of the functions: one call if `is_one`, otherwise one or more."""
     is_xml = form.name == "qwen3_coder"
     rules = [
         r
@@ -97,7 +97,7 @@ def call_grammar(form: ToolFormat, functions: list[Function], is_one: bool) -> s
 
 
 def unsuitable(form: ToolFormat, function: Function) -> tuple[str, str] | None:
-    """Return the field for which a forced call can't be written in this format, and why."""
+    """Return the field that this format's forced calls don't support, and the problem, or None."""
     schema = function.parameters or {}
     if schema.get("type", "object") != "object":
         return "parameters.type", f"got {schema['type']!r}, expected 'object'"
@@ -120,7 +120,7 @@ def unsuitable(form: ToolFormat, function: Function) -> tuple[str, str] | None:
 
 
 def _unreadable(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the field with a name or a value that XmlReader would cut, and why."""
+    """Return the field with a name or value that XmlReader would cut, and the problem, or None."""
     properties: Mapping[str, Any] = schema.get("properties", {})
     for key in properties:
         if re.search(r"[<>\n]", key):
@@ -138,7 +138,7 @@ def _unreadable(schema: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _json(rule: str, function: Function) -> list[str]:
-    """Return the rules of one function. Its schema stays a root, to which references point."""
+    """Return the rules of one function. Its schema stays the root, because references need it."""
     begin = encoded(f'{{"name": {encoded(function.name)}, "arguments": ')
     schema = {"type": "object", **(function.parameters or {}), "x-guidance": _SPACES}
     return [f'{rule}: {begin} {rule}_arguments "}}"', f"{rule}_arguments: %json {encoded(schema)}"]
@@ -174,7 +174,7 @@ def _xml_parameter(rule: str, key: str, schema: Any, defs: Mapping[str, Any]) ->
 
 
 def _xml_value(rule: str, schema: Any, defs: Mapping[str, Any]) -> list[str]:
-    """Return what a value is in the grammar, with its end, and the rules for it."""
+    """Return the grammar's expression for a value with its end, followed by its rules."""
     if "string" not in permitted_types(schema):
         shaped = {"x-guidance": _SPACES, **defs, "allOf": [schema]}
         return [f"{rule} {_END_VALUE}", f"{rule}: %json {encoded(shaped)}"]
@@ -188,7 +188,7 @@ def _xml_value(rule: str, schema: Any, defs: Mapping[str, Any]) -> list[str]:
 
 
 def _choices(schema: Mapping[str, Any]) -> list[str]:
-    """Return the values that a schema lists, as texts of parameters."""
+    """Return the values of an enumeration in a schema, as texts of parameters."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     values = values if isinstance(values, list) else []
     return [value if isinstance(value, str) else encoded(value) for value in values]
