@@ -193,7 +193,7 @@ def _number(
 T = TypeVar("T")
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 MIN_REQUEST_BYTES = 1 << 20
-# of a prompt in JSON: a token id takes at most 8, and text seldom more, even if escaped
+# bytes of a token in a JSON prompt: a token id takes at most 8, text seldom more, even if escaped
 REQUEST_BYTES_PER_TOKEN = 16
 ARCHITECTURE = "Qwen3ForCausalLM"
 MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"

@@ -20,7 +20,7 @@ from penstock.protocol.tokenizer_file import (
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-TIED = "lm_head.weight"  # tensor of some checkpoints that is not used: the embedding is
+TIED = "lm_head.weight"  # tensor of some checkpoints that is ignored: the embedding is used
 # frequencies in files of old versions of transformers; ours are computed from config.json
 COMPUTED = "rotary_emb.inv_freq"
 BARE = "embed_tokens.weight"  # in embedding models, whose tensor names lack `model.`
@@ -40,7 +40,7 @@ _OPTIONAL_FILES = (
     *("generation_config.json", INDEX_FILE),
 )
 _FLOATS = ("BF16", "F16", "F32", "F64", "F8_E4M3")
-# types of all tensors: also packed weights, and their zero points, groups and shapes
+# with the types of packed weights, and of their zero points, groups and shapes
 _PACKED_TYPES = (*_FLOATS, "I8", "I32", "I64")
 _INTEGERS_HINT = "; integers need `quantization_config` in config.json, also if another file has it"
 # name, shape, and the fields of config.json from which the shape follows
@@ -107,7 +107,7 @@ def _num_layers(expected: Iterable[str], tensors: Iterable[str]) -> int:
 def read_index(folder: Path) -> dict[str, str] | None:
     """Return the file of each tensor; None if all are in `SINGLE_FILE`. Raises ModelError.
 
-    Beside `SINGLE_FILE`, an index that does not name this file belongs to older shards. Like
+    Next to `SINGLE_FILE`, an index that does not name this file belongs to older shards. Like
     transformers, the pipeline does not read such an index.
     """
     if not (folder / INDEX_FILE).exists():

@@ -105,7 +105,7 @@ def _entry(path: str, reason: str, raw: object, kind: type[Struct]) -> tuple[str
             msgspec.convert({key: value}, types[name], str_keys=True)
         except msgspec.ValidationError as error:
             inner, _, where = str(error).partition(" - at ")
-            if not where:  # the field's type is no map, or the whole map is checked
+            if not where:  # the field can't be a map, or the whole map is checked
                 return name, reason
             if where.startswith("`key"):
                 inner = re.sub(r", got `\w+`$", "", inner[0].lower() + inner[1:])
@@ -179,7 +179,7 @@ def _at(
     return [inner] if inner else []
 
 
-# maximum nesting of lists and maps in one field. Encoders, chat templates and grammar compilers
+# maximum depth of lists and maps in a field. Encoders, chat templates and grammar compilers
 # recurse over a request; their limits are many times this depth.
 MAX_DEPTH = 64
 # maximum number of lists and maps in a request. A list of one byte takes 64 bytes of memory and up

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 Entry = tuple[int, int, Item, str]  # (priority, number, item, client)
-SEPARATOR = "\n"  # of the parts of a client's name
+SEPARATOR = "\n"  # between the parts of a client's name
 
 
 class FairQueue(Generic[Item]):
@@ -84,7 +84,7 @@ def _address(client: str) -> str:
     return client.partition(SEPARATOR)[0]
 
 
-RESERVED = 8  # limit // N additional places are kept for clients that have few
+RESERVED = 8  # for every N places of a limit, a place is added for clients with few
 
 
 def exceeds(new: int, own: int, total: int, limit: int) -> bool:

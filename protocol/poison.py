@@ -67,7 +67,7 @@ class PoisonList(OrderedDict[bytes, tuple[int, float]]):
         return num_deaths if monotonic() - since < MEMORY else 0
 
     def put(self, digest: bytes, num_deaths: int) -> None:
-        """Remember a number of deaths instead of the one before; 0 forgets the digest."""
+        """Remember a number of deaths in place of the previous number; 0 forgets the digest."""
         self.pop(digest, None)
         if num_deaths:
             self[digest] = num_deaths, monotonic()

@@ -47,7 +47,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _quota(folder: Path, controllers: str) -> float:
-    """Return the limit of one cgroup. Raises OSError or ValueError without a limit."""
+    """Return the limit of one cgroup. Raises OSError or ValueError if there is no limit."""
     if controllers:
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         period = int((folder / "cpu.cfs_period_us").read_text())

@@ -168,7 +168,7 @@ class AsyncClient:
     async def generate_n(
         self, prompt: str | list[int] | None = None, **fields: Any
     ) -> list[GenerateReply]:
-        """Return `n` whole answers to a prompt. Raises RequestError if one fails.
+        """Return `n` whole answers to a prompt. Raises RequestError if any fails.
 
         Cancelling the task, or a failure, aborts all answers.
         """

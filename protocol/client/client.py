@@ -11,11 +11,11 @@ A request survives the failure of any process of the pipeline, including the gat
 connection is restored, the client resubmits unanswered requests. `ClientError` is the root of the
 client's errors.
 
-`Client("tcp://gpu1:5555,tcp://gpu2:5555")` continues at the next address when one is
+`Client("tcp://gpu1:5555,tcp://gpu2:5555")` continues at the next address when an address is
 lost or unreachable.
 
-Where the gateway has keys, `keys` is the folder with `server.key` and `NAME.key_secret`, and
-`client` the NAME: `Client("tcp://gpu1:5555", keys="alice-keys", client="alice")`.
+If the gateway has keys, `keys` is the folder with `server.key` and `NAME.key_secret`, and `client`
+is the NAME: `Client("tcp://gpu1:5555", keys="alice-keys", client="alice")`.
 """
 
 import math

@@ -90,7 +90,7 @@ class Addresses:
         self._refused_by.add(self.current)
 
     def turn(self) -> bool:
-        """Move to the next address that has not refused our key. Return False if there is no such.
+        """Move to the next address that has not refused our key. Return False if none is left.
 
         Once a round, stay at the current address, which libzmq retries after a pause: otherwise a
         client would cycle through the addresses without a pause. Addresses that refused our key are

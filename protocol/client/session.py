@@ -88,7 +88,7 @@ class NoAnswer(ClientError):  # noqa: N818  `TimeoutError` is taken, and says le
 
 
 def ignore_change() -> None:
-    """Do nothing: no task waits. A waiter that stayed would keep its answer from being freed."""
+    """Do nothing, because no task waits. A kept waiter would prevent freeing its answer."""
 
 
 class Answer:
@@ -237,7 +237,10 @@ class Session:
     """
 
     def __init__(self, max_unread_bytes: float = math.inf) -> None:
-        """max_unread_bytes: limit of a stream with a blocked reader; beyond it, it is `cut`."""
+        """Start without questions.
+
+        max_unread_bytes: limit of a stream whose reader is blocked; beyond the limit, it is `cut`.
+        """
         self.cut: list[Answer] = []  # streams to be aborted
         self._max_unread = max_unread_bytes
         self._answers: dict[bytes, Answer] = {}

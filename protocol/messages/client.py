@@ -128,7 +128,7 @@ class GenerateRequest(SamplingParams, kw_only=True, tag="generate", forbid_unkno
     priority: Priority = 0
     # the client's own name for the request; None: the gateway makes a name
     request_id: RequestId | None = None
-    # send the text as it comes (DEALER sockets only: a REQ socket gets one reply)
+    # send the text as it arrives (DEALER sockets only: a REQ socket gets one reply)
     stream: bool = False
     # output tokens that the client has already: generation continues after them. The reply and a
     # stream include these tokens.
@@ -198,7 +198,7 @@ class GenerateReply(Struct, kw_only=True, tag="generated"):
     starts_reasoning: bool = False
     # in a chat: index of the reasoning's first character in `text`; None: no reasoning
     reasoning_begin: int | None = None
-    # index after the reasoning's last character, where the token `</think>` stands; None: the
+    # index after the reasoning's last character, at the token `</think>`; None: the
     # reasoning has not ended
     reasoning_end: int | None = None
     times: RequestTimes | None = None  # None if no token was generated
@@ -229,7 +229,7 @@ class TextDelta(Struct, kw_only=True, tag="delta", omit_defaults=True):
     text: str
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
-    logprobs: list[TokenLogprobs | None] | None = None  # one for each of `token_ids`, if requested
+    logprobs: list[TokenLogprobs | None] | None = None  # for each of `token_ids`, if requested
     # in the request's first delta only; the reply repeats them
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     starts_reasoning: bool = False  # as in `GenerateReply`
@@ -365,7 +365,7 @@ BATCH = encode_number(0)  # in front of a `ReplyBatch`; requests have other numb
 
 
 def has_number(envelope: Sequence[bytes]) -> bool:
-    """Return whether the frames after the peer's identity are one number."""
+    """Return whether a single number follows the peer's identity."""
     return len(envelope) == 2 and len(envelope[1]) == NUMBER_BYTES and envelope[1][:1] == _MARK
 
 

@@ -1,4 +1,4 @@
-"""Lists of integers as raw little-endian int32, which cost nothing to decode at any length."""
+"""Lists of integers as raw little-endian int32, which need no decoding at any length."""
 
 from array import array
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ class PackedLists:
 
 
 class PackedLogprobs(Struct, array_like=True):
-    """Logprobs of one position from the worker: of the token itself, then of the likeliest."""
+    """Logprobs of one position from the worker: first the token itself, then the likeliest."""
 
     token_ids: bytes  # int32 [1 + k]
     logprobs: bytes  # float32 [1 + k]

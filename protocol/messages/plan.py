@@ -61,7 +61,7 @@ class RowAdded(Struct, PackedLists, array_like=True):
     item_bytes: ClassVar = {"token_ids": 4, "block_ids": 4}
 
     slot: int
-    token_ids: bytes  # prefill tokens: the prompt and what was generated before: int32 [num_tokens]
+    token_ids: bytes  # prefill tokens (the prompt, and earlier output): int32 [num_tokens]
     block_ids: bytes  # block table: int32 [num_blocks], room for every prefill token
     num_computed_tokens: int  # leading tokens whose KV is in the blocks already (prefix cache)
     # by name, the NUMBERS of `penstock.protocol.messages.sampling` that are not neutral: each has a

@@ -1,6 +1,6 @@
 """The status of the pipeline, as scheduler, supervisor and gateway report it, with its metrics.
 
-The names of metrics are vLLM's where the meaning is the same.
+Metrics have vLLM's names if they have the same meaning.
 """
 
 from bisect import bisect_left
@@ -127,13 +127,13 @@ class ProcessStatus(Struct, kw_only=True, omit_defaults=True):
 class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
     """The scheduler's state, sent to the gateway when it starts, on change, and as heartbeat."""
 
-    epoch: int  # epoch of this scheduler; a later scheduler has a larger one
-    ready: bool  # True with all workers and at least one detokenizer
+    epoch: int  # epoch of this scheduler; a later scheduler has a larger epoch
+    ready: bool  # True if all workers and at least one detokenizer are available
     first_attempt: int = 0  # first attempt of the newest known gateway, which is served
     # requests of an earlier gateway that have a lease, and that no client has claimed yet
     unclaimed: list[str] = []
     replica: Annotated[int, Meta(ge=0)] = 0
-    workers_ready: bool = False  # plans can be run, whether or not there is a detokenizer
+    workers_ready: bool = False  # True if plans can be run, even without a detokenizer
     # plans may be run soon: the scheduler has restarted, and may adopt earlier workers
     awaits_workers: bool = False
     # while no plan can be run: request → deaths of workers at which the request was in flight
@@ -218,7 +218,7 @@ class StatusReply(Struct, kw_only=True, tag="status_reply"):
     metrics: Metrics | None = None
     models: list[ModelStatus] = []  # each of several models
     num_bad_frames: int
-    # no new request is accepted: the pipeline stops when the open ones are answered
+    # no new request is accepted: the pipeline stops when open requests are answered
     draining: bool = False
     # every process that a supervisor keeps running, the gateway included
     processes: list[ProcessStatus] = []

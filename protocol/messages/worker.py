@@ -98,7 +98,7 @@ class FolderReport(Struct, array_like=True, tag=True):
 
 
 class CompileGrammars(Struct, array_like=True, tag=True):
-    """Scheduler → rank 0: grammars to compile during the steps, and compiled ones to forget.
+    """Scheduler → rank 0: grammars to compile during the steps, and compiled grammars to forget.
 
     The scheduler numbers its grammars within an epoch. A row with a grammar contains the number,
     and comes after the grammar's `GrammarCompiled`. A running row keeps a forgotten grammar.

@@ -21,8 +21,8 @@ MAX_DRAIN_SECONDS = 0.1
 # length, for which libzmq would allocate memory: a restarted detokenizer may get all tokens of
 # 2,048 streams of 131,072 (1 GiB) at once. 4 GiB is also the maximum of MessagePack's lengths.
 MAX_FRAME_BYTES = 1 << 32
-# bytes by which a client's frame may exceed the limit and still be answered with an error; for a
-# longer one libzmq disconnects before the frame is in memory
+# bytes by which a client's frame may exceed the limit and still be answered with an error; libzmq
+# disconnects the sender of a longer frame before the frame is in memory
 OVERSIZE_SLACK = 1 << 22
 # exceptions of msgspec for data that can't be decoded, or encoded again as MessagePack:
 # RecursionError for deep nesting, OverflowError for an integer over 64 bits

@@ -82,8 +82,8 @@ def admitted_keys(folder: Path) -> set[bytes]:
 class Authenticator:
     """The set of clients that may connect to the sockets that speak CURVE, by key.
 
-    The folder of a socket's domain is read for every new connection: a key that is added is
-    admitted at once, and a removed one opens no further connection.
+    The folder of a socket's domain is read for every new connection. An added key is admitted at
+    once, and a removed key opens no further connection.
     """
 
     def __init__(self, channel: Channel[Any]) -> None:
@@ -143,7 +143,7 @@ def bind(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
 
 
 class Endpoints(NamedTuple):
-    """The address of every socket of one pipeline that one replica uses."""
+    """The addresses of a pipeline's sockets, as one replica uses them."""
 
     clients: str
     inner_clients: str

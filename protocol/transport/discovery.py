@@ -36,7 +36,7 @@ class Node(Struct, frozen=True):
 
     node_id: str  # the cluster's id of the machine
     name: str  # readable name of the machine
-    host: str  # address at which other machines reach this one
+    host: str  # address at which other machines reach this machine
     # name → `tcp://` address of the supervisor's sockets: `directory` and `supervisor`
     fixed: dict[str, str]
 
@@ -47,7 +47,7 @@ class Address(Struct, frozen=True):
     node_id: str
     ipc: str
     tcp: str
-    incarnation: int  # incarnation of the process that binds the name; a later one replaces it
+    incarnation: int  # incarnation of the binding process; a later incarnation replaces it
 
 
 class Announcement(Struct, tag=True):

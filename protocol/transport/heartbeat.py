@@ -97,10 +97,10 @@ class LentSockets:
 class HeartbeatThread:
     """A thread that sends this process's heartbeats, with the main thread's busy time.
 
-    The main thread calls `beat` every HEARTBEAT_INTERVAL, as far as its work allows; the first call
-    starts the thread. A worker calls `start`, then `progress` in each step and `rest` after it. A
-    stopped process sends nothing, and the time does not count; a process that is stuck at a piece
-    of work is killed by its supervisor after --step-timeout.
+    The main thread calls `beat` every HEARTBEAT_INTERVAL, if its work allows; the first call starts
+    the thread. A worker calls `start`, then `progress` in each step and `rest` after the step. A
+    stopped process sends no heartbeats, and the time does not count. The supervisor kills a process
+    that is stuck at a piece of work after --step-timeout.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ MAX_SUSPECTS = 1 << 14  # newest requests whose deaths are remembered
 
 
 class DeathReports:
-    """Sender of reports to the supervisor, if any: requests that may have killed processes."""
+    """Sender of suspects to the supervisor, if any: requests that may have killed processes."""
 
     def __init__(self, process: Process) -> None:
         # digests that were reported and not cleared, the newest

@@ -111,9 +111,9 @@ COUNTER_FILE = "incarnations"
 # Linux's own default maximum. Containers may have a hard limit of 2**30, and some programs loop
 # over all descriptors.
 MAX_DESCRIPTORS = 1 << 20
-MACOS_MAX_DESCRIPTORS = 10_240  # whatever its hard limit says
+MACOS_MAX_DESCRIPTORS = 10_240  # maximum on macOS, regardless of the hard limit
 MAX_FAILURE_LINES = 20  # lines per second
-_LOCAL_TIME = "%m-%d %H:%M:%S"  # of text logs, before milliseconds
+_LOCAL_TIME = "%m-%d %H:%M:%S"  # time in text logs; milliseconds follow
 # number of new container objects after which the garbage collector examines them. A few new
 # requests reach Python's default of 700: in a burst, a seventh of all CPU time went into
 # collections that freed nothing.

@@ -46,7 +46,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket] | None:
 
 
 def create_memory(num_bytes: int) -> int:
-    """Return the descriptor of zeroed memory. Raises OSError in some sandboxes, by RLIMIT_FSIZE."""
+    """Return the descriptor of zeros. Raises OSError: a sandbox or RLIMIT_FSIZE may refuse it."""
     descriptor = os.memfd_create("penstock")
     try:
         os.ftruncate(descriptor, num_bytes)

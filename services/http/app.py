@@ -31,7 +31,7 @@ from penstock.services.http.shared.places import decoded_bytes
 _log = logging.getLogger("http")
 LARGE_BODY_BYTES = 1 << 16  # a larger body may take tens of milliseconds to decode
 _HANDLED = (ApiError, MessageError, RequestError, HTTPException, ClientDisconnect)
-# the page loads nothing from, and sends nothing to, other servers
+# the page neither loads from nor sends to other servers
 _PAGE_HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": (

@@ -58,7 +58,7 @@ _NAMES = {
     "chat_template_kwargs": "thinking",
     "continue_final_message": "messages",
 }
-SIGNATURE = "unsigned"  # of thinking blocks: clients expect a signature, and send it back
+SIGNATURE = "unsigned"  # signature of thinking blocks: clients require and return it
 # kind of a block → type of an event with more of its text, and the field with the text
 _DELTAS: dict[PartKind, tuple[str, str]] = {
     "reasoning": ("thinking_delta", "thinking"),
@@ -143,7 +143,7 @@ class ToolUseChoice(Struct, kw_only=True):
 
 
 class ThinkingConfig(Struct, kw_only=True):
-    """Reasoning before the answer, where the chat template has a switch for it."""
+    """Reasoning before the answer, if the chat template has a switch for reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     # changes nothing: `max_tokens` limits reasoning and answer together
@@ -206,7 +206,7 @@ AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
 class MessageUsage(Struct, kw_only=True):
     """Token counts; the prompt is the sum of the first three, as in Anthropic's API.
 
-    `cache_creation_input_tokens` are those that are now in the prefix cache and were not before.
+    `cache_creation_input_tokens` counts tokens that this request added to the prefix cache.
     """
 
     input_tokens: int = 0
@@ -416,7 +416,7 @@ class MessageEvents(ChatEvents):
         form: ToolFormat,
         cached_block: int = 0,
     ) -> None:
-        """cached_block: tokens of a block of the prefix cache; 0: no prefix cache."""
+        """Start a message. cached_block: tokens of a prefix cache block; 0: no prefix cache."""
         self._cached_block = cached_block
         self._max_tokens = request.max_tokens or 0
         self._message = MessageReply(id=message_id, model=model)

@@ -28,7 +28,7 @@ TOKEN_BYTES = 5  # maximum bytes of a token id in a request to the gateway
 
 
 class PoolingRequest(Struct, kw_only=True):
-    """Fields of all three."""
+    """Fields of requests for embeddings, ranks and scores."""
 
     model: str | None = None
     priority: Priority = 0
@@ -70,7 +70,7 @@ class RerankRequest(PoolingRequest, kw_only=True):
 
 
 class ScoreRequest(PoolingRequest, kw_only=True):
-    """`POST /v1/score`: pairs of texts; one first text may stand for all pairs."""
+    """`POST /v1/score`: pairs of texts; a single first text is used for all pairs."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None

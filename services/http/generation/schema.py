@@ -194,7 +194,7 @@ class TopLogprob(Struct, kw_only=True):
 
 
 class ChatLogprob(Struct, kw_only=True):
-    """The token at a position, and the likeliest ones."""
+    """The token at a position, and the likeliest tokens there."""
 
     token: str
     logprob: float
@@ -218,7 +218,7 @@ class CompletionLogprobs(Struct, kw_only=True):
 
 
 class PromptLogprob(Struct, kw_only=True):
-    """vLLM's logprob of one prompt token; the rank of the likeliest one is 1."""
+    """vLLM's logprob of one prompt token; the likeliest token has rank 1."""
 
     logprob: float
     rank: int
@@ -229,14 +229,14 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CalledFunction(Struct, kw_only=True, omit_defaults=True):
-    """A function's name and the JSON text of its arguments, or a piece of it."""
+    """A function's name and the JSON text of its arguments, or a piece of this text."""
 
     name: str | None = None
     arguments: str
 
 
 class CalledTool(Struct, kw_only=True, omit_defaults=True):
-    """A tool call; in a stream, a piece of one with the number of the call."""
+    """A tool call; in a stream, a piece of a call with the call's index."""
 
     index: int | UnsetType = UNSET
     id: str | None = None

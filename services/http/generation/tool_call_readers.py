@@ -62,7 +62,7 @@ class JsonScanner:
     """Scanner for the end of a JSON object or array: compares brackets, and skips strings."""
 
     def __init__(self, open_brackets: str = "", lenient_depth: int = 1) -> None:
-        """lenient_depth: number of open brackets from which strings may have line breaks."""
+        """Start a scan. lenient_depth: open brackets from which strings may have line breaks."""
         self._open, self._lenient_depth = list(open_brackets), lenient_depth
         self._in_string = self._is_escaped = False
         self.is_closed = False

@@ -35,7 +35,10 @@ class ToolCallParser(ABC):
     """Parser of an answer. Drops newlines around a call, and moves text within a call after it."""
 
     def __init__(self, reader: Callable[[], CallReader], is_forced: bool) -> None:
-        """is_forced: the answer has calls only, so that a call that is cut off is never text."""
+        """Start an answer.
+
+        is_forced: the answer has calls only, so that a call that is cut off is never text.
+        """
         self._new_reader = reader
         self._is_forced = is_forced
         self._reader: CallReader | None = None
@@ -133,7 +136,10 @@ class TaggedCallParser(ToolCallParser):
     def __init__(
         self, reader: Callable[[], CallReader], openings: tuple[str, ...], is_forced: bool
     ) -> None:
-        """openings: tags before a call; the reader gets each tag except `<tool_call>`."""
+        """Start an answer.
+
+        openings: tags before a call; the reader gets each tag except `<tool_call>`.
+        """
         super().__init__(reader, is_forced)
         self._openings = openings
 

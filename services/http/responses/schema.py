@@ -36,13 +36,13 @@ Parts = list[Part]
 
 
 class Item(Struct, kw_only=True, omit_defaults=True):
-    """One item of the input. Unknown fields are ignored: clients send back what they received."""
+    """An item of the input. Unknown fields are ignored: clients send back received items."""
 
     type: str = "message"
     id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | Parts | None = None
-    summary: Parts | None = None  # of a reasoning item
+    summary: Parts | None = None  # summary of a reasoning item
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
@@ -78,7 +78,7 @@ class ResponseTool(Struct, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    tools: Functions = field(default_factory=list)  # of a namespace
+    tools: Functions = field(default_factory=list)  # functions of a namespace
 
 
 class NamedFunction(Struct, kw_only=True, tag_field="type", tag="function"):
@@ -261,7 +261,7 @@ class ResponseError(Struct, kw_only=True):
 
 
 class TextUsed(Struct, kw_only=True):
-    """The options of the text that a request had."""
+    """The text options of the request."""
 
     format: TextFormat = field(default_factory=lambda: TextFormat(type="text"))
     verbosity: Literal["low", "medium", "high"] = "medium"

@@ -37,7 +37,7 @@ class Caller(NamedTuple):
     """Sender of the request that this task handles."""
 
     client: str | None  # the remote address: fairness between clients depends on it
-    request_id: str  # the header X-Request-Id; empty without one
+    request_id: str  # the header X-Request-Id; empty without this header
     unique_id: str
     key: str = ""  # the API key that was sent, valid or not; empty without a server key
     is_for_anthropic: bool = False  # True if the client expects Anthropic's shapes

@@ -159,7 +159,7 @@ class _NeutralFields(Struct, forbid_unknown_fields=True):
     renamed: dict[str, str]
     # fields about accounting, caches, back ends and missing parts of models → type of the value
     ignored: dict[str, Literal["any value", "string", "boolean", "object"]]
-    # fields of objects in the body that change nothing, wherever they are
+    # fields that change nothing in all objects of the body
     ignored_inside: frozenset[str]
     # field or path → values that change nothing, in addition to null
     neutral: dict[str, list[Any]]
@@ -169,7 +169,7 @@ FIELDS = msgspec.json.decode(
     Path(__file__).with_name("neutral_fields.json").read_bytes(), type=_NeutralFields
 )
 _Kinds = dict[Any, "_Known"]  # fields of the objects at a place, by tag; None: the only kind
-_Path = tuple[Any, str, int | None] | None  # of an object: path of its parent, field, index
+_Path = tuple[Any, str, int | None] | None  # object's place: path of the parent, field, index
 # (id of the object's known names, name of a field) → the field's path; empty: not reported
 _Ignored = dict[tuple[int, str], str]
 

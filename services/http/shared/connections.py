@@ -22,7 +22,7 @@ from penstock.protocol.transport.socket_info import network_of
 from penstock.services.http.shared.errors import ApiError
 from penstock.services.http.shared.places import Places
 
-# key of a response's `ChunkWriter` in the scope of its request, if the server has one
+# key of a response's `ChunkWriter` in the scope of its request, if the server has a writer
 WRITER = "penstock.writer"
 MIN_READ_RATE = 1000  # bytes/s at which a request must arrive
 _CHUNK_FRAMING = 8  # framing bytes for each byte of a body in the smallest chunks
@@ -125,7 +125,7 @@ def limits_for(max_request_bytes: int, max_answers: int, **fields: Any) -> Limit
 
 
 class WriteTimer:
-    """Timer that disconnects a client which reads nothing while its output waits."""
+    """Timer that disconnects a client that does not read while its output waits."""
 
     def __init__(self, transport: asyncio.Transport, limits: Limits) -> None:
         self._transport = transport
@@ -333,7 +333,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _check_time(self) -> None:
         now, limit = self.loop.time(), self.limits.read_seconds
-        due = now + limit  # nothing is read now
+        due = now + limit  # no bytes are read now
         if not self.flow.read_paused:
             due = self.due
         if now < due:
@@ -357,7 +357,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if is_idle or (cycle.more_body and not cycle.response_started and not self.pipeline):
             self.transport.write(refusal(status, message))
             if cycle is not None:
-                cycle.disconnected = True  # so that the cycle's task sends nothing more
+                cycle.disconnected = True  # so that the cycle's task stops sending
         self.transport.close()
 
 

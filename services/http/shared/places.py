@@ -63,7 +63,10 @@ class Places:
     """
 
     def __init__(self, max_connections: int, max_requests: int, max_bytes: int) -> None:
-        """max_bytes: limit for open requests, from each first byte to the end of the response."""
+        """Start without connections.
+
+        max_bytes: limit for open requests, from the first byte of each to the end of its response.
+        """
         self._max_connections, self._max_requests = max_connections, max_requests
         self._max_bytes = max_bytes
         self._open: dict[Occupant, int] = {}  # connection with a request → bytes of the request
