@@ -1,1 +1,1 @@
-"""Messages between processes: a module for each hop, and modules of what several have."""
+"""Messages between processes: one module for each hop, and modules that several hops share."""
