@@ -84,15 +84,15 @@ NOT_OWN = ("name", "endpoint", "http")
 def add_arguments(command: ArgumentParser) -> None:
     """Add `launch bench pipeline`, `offline`, `latency`, `serve` and `make-model`."""
     subjects = command.add_subparsers(metavar="SUBJECT", required=True)
-    for name, one in SUBJECTS.items():
+    for name, entry in SUBJECTS.items():
         has_model = name not in ("pipeline", "events")
-        text = f"{one.text}. {PREFIX_CACHING}" if has_model else one.text
-        subject = subjects.add_parser(name, help=one.text, description=text, allow_abbrev=False)
-        subject.set_defaults(run=partial(_run, one))
-        fields = one.options.__struct_fields__
+        text = f"{entry.text}. {PREFIX_CACHING}" if has_model else entry.text
+        subject = subjects.add_parser(name, help=entry.text, description=text, allow_abbrev=False)
+        subject.set_defaults(run=partial(_run, entry))
+        fields = entry.options.__struct_fields__
         names = NAMES_OF_VLLM if name == "serve" else {}
         chosen = [field for field in fields if field != "goodput"]
-        add_options(subject, one.options, chosen, names=names)
+        add_options(subject, entry.options, chosen, names=names)
         text = "print JSON instead of the table, or print the table and write JSON to FILE"
         subject.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
         if name == "serve":

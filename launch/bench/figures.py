@@ -222,22 +222,22 @@ def offline_table(report: dict[str, Any]) -> str:
 def latency_table(report: dict[str, Any]) -> str:
     """Return a row for each batch."""
     rows = []
-    for one in report["batches"]:
-        run, streaming = one["median"], one["streaming"]
+    for result in report["batches"]:
+        run, streaming = result["median"], result["streaming"]
         times = [streaming[name] for name in ("median_ttft_ms", "median_itl_ms", "p99_itl_ms")]
         speed = [f"{run['duration']:.2f}", f"{run['output_throughput']:,.0f}"]
         cells = [*speed, *(f"{ms:.2f}" for ms in times), f"{run['preemptions']:g}"]
-        cells += [f"{us:.1f}" for us in one["gpu_idle_us"]]
-        rows.append([str(one["batch"]), *cells])
+        cells += [f"{us:.1f}" for us in result["gpu_idle_us"]]
+        rows.append([str(result["batch"]), *cells])
     return "\n".join([_headline(report), "", *table(("batch", *LATENCY_COLUMNS), rows)])
 
 
 def serve_table(report: dict[str, Any]) -> str:
     """Return the latencies, a row for each kind of request, and the load in one row."""
     rows = []
-    for kind, one in report["kinds"].items():
-        idle = f"{one['idle']['median_ttft_ms']:,.2f}"
-        rows.append([kind, str(one["requests"]), idle, *_times(one["median"])])
+    for kind, result in report["kinds"].items():
+        idle = f"{result['idle']['median_ttft_ms']:,.2f}"
+        rows.append([kind, str(result["requests"]), idle, *_times(result["median"])])
     tables = [*table(("prompts", *SERVE_COLUMNS), rows), ""]
     tables += table(LOAD_COLUMNS, [_load_cells(report)])
     return "\n".join([_headline(report), "", *tables])

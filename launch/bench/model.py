@@ -260,7 +260,7 @@ def bench_serve(options: ServeOptions, arguments: Namespace) -> dict[str, Any]:
             loads.append(meter.run_load(run_items, times, options.max_concurrency))
             _show_progress()
         runs = [load_figures(*load, times, options.goodput) for load in loads]
-        figures = {kind: [stream_figures(of(kind, one)) for _, one in loads] for kind in few}
+        figures = {kind: [stream_figures(of(kind, stamps)) for _, stamps in loads] for kind in few}
         return {
             **median(runs),
             "runs": runs,

@@ -186,5 +186,5 @@ def as_table(report: dict[str, Any]) -> str:
 def _cells(row: Row) -> list[str]:
     numbers = list(row.values())[: len(COLUMNS) - 5]
     pairs = [row[name] or (None, None) for name in ("silence_killed", "silence_stopped")]
-    seconds = ["" if one is None else f"{one:.2f}" for pair in pairs for one in pair]
+    seconds = ["" if value is None else f"{value:.2f}" for pair in pairs for value in pair]
     return [*(f"{number:g}" for number in numbers), *seconds]

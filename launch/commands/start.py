@@ -234,7 +234,7 @@ def _check_length(config: Config) -> None:
     addresses = [control_endpoint(config.run_folder)]
     for model in config.by_model():
         addresses += endpoints(model, model.dp - 1)[1:]
-    longest = max((one for one in addresses if "ipc://" in one), key=len).removeprefix("ipc://")
+    longest = max((path for path in addresses if "ipc://" in path), key=len).removeprefix("ipc://")
     if (size := len(bytes(Path(longest)))) > zmq.IPC_PATH_MAX_LEN:
         got = f"{longest} of {size} characters, expected up to {zmq.IPC_PATH_MAX_LEN}"
         raise LaunchError(f"{_variable(config)}: got socket path {got}; let it name a shorter path")

@@ -113,10 +113,10 @@ def _process_lines(processes: list[ProcessStatus], loads: dict[str, int | str]) 
     labels = [at_node(process.name, process.node) for process in processes]
     width = max([15, *map(len, labels)])
     lines = [f"{'process':<{width}} {'pid':>8} {'uptime':>9} {'restarts':>8} {'requests':>8}"]
-    for label, one in zip(labels, processes, strict=True):
+    for label, process in zip(labels, processes, strict=True):
         lines.append(
-            f"{label:<{width}} {one.pid:>8} {_duration(one.uptime):>9} "
-            f"{one.restarts:>8} {loads.get(one.name, '-'):>8}"
+            f"{label:<{width}} {process.pid:>8} {_duration(process.uptime):>9} "
+            f"{process.restarts:>8} {loads.get(process.name, '-'):>8}"
         )
     return lines
 

@@ -117,8 +117,8 @@ def view(config: Config, before: Report, now: Report, oldest: Report | None) -> 
         head += "; q quits" if sys.stdin.isatty() else "; Ctrl-C quits"
     since = f"last {now.moment - oldest.moment:.0f} s" if oldest else "since the start"
     times = [
-        _times(one.metrics, old.metrics if old else None, f"{one.name}, {since}" if more else since)
-        for one, old, more in _models(now, oldest)
+        _times(new.metrics, old.metrics if old else None, f"{new.name}, {since}" if more else since)
+        for new, old, more in _models(now, oldest)
     ]
     return Group(head, _queues(before, now), *times, _processes(before, now))
 
@@ -127,7 +127,7 @@ def _models(now: Report, old: Report | None) -> list[tuple[ModelStatus, ModelSta
     """Return each model now and before, and whether there are several."""
     models = now.status.by_model
     before = old.status.by_model if old else [None] * len(models)
-    return [(one, its, len(models) > 1) for one, its in zip(models, before, strict=True)]
+    return [(model, its, len(models) > 1) for model, its in zip(models, before, strict=True)]
 
 
 def _queues(before: Report, now: Report) -> Table:

@@ -118,7 +118,7 @@ def _target(arguments: Namespace) -> Iterator[Config]:
 
 def _with_http(config: Config) -> Config:
     """Raise LaunchError if no HTTP process runs: another server may have the port."""
-    if any(kind_of(one.name) == "http" for one in list_processes(config.name)):
+    if any(kind_of(process.name) == "http" for process in list_processes(config.name)):
         return config
     command = f"launch scale http 1 --name {config.name}"
     raise LaunchError(f"pipeline {config.name!r} has no HTTP process; `{command}` starts one")
