@@ -1,9 +1,9 @@
-"""Decoder layers of a CPU in compiled functions, in place of a torch call for each operation.
+"""Decoder layers on a CPU as compiled functions, in place of a torch call for each operation.
 
-The functions compute what `penstock.kernels.attention`, `linear` and `elementwise` compute in
-torch, in float32. Weights are float32, 16 bits or integers, each matrix of its own kind. The bits
-of a row depend neither on the other rows, nor on the chunks of its sequence, nor on the number of
-threads.
+The functions compute in float32 what `penstock.kernels.attention`, `linear` and `elementwise`
+compute in torch. Weights are float32, 16 bits or integers; each matrix may have a different kind.
+The bits of a row depend neither on the other rows, nor on the chunks of its sequence, nor on the
+number of threads.
 """
 
 import math
@@ -32,7 +32,7 @@ from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.packed.matrices import Integers
 
-# of work, below which another thread costs more than it computes: it has to wake up
+# work below which another thread costs more than it saves, since it has to wake up
 MIN_NANOSECONDS = 500_000
 
 
@@ -60,8 +60,8 @@ class CompiledLayers:
     ) -> None:
         """Compile for `target`, by default this CPU.
 
-        head, embedding: weights of `logits` and `embed`; by default of the layers' kind,
-        and float32.
+        head, embedding: weights of `logits` and `embed`; by default of the layers' kind, and
+        float32.
 
         Raises ValueError for layers that can't be compiled, OSError if compiled code can't be run.
         """
@@ -76,7 +76,7 @@ class CompiledLayers:
         of_layers = tuple(dict.fromkeys(map(kind_of, matrices)))
         self._head_kind = kind_of(layers[0].qkv if head is None else head)
         self._embedding_dtype = torch.float32 if embedding is None else embedding.dtype
-        self._layers = layers  # keeps the memory
+        self._layers = layers  # keeps the memory alive
         self._shape, self._block_size = shape, block_size
         kinds = Kinds(of_layers, self._head_kind, KINDS[self._embedding_dtype])
         sizes = kinds, shape.head_dim, shape.heads // shape.kv_heads
@@ -96,11 +96,11 @@ class CompiledLayers:
         inputs = shape.hidden, shape.heads * shape.head_dim, shape.intermediate
         self._scratch_words = scratch_words(target or host(), inputs)
         self._num_rows = 0
-        self.version = 0  # changes with the addresses of memory in StepFields and HeadFields
+        self.version = 0  # changes with the memory addresses in StepFields and HeadFields
         self.reserve(1)
 
     def reserve(self, num_rows: int) -> None:
-        """Make memory for the intermediate results of a step with `num_rows` tokens."""
+        """Allocate memory for the intermediate results of a step with `num_rows` tokens."""
         if num_rows <= self._num_rows:
             return
         self._num_rows, shape = num_rows, self._shape
@@ -111,9 +111,10 @@ class CompiledLayers:
         self._scratch = torch.empty(self._max_threads, self._scratch_words)
 
     def begin(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> StepFields:
-        """Prepare a step; its tokens' keys and values will be stored in kv_caches.
+        """Prepare a step, whose keys and values will be stored in kv_caches.
 
-        Within a block, each head's keys lie side by side: attention reads memory in one stream.
+        Within a block, the keys of a head are adjacent, so that attention reads memory in one
+        stream.
         """
         num_tokens = batch.shape.num_tokens
         check_tensor("rope", rope, (-1, self._shape.head_dim), torch.float32)
@@ -121,7 +122,7 @@ class CompiledLayers:
             self._use(kv_caches)
         self._num_tokens, shape = num_tokens, self._shape
         self.reserve(num_tokens)
-        self._inputs = batch, rope  # keeps the memory
+        self._inputs = batch, rope  # keeps the memory alive
         self._fields = StepFields(
             num_tokens=num_tokens,
             num_rows=batch.shape.num_rows,
@@ -151,7 +152,7 @@ class CompiledLayers:
         return self._fields
 
     def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        """Return the weight's rows of token_ids, int64, as float32; the ids are not checked."""
+        """Return the weight's rows for token_ids (int64) as float32; the ids are not checked."""
         check_tensor("token_ids", token_ids, (-1,), torch.int64)
         check_contiguous("token_ids", token_ids)
         check_tensor("weight", weight, (-1, self._shape.hidden), self._embedding_dtype)
@@ -162,7 +163,7 @@ class CompiledLayers:
         return out
 
     def call_embed(self, addresses: Sequence[int], number: int) -> None:
-        """Compute `embed`; addresses: of token_ids, weight and result, which are not checked."""
+        """Compute `embed`; addresses: unchecked addresses of token_ids, weight and result."""
         self._embed(*addresses, number, self._shape.hidden)
 
     def run(
@@ -174,8 +175,9 @@ class CompiledLayers:
     ) -> None:
         """Add halves of layers to the residual stream; layer i has the halves 2i and 2i + 1.
 
-        residual: float32 [num_tokens, hidden]. target: of the same shape, takes the sums instead.
-        ranks: whose products are added, too. Raises ConnectionError if one has exited.
+        residual: float32 [num_tokens, hidden]. target: receives the sums instead, with the same
+        shape. ranks: shared memory of ranks whose products are added as well. Raises
+        ConnectionError if a rank has exited.
         """
         target = residual if target is None else target
         for name, tensor in (("residual", residual), ("target", target)):
@@ -189,7 +191,7 @@ class CompiledLayers:
             ranks.check()
 
     def call_decoder(self, fields: int, halves: range, num_rows: int) -> None:
-        """Compute `run`; fields: address of StepFields, which are not checked."""
+        """Compute `run`; fields: address of unchecked StepFields."""
         arguments = fields, self._table.data_ptr(), halves.start, halves.stop
         number = _num_threads(len(halves) * self._half_weights, num_rows)
         self._on_threads(number, self._decoder, *arguments)
@@ -235,16 +237,17 @@ class CompiledLayers:
         )
 
     def call_head(self, fields: int, columns: int, num_rows: int) -> None:
-        """Compute `logits`; fields: address of HeadFields, which are not checked."""
+        """Compute `logits`; fields: address of unchecked HeadFields."""
         number = _num_threads(columns * self._shape.hidden, num_rows)
         self._on_threads(number, self._head, fields)
 
     def _on_threads(self, number: int, function: Callable[..., None], *arguments: int) -> None:
-        """Call a function in threads, whose number changes no bit of the results."""
+        """Call a function in threads; their number changes no bit of the results."""
         number = min(number, self._max_threads)
         if number != self._num_threads:
             self._num_threads = number
-            self._barrier.zero_()  # it counts arrivals in multiples of their number
+            # the barrier counts arrivals in multiples of the number of threads
+            self._barrier.zero_()
         others = [
             self._pool.submit(function, *arguments, thread, self._num_threads)
             for thread in range(1, self._num_threads)
@@ -267,7 +270,7 @@ class CompiledLayers:
 
 
 def _addresses(layer: LayerWeights, kinds: tuple[Kind, ...]) -> list[int]:
-    """Return `LAYER` without the caches."""
+    """Return the addresses of `LAYER` without the caches."""
     tensors = [None if matrix is None else elements(matrix) for matrix in layer]
     matrices = [getattr(layer, name) for name in MATRICES]
     scales = [matrix.scale if isinstance(matrix, Integers) else None for matrix in matrices]
@@ -277,5 +280,5 @@ def _addresses(layer: LayerWeights, kinds: tuple[Kind, ...]) -> list[int]:
 
 
 def _num_threads(num_weights: int, num_rows: int) -> int:
-    """Return the number of threads that pays, by the time of one core with AVX-512."""
+    """Return the number of threads worth their cost, by the time of one core with AVX-512."""
     return max(1, num_weights * (num_rows + 4) // 40 // MIN_NANOSECONDS)

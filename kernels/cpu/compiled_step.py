@@ -1,7 +1,7 @@
 """Compiled functions of a step on a CPU before and after the layers, and whole decode steps.
 
-A step of a small model takes less time than Python needs to prepare and check its arguments. So
-the arguments of a step whose rows all decode are prepared once.
+A step of a small model takes less time than Python needs to prepare and check its arguments. The
+arguments of a step of decoding rows are therefore prepared only once.
 """
 
 import functools
@@ -24,7 +24,7 @@ from penstock.kernels.layouts.step import Slots, StepBuffers
 
 Floats = NDArray[np.float32]
 Fields = NDArray[np.int64]
-FEW = 1024  # likeliest tokens, among which top-p usually ends
+FEW = 1024  # number of the likeliest tokens, which usually suffice for top-p
 
 
 @functools.cache
@@ -39,9 +39,9 @@ class CompiledStep:
     def __init__(self) -> None:
         """Compile for this CPU. Raises OSError, RuntimeError."""
         self._library = load(lambda cpu: str(build_step(cpu)), "step")
-        # of the address of fields as PLAN names them
+        # takes the address of fields as PLAN names them
         self.call_apply_plan = self._library.function("apply_plan", 1)
-        self.call_sample = self._library.function("sample", 1)  # of the address of SampleFields
+        self.call_sample = self._library.function("sample", 1)  # takes the address of SampleFields
 
     def apply_plan(
         self, record: Tensor, slots: Slots, buffers: StepBuffers, shape: BatchShape, block_size: int
@@ -53,7 +53,7 @@ class CompiledStep:
     def plan_fields(
         self, record: int, slots: Slots, buffers: StepBuffers, shape: BatchShape, block_size: int
     ) -> Fields:
-        """Return the arguments of `apply_plan`, as PLAN names them; record: its address."""
+        """Return the arguments of `apply_plan` with PLAN's names; record: address of the record."""
         sizes = shape.num_rows, shape.num_tokens, shape.num_tiles, shape.tile_size
         addresses = [tensor.data_ptr() for tensor in (*slots, *buffers)]
         max_blocks = slots.block_tables.shape[1]
@@ -76,7 +76,7 @@ class CompiledStep:
 def sample_fields(
     logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTensors
 ) -> SampleFields:
-    """Return the arguments of the compiled `sample`, without thresholds and result."""
+    """Return the arguments of the compiled `sample`, except thresholds and result."""
     return SampleFields(
         logits=logits.data_ptr(),
         stride=logits.stride(0),
@@ -90,7 +90,7 @@ def sample_fields(
 
 
 class Restrictions(NamedTuple):
-    """Parameters by slot that remove tokens."""
+    """Parameters that remove tokens, by slot."""
 
     temperature: Floats
     top_k: NDArray[np.int32]
@@ -103,19 +103,20 @@ class Restrictions(NamedTuple):
         return cls(*(column(by_slot.parameters, name).numpy() for name in cls._fields))
 
     def by_slot(self) -> NDArray[np.bool_]:
-        """Return True for slots whose parameters remove tokens."""
+        """Return a mask of the slots whose parameters remove tokens."""
         removes = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
         return removes & (self.temperature > 0)
 
     def thresholds(self, logits: Floats, slots: NDArray[np.int64]) -> Floats:
-        """Return the lowest score of each row that top-k, top-p and min-p keep, -inf for all.
+        """Return the lowest score of each row that top-k, top-p and min-p keep, or -inf.
 
-        As in `penstock.kernels.sampling.reference.keep_top_k_top_p`.
+        A threshold of -inf keeps all tokens. See
+        `penstock.kernels.sampling.reference.keep_top_k_top_p`.
         """
         lowest = np.full(len(slots), -np.inf, np.float32)
         for row in np.flatnonzero(self.by_slot()[slots] & (slots >= 0)).tolist():
             largest, slot = logits[row].max(), slots[row]
-            if np.isfinite(largest):  # otherwise the row has no token
+            if np.isfinite(largest):  # otherwise no token can be drawn in this row
                 scores = (logits[row] - largest) / self.temperature[slot]
                 others = self.top_p[slot], self.min_p[slot]
                 lowest[row] = _threshold(scores, int(self.top_k[slot]), *others)
@@ -132,9 +133,9 @@ def _threshold(scores: Floats, top_k: int, top_p: np.float32, min_p: np.float32)
 
 
 def _nucleus(scores: Floats, top_p: np.float32) -> Floats:
-    """Return the likeliest scores whose probabilities sum to top_p, with all that equal the last.
+    """Return the likeliest scores whose probabilities sum to top_p, and scores equal to the last.
 
-    Sorts as few as possible.
+    Only as many scores are sorted as necessary.
     """
     total = np.exp(scores).sum()
     for number in FEW, len(scores):
@@ -144,7 +145,7 @@ def _nucleus(scores: Floats, top_p: np.float32) -> Floats:
         is_first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
         likelier = np.maximum.accumulate(np.where(is_first, weights.cumsum() - weights, 0))
         is_kept = (likelier < top_p) | (ordered == 0)
-        if not is_kept[-1]:  # nor is any score that was not sorted
+        if not is_kept[-1]:  # nor is any unsorted score
             break
     kept: Floats = ordered[is_kept]
     return kept
@@ -159,9 +160,10 @@ SAMPLE_ROWS, THRESHOLDS, OUT = (
 
 
 class DecodeStep:
-    """Application of a plan, layers, output layer and sampling, of rows without logits processing.
+    """A step of decoding rows without logits processing, from the plan to sampling.
 
-    Computes what the model runner does in separate calls.
+    It applies the plan and computes layers, output layer and sampling, as the model runner does in
+    separate calls.
     """
 
     def __init__(
@@ -179,19 +181,19 @@ class DecodeStep:
         slots: Slots,
         buffers: StepBuffers,
     ) -> None:
-        """Allocate memory for steps of all slots; the tensors keep their addresses."""
+        """Allocate memory for steps of all slots; the tensors must keep their addresses."""
         self._layers, self._step = layers, step
         self._halves = range(2 * num_layers)
         num_rows, hidden = len(slots.parameters), embedding.shape[1]
         self._shape = BatchShape(num_rows, num_rows, num_rows, 0, SMALL_TILE, 1, 0)
         self._rope, self._kv_caches, self._buffers = rope, kv_caches, buffers
         self._residual = torch.empty(num_rows, hidden)
-        self.logits = torch.empty(num_rows, len(head))  # of the last step's rows
+        self.logits = torch.empty(num_rows, len(head))  # logits of the last step's rows
         self._head = self._residual, norm, torch.tensor(eps, dtype=torch.float32), head
         self._embedding = embedding
         by_slot = slots.sampling()
         self._restrictions = Restrictions.of(by_slot)
-        self._parameters: list[bytes] = []  # of all slots in the last step
+        self._parameters: list[bytes] = []  # parameters of all slots in the last step
         self._unrestricted = np.full(num_rows, -np.inf, np.float32)
         self._views = self.logits.numpy(), buffers.slots.numpy()
         block_size = kv_caches[0].k.shape[1]
@@ -202,7 +204,7 @@ class DecodeStep:
         self._version = -1
 
     def _prepare(self) -> None:
-        """Prepare the arguments that point to the layers' memory."""
+        """Prepare the arguments that contain addresses of the layers' memory."""
         layers, residual = self._layers, self._residual.data_ptr()
         batch = self._buffers.forward_batch(self._shape)
         fields = layers.begin(batch, self._rope, self._kv_caches)
@@ -216,7 +218,7 @@ class DecodeStep:
         self._version = layers.version
 
     def __call__(self, record: NDArray[np.int32], num_rows: int) -> list[int]:
-        """Run a step that the record describes; return the rows' tokens as `sample` does."""
+        """Run the step described by the record; return the rows' tokens as `sample` does."""
         layers, step = self._layers, self._step
         if layers.version != self._version:
             self._prepare()
@@ -237,7 +239,7 @@ class DecodeStep:
         return token_ids
 
     def _thresholds(self, num_rows: int) -> Floats:
-        """Return the lowest score that each row keeps; most steps find equal parameters."""
+        """Return the lowest score that each row keeps; usually the parameters are unchanged."""
         parameters = [array.tobytes() for array in self._restrictions]
         if parameters != self._parameters:
             self._parameters = parameters

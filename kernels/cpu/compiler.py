@@ -1,4 +1,4 @@
-"""Compilation of LLVM IR for the CPU at hand, with a cache of machine code on disk."""
+"""Compilation of LLVM IR for the current CPU, with a cache of machine code on disk."""
 
 import contextlib
 import ctypes
@@ -22,20 +22,20 @@ DIGEST_BYTES = 32
 
 
 class Target(NamedTuple):
-    """A CPU, and the sizes of a tile that fits its registers."""
+    """CPU, and the sizes of a tile that fits its registers."""
 
     name: str
     features: str
-    lanes: int  # float32 of a vector
+    lanes: int  # float32 elements of a vector
     rows: int  # rows of a tile
 
     def has(self, feature: str) -> bool:
-        """Return True for a feature by its name in LLVM."""
+        """Return True if the CPU has a feature, given LLVM's name."""
         return f"+{feature}" in self.features.split(",")
 
     @property
     def widens_half(self) -> bool:
-        """True if instructions convert float16 to float32; every CPU of 64-bit ARM has them."""
+        """True if instructions convert float16 to float32, as on every 64-bit ARM CPU."""
         return self.has("f16c") or self.has("neon")
 
 
@@ -48,7 +48,7 @@ class Library:
         self._engine.finalize_object()
 
     def function(self, name: str, num_arguments: int) -> Callable[..., None]:
-        """Return a function of int64 arguments; it runs without the GIL."""
+        """Return a function with int64 arguments; it runs without the GIL."""
         address = self._engine.get_function_address(name)
         if not address:
             raise OSError(f"compiled code lacks the function {name}")
@@ -65,7 +65,7 @@ def host() -> Target:
 
 
 def target(name: str, features: str, has_wide_registers: bool) -> Target:
-    """Return a CPU with 32 registers of 16 float32, or with 16 registers of 8."""
+    """Return a CPU with 32 registers of 16 float32 elements, or with 16 registers of 8."""
     if has_wide_registers:
         return Target(name, f"{features},-prefer-256-bit", 16, 6)
     return Target(name, features, 8, 3)
@@ -82,7 +82,7 @@ def load(build: Callable[[Target], str], key: str, cpu: Target | None = None) ->
     path = folder / hashlib.sha256(full.encode()).hexdigest() if folder else None
     code = _read(path) if path else None
     if code is None:
-        with _alone(folder):  # ranks start together, and need the same code
+        with _alone(folder):  # ranks start together and need the same code
             code = _read(path) if path else None
             if code is None:
                 code = _compile(build, cpu, machine)
@@ -99,21 +99,21 @@ def _compile(build: Callable[[Target], str], cpu: Target, machine: Any) -> bytes
 
 @contextmanager
 def _alone(folder: Path | None) -> Iterator[None]:
-    """Let no other process that uses this folder compile meanwhile."""
+    """Prevent other processes that use this folder from compiling at the same time."""
     with contextlib.ExitStack() as stack:
         if folder:
             try:
                 descriptor = os.open(folder, os.O_RDONLY)
                 stack.callback(os.close, descriptor)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            except OSError as error:  # of a file system without locks
+            except OSError as error:  # the file system has no locks
                 log.warning("%s: could not lock the cache of kernels: %s", folder, error)
         yield
 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Emit code twice as fast: it makes many objects, and torch has many to look at."""
+    """Emit code twice as fast: garbage collection would visit torch's many objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -127,7 +127,7 @@ def compile_object(source: str, machine: Any) -> bytes:
     """Return the object file of LLVM IR."""
     module = llvm.parse_assembly(source)
     module.verify()
-    # vectors are in the source: what other passes would add is compile time
+    # vectors are already in the source; other passes would mainly add compile time
     passes = llvm.create_new_module_pass_manager()
     passes.add_sroa_pass()
     passes.add_instruction_combine_pass()
@@ -138,7 +138,7 @@ def compile_object(source: str, machine: Any) -> bytes:
 
 
 def cache_folder() -> Path | None:
-    """Return the user's own folder for machine code, or None if nobody may trust it."""
+    """Return the user's folder for machine code, or None if it can't be trusted."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root) / "penstock" / "kernels"
     try:
@@ -158,7 +158,7 @@ def _sources() -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """Return cached machine code, or None if there is none or it is damaged."""
+    """Return cached machine code, or None if it is missing or damaged."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -168,7 +168,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, code: bytes) -> None:
-    """Write machine code; other processes see a whole file or none."""
+    """Write machine code; other processes see a whole file or no file."""
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(code).digest() + code)

@@ -8,7 +8,7 @@ from penstock.kernels.cpu.llvm_products import Kind, integer_kind
 from penstock.kernels.cpu.types import MATRICES, LayerShape, LayerWeights, Matrix
 from penstock.kernels.packed.matrices import UNIT, Integers, fitting_group
 
-# of matrices by the type of their elements
+# kinds of matrices by element type
 KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 

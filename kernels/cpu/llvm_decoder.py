@@ -1,15 +1,16 @@
 """The decoder's layers in one function, which each thread of a step calls.
 
-A layer has two halves: attention, then SwiGLU. Their products are added to `target`, which is the
-residual stream itself, or zeros for a rank of a group, whose results are added up between halves.
-Ranks that share memory store their products there, wait for one another and add up all of them.
-Threads share the rows or the columns of each operation and wait for one another in between.
+A layer has two halves: attention, then SwiGLU. Their products are added to `target`. This is the
+residual stream, or zeros for a rank of a group whose results are added between halves. Ranks that
+share memory store their products there, wait for one another and add the products of all ranks.
+Threads share the rows or the columns of each operation and wait for one another after each
+operation.
 
-Causal attention over a paged KV cache takes one pass (FlashAttention, arXiv:2205.14135). A tile of
-query rows, up to four that fit the registers (a row is a query head of a token), goes through the
-keys of its sequence in tiles of 16, with a running maximum and sum. Tiles begin at multiples of 16
-positions, a later key has weight 0, and every row has its own sums, so that the bits of a row do
-not depend on its tile, on the chunk of its token or on the batch.
+Causal attention over a paged KV cache takes one pass (FlashAttention, arXiv:2205.14135). A row is a
+query head of a token. A tile has up to four query rows that fit the registers. It reads the keys of
+its sequence in tiles of 16, with a running maximum and sum. Tiles begin at multiples of 16
+positions, a later key has weight 0, and every row has separate sums. The bits of a row thus depend
+neither on its tile, nor on the chunk of its token, nor on the batch.
 """
 
 import math
@@ -48,24 +49,24 @@ MAX_ROWS = 4
 
 
 class _Row(NamedTuple):
-    """A query head of a token."""
+    """Query head of a token."""
 
     query: Pointer
     out: Pointer
-    limit: Value  # number of keys that it sees
+    limit: Value  # number of keys that the row attends to
     largest: Variable
     total: Variable
-    weighted: Pointer  # sum of the values so far, [head_dim]
-    weights: Pointer  # of a tile's keys
+    weighted: Pointer  # running sum of values, [head_dim]
+    weights: Pointer  # weights of a tile's keys
 
 
 def emit_attention(k: Kernel, target: Target, head_dim: int, group: int) -> None:
     """Compute the attention of one KV head for tokens `begin` to `end` of one sequence.
 
     Arguments: q (the sequence's first token in the step, head 0), q_stride, out, out_stride,
-    k_cache, v_cache (the KV head of the first block), block_stride (of the caches), table (block
-    ids), block_size, piece (keys of a tile that lie side by side), first_position, begin, end, head
-    (the first of the group).
+    k_cache, v_cache (the KV head of the first block), block_stride (stride of the caches), table
+    (block ids), block_size, piece (adjacent keys of a tile), first_position, begin, end, head (the
+    first of the group).
     """
     begin, end = k.arguments[11:13]
     k.tiles(
@@ -101,12 +102,12 @@ def _tile(k: Kernel, target: Target, head_dim: int, group: int, first: Value, co
     places = k.array(KEYS, "i64")
     with k.range(0, most, KEYS) as key:
         with k.range(0, KEYS, piece) as at:
-            # masked keys of a later piece are read in the last one
+            # masked keys of a later piece are read in the last piece
             position = k.smaller(key + at, most - 1)
             place = _place(position - position % piece, head_dim, table, block_size, block_stride)
             with k.range(0, piece) as offset:
                 places[at + offset] = place + offset * head_dim
-        # a CPU foresees neither the next tile of this head, nor the first one of the next head
+        # a CPU predicts neither the next tile of this head, nor the first tile of the next head
         is_last = key + KEYS >= most
         after = is_last.choose(k.integer(0), key + KEYS)
         ahead = _place(after, head_dim, table, block_size, block_stride) - places[0]
@@ -128,7 +129,7 @@ def _tile(k: Kernel, target: Target, head_dim: int, group: int, first: Value, co
 def _place(
     position: Value, head_dim: int, table: Pointer, block_size: Value, block_stride: Value
 ) -> Value:
-    """Return where the key or value of a position lies in the cache."""
+    """Return the place of a position's key or value in the cache."""
     return table[position // block_size] * block_stride + position % block_size * head_dim
 
 
@@ -141,7 +142,7 @@ def _scores(
     places: Pointer,
     ahead: Value,
 ) -> list[Value]:
-    """Return the scores of each row with a tile's keys; prefetch the keys `ahead` of them."""
+    """Return the scores of each row with a tile's keys; prefetch keys `ahead` of them."""
     with k.range(0, KEYS, COLUMNS) as key:
         ws = [cache + places[key + index] for index in range(COLUMNS)]
         sums = dot_tile(k, target, [row.query for row in rows], ws, head_dim, ahead)
@@ -175,7 +176,7 @@ def _add_values(
     places: Pointer,
     ahead: Value,
 ) -> None:
-    """Add some features of a tile's values to the sums of rows; prefetch those `ahead`."""
+    """Add some features of a tile's values to the rows' sums; prefetch values `ahead` of them."""
     sums = [[k.variable(row.weighted.vector(at, KEYS)) for at in features] for row in rows]
     with k.range(0, valid) as index:
         weights = [row.weights[index] for row in rows]
@@ -190,7 +191,7 @@ def _add_values(
             row.weighted[feature] = total.value
 
 
-QUERY_TOKENS = 32  # tokens of a chunk that one thread attends to at a time
+QUERY_TOKENS = 32  # tokens of a chunk that one thread processes at a time
 
 
 class _Team:
@@ -201,7 +202,7 @@ class _Team:
         self.thread, self.size = thread, size
 
     def share(self, number: Value, multiple: int = 1) -> tuple[Value, Value]:
-        """Return the bounds of this thread's part of 0 to `number`, cut at multiples."""
+        """Return the bounds of this thread's share of 0 to `number`, cut at multiples."""
         pieces = (number + (multiple - 1)) // multiple
         begin = pieces * self.thread // self.size * multiple
         end = pieces * (self.thread + 1) // self.size * multiple
@@ -214,13 +215,14 @@ class _Team:
 class Kinds(NamedTuple):
     """Kinds of matrices."""
 
-    layers: tuple[Kind, ...]  # by the numbers that a layer's fields give; others are 0
+    # indexed by the numbers in a layer's fields; absent matrices have number 0
+    layers: tuple[Kind, ...]
     head: Kind
     embedding: str
 
 
 def build_module(target: Target, kinds: Kinds, head_dim: int, group: int) -> ir.Module:
-    """Return the functions `embed`, `decoder` and `head`; group: query heads of a KV head."""
+    """Return the functions `embed`, `decoder` and `head`; group: query heads per KV head."""
     module = ir.Module("penstock")
     norm = Kernel(module, "norm", "f32 f32 f32 f32 int int int")
     emit_norm(norm, target)
@@ -263,7 +265,7 @@ def _product(module: ir.Module, target: Target, kind: Kind) -> Kernel:
 
 
 def _emit_head(k: Kernel, weight: str, norm: Kernel, product: Kernel, barrier: Kernel) -> None:
-    """Multiply the norm of rows with a weight; arguments: HeadFields, thread, threads."""
+    """Multiply the norm of rows by a weight; arguments: HeadFields, thread, threads."""
     fields, thread, num_threads = k.arguments
     at = {name: fields + index for index, name in enumerate(HeadFields._fields)}
     team = _Team(k, barrier, at["barrier"].pointer(0, "i64"), thread, num_threads)
@@ -281,7 +283,7 @@ def _emit_head(k: Kernel, weight: str, norm: Kernel, product: Kernel, barrier: K
 
 
 class _Decoder:
-    """The function `decoder`: halves `begin` to `end` of the layers."""
+    """The function `decoder`, which computes halves `begin` to `end` of the layers."""
 
     def __init__(
         self,
@@ -348,7 +350,7 @@ class _Decoder:
         columns: Value,
         out: Pointer,
     ) -> None:
-        """Multiply x with a weight of the layer, and wait."""
+        """Multiply x by a weight of the layer, and wait for the other threads."""
         scales = layer.pointer(LAYER.index(f"{name}_scale"), "f32")
         bounds = self.team.share(columns, COLUMNS)
         rest = size, columns, *bounds, self.num_tokens, out, self.scratch
@@ -360,9 +362,9 @@ class _Decoder:
         self.team.wait()
 
     def _add(self, layer: Pointer, name: str, half: Value, x: Pointer, size: Value) -> None:
-        """Add the product of x with a weight to the target.
+        """Add the product of x and a weight to the target.
 
-        With ranks that share memory, add the products of all ranks to the residual stream.
+        If ranks share memory, add the products of all ranks to the residual stream.
         """
         k, b = self.k, self.k.builder
         has_peers = self.num_ranks > 1
@@ -401,7 +403,10 @@ class _Decoder:
         self._add(layer, "o", half, self.attended, inputs)
 
     def _attend(self, k_cache: Pointer, v_cache: Pointer, width: Value) -> None:
-        """Attend in items: tokens of a row with one KV head, dealt out in turns."""
+        """Compute attention in items, which the threads take in turns.
+
+        An item is some tokens of a row with one KV head.
+        """
         k = self.k
         starts, lengths, tables = (self.at(name, "i32") for name in ("starts", "lengths", "tables"))
         item = k.variable(k.integer(0))

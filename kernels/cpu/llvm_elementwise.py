@@ -6,12 +6,12 @@ from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.values import FLOAT, INT32, Kernel, Pointer, Value
 
 LOG2_E = 1.4426950408889634
-# their sum is log(2); the first has few bits, so that its product with an integer is exact
+# their sum is log(2); the first has few bits, which makes its product with an integer exact
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
 # 1.5 * 2**23: adding it to a small float32 leaves the nearest integer in the low bits
 ROUND = 12582912.0
 COEFFICIENTS = 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0
-MAX_EXPONENT = 80.0  # far from where float32 has fewer bits
+MAX_EXPONENT = 80.0  # far from values where float32 loses bits
 
 
 def add_lanes(vectors: list[Value], lanes: int) -> Value:
@@ -36,7 +36,7 @@ def add_lanes(vectors: list[Value], lanes: int) -> Value:
 
 
 def exp(x: Value) -> Value:
-    """Return e**x within 2e-7 of it, for x clamped to ±80; exp(0) is 1, and NaN stays NaN."""
+    """Return e**x with an error of up to 2e-7, for x clamped to ±80; exp(0) is 1; NaN stays NaN."""
     x = (x > MAX_EXPONENT).choose(x.constant(MAX_EXPONENT), x)
     x = (x < -MAX_EXPONENT).choose(x.constant(-MAX_EXPONENT), x)
     shifted = x.fma(x.constant(LOG2_E), x.constant(ROUND))
@@ -74,7 +74,7 @@ def inverse_rms(k: Kernel, target: Target, x: Pointer, size: Value, eps: Value) 
 
 
 def emit_embedding(k: Kernel, target: Target) -> None:
-    """Widen the rows of a weight. Arguments: ids of rows, weight, out, number of ids, size."""
+    """Widen rows of a weight. Arguments: row ids, weight, out, number of ids, size."""
     token_ids, weight, out, number, size = k.arguments
     lanes = target.lanes
     whole = size - size % lanes
@@ -104,7 +104,7 @@ def emit_norm(k: Kernel, target: Target) -> None:
 
 
 def emit_total(k: Kernel, target: Target) -> None:
-    """Add the parts of all ranks to the elements `begin` to `end` of x, in the order of the ranks.
+    """Add the parts of all ranks to elements `begin` to `end` of x, in the order of the ranks.
 
     Arguments: x, parts, elements between two parts, number of parts, begin, end.
     """

@@ -1,16 +1,16 @@
 """Matrix products of rows with a weight as the checkpoint stores it, [out_features, in_features].
 
 A tile of rows and columns is in registers. Vectors run along in_features; each result is the sum of
-its lanes, added in one fixed order. A result thus has the same bits in every tile, so that a row's
-bits do not depend on the number of rows or of threads.
+its lanes, added in one fixed order. A result thus has the same bits in every tile. A row's bits do
+not depend on the number of rows or of threads.
 
-For more rows than a tile has, a part of four columns is widened once to float32 in the first-level
-cache (packing as in GotoBLAS, doi:10.1145/1356052.1356053), and all rows are multiplied with it.
+With more rows than a tile has, a part of four columns is widened once to float32 in the first-level
+cache (packing as in GotoBLAS, doi:10.1145/1356052.1356053). All rows are multiplied by this part.
 
 Weights may be integers, for which activations are rounded to 8 bits. An activation has a scale for
 each 32 columns. Products of four adjacent bytes add up to a lane of int32, in one instruction where
-the CPU has it. The instructions of x86 multiply unsigned with signed bytes. So codes of weights get
-an offset, and sums begin with the opposite of what this adds. Sums of integers are exact.
+the CPU has it. The instructions of x86 multiply unsigned by signed bytes. The codes of weights
+therefore have an offset, and sums start at a value that cancels it. Sums of integers are exact.
 """
 
 import itertools
@@ -24,14 +24,14 @@ from penstock.kernels.packed.matrices import UNIT, Integers
 
 
 class IntegerKind(NamedTuple):
-    """A kind of matrices of integers."""
+    """Kind of a matrix of integers."""
 
     bits: int
     group_size: int = 64
     has_shift: bool = False
 
 
-Kind = str | IntegerKind  # of a matrix: "f32", "bf16", "f16" or one of integers
+Kind = str | IntegerKind  # kind of a matrix: "f32", "bf16", "f16" or a kind of integers
 
 
 def integer_kind(matrix: Integers) -> IntegerKind:
@@ -40,27 +40,27 @@ def integer_kind(matrix: Integers) -> IntegerKind:
 
 
 class IntegerPointer:
-    """A unit in a matrix of `Integers`."""
+    """Pointer to a unit of a matrix of `Integers`."""
 
     def __init__(self, codes: Pointer, scales: Pointer, kind: IntegerKind) -> None:
-        """Point to the unit that has these codes, in the group that has this scale."""
+        """Point to the unit with these codes, in the group with this scale."""
         self.kind = kind
         self.codes, self._scales = codes, scales
         self._stride = 2 if kind.has_shift else 1
         self.bits = kind.bits
 
     def __add__(self, columns: "Value | int") -> "IntegerPointer":
-        """Return a later unit; columns: a multiple of UNIT, from the begin of a group."""
+        """Return a pointer to a later unit; columns: a multiple of UNIT, from a group's begin."""
         codes = self.codes + columns // (8 // self.kind.bits)
         scales = self._scales + columns // self.kind.group_size * self._stride
         return IntegerPointer(codes, scales, self.kind)
 
     def scale(self, first: int, count: int) -> Value:
-        """Return the scale of `count` columns, for 4 columns a lane if they have several."""
+        """Return the scale of `count` columns; several scales come as a lane per 4 columns."""
         return self._of_groups(first, count, 0)
 
     def shift(self, first: int, count: int) -> Value:
-        """Return the shift, as `scale` does."""
+        """Return the shift in the same form as `scale`."""
         return self._of_groups(first, count, 1)
 
     def _of_groups(self, first: int, count: int, part: int) -> Value:
@@ -72,59 +72,60 @@ class IntegerPointer:
         return both.lanes([lane * 4 // size * self._stride + part for lane in range(count // 4)])
 
     def prefetch(self, columns: "Value | int") -> None:
-        """Start to read the cache line of the codes after `columns`."""
+        """Prefetch the cache line of the codes `columns` ahead."""
         self.codes.prefetch(columns // (8 // self.kind.bits))
 
 
 def weight_pointer(kind: Kind, codes: Pointer, scales: Pointer) -> Any:
-    """Return the pointer to a matrix of a kind."""
+    """Return a pointer to a matrix of this kind."""
     return codes if isinstance(kind, str) else IntegerPointer(codes, scales, kind)
 
 
 def element(kind: Kind) -> str:
-    """Return the elements in memory of a kind of matrix."""
+    """Return the element type in memory for a kind of matrix."""
     return kind if isinstance(kind, str) else "i8"
 
 
 def name_of(kind: Kind) -> str:
-    """Return a part of a function's name."""
+    """Return the part of a function's name that stands for a kind."""
     return kind if isinstance(kind, str) else "q" + "_".join(str(int(part)) for part in kind)
 
 
-BLOCK = 32  # columns of an activation's scale
-LANES = BLOCK // 4  # sums of a block
-# words of 4 bytes of the codes of a unit of activations, and of each part that follows: of each 4
-# codes the beginning of the sum, int32; their scale; for a shift, their sum times the scale
+BLOCK = 32  # columns that share a scale of an activation
+LANES = BLOCK // 4  # sums per block
+# 4-byte words of the codes of a unit of activations, and of each of three parts that follow. For
+# each 4 codes, these parts hold the initial sum (int32), the scale and, with a shift, the sum of
+# the codes times the scale
 PART = UNIT // 4
-SUMS, SCALES, SHIFTED = PART, 2 * PART, 3 * PART  # words of a unit before a part
+SUMS, SCALES, SHIFTED = PART, 2 * PART, 3 * PART  # words of a unit before each part
 MAX_UNIT_WORDS = 4 * PART
 MAX_CODE = 127
-MAX_ROWS = 4  # of a tile; more would leave too few registers for codes and scales
-UNROLLED = 4  # units of a turn of a loop with few sums
+MAX_ROWS = 4  # maximum rows of a tile; more would leave too few registers for codes and scales
+UNROLLED = 4  # units per iteration of a loop with few sums
 
 
 def unit_words(kind: IntegerKind) -> int:
-    """Return the words of a unit of activations, for weights of a kind."""
+    """Return the number of words of a unit of activations, for weights of this kind."""
     return MAX_UNIT_WORDS if kind.has_shift else 3 * PART
 
 
 def code_offset(target: Target, bits: int) -> int:
-    """Return the offset of codes of weights in products."""
+    """Return the offset that codes of weights have in products."""
     if bits == 4:
         return 8
     return 128 if _has_vnni(target) else 0
 
 
 def _has_vnni(target: Target) -> bool:
-    """Return True if one instruction multiplies unsigned with signed bytes and adds four."""
+    """Return True if one instruction multiplies unsigned by signed bytes and adds four products."""
     return target.has("avxvnni" if target.lanes == LANES else "avx512vnni")
 
 
 def emit_rounding(k: Kernel, target: Target, kind: IntegerKind) -> None:
-    """Round rows to 8 bits, for products with weights of a kind.
+    """Round rows to 8 bits, for products with weights of this kind.
 
-    Arguments: x, number of elements (whole units), out. The scale of a block with NaN or an
-    infinity is NaN.
+    Arguments: x, number of elements (whole units), out. The scale of a block with NaN or infinity
+    is NaN.
     """
     x, size, out = k.arguments
     lanes, bits = target.lanes, kind.bits
@@ -150,7 +151,7 @@ def emit_rounding(k: Kernel, target: Target, kind: IntegerKind) -> None:
         scales = k.zeros(LANES).splat(scale)
         (codes + SCALES)[0] = scales
         if kind.has_shift:
-            # codes of 4 bits: a byte that is positive with and without a sign
+            # 4-bit codes are bytes with the same positive value, signed or unsigned
             ones = dot(target, 4, zeros, whole.constant(1), whole)
             (codes + SHIFTED)[0] = ones.to_float() * scales
     k.end()
@@ -164,7 +165,7 @@ def integer_dot_tile(
     size: Value,
     ahead: Value | None = None,
 ) -> list[Value]:
-    """Compute `dot_tile`; xs: rows from `emit_rounding`."""
+    """Compute `dot_tile`; xs: rows rounded by `emit_rounding`."""
     sums = [[k.variable(k.zeros(target.lanes)) for _ in ws] for _ in xs]
     unrolled = UNROLLED if len(xs) * len(ws) <= 2 else 1  # few sums take little time each
     whole, words = size - size % (unrolled * UNIT), unit_words(ws[0].kind)
@@ -197,7 +198,7 @@ def _add_unit(
     kind, lanes = units[0].kind, target.lanes
     has_offset = code_offset(target, kind.bits) > 0
     vectors = range(0, PART, lanes)
-    # vectors that share a weight's scale are added before they are multiplied with it
+    # vectors with the same scale of weights are added before they are multiplied by it
     spans = [vectors] if kind.group_size >= UNIT else [[lane] for lane in vectors]
     for span, (number, unit) in itertools.product(spans, enumerate(units)):
         k.forget()
@@ -220,7 +221,7 @@ def _add_unit(
 
 
 def _codes(unit: IntegerPointer, first: int, count: int, target: Target) -> Value:
-    """Return codes of a unit as bytes, with their offset."""
+    """Return codes of a unit as bytes, including their offset."""
     if unit.kind.bits == 8:
         codes = unit.codes.vector(first, count)
         return codes ^ 128 if _has_vnni(target) else codes
@@ -235,19 +236,19 @@ def _codes(unit: IntegerPointer, first: int, count: int, target: Target) -> Valu
 def dot(target: Target, bits: int, sums: Value, weights: Value, codes: Value) -> Value:
     """Return the sums plus the products of four adjacent bytes each.
 
-    weights: of `_codes`; codes: int8.
+    weights: bytes from `_codes`. codes: int8.
     """
     lanes = sums.raw.type.count
     if _has_vnni(target):
         return sums.call(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", sums, weights, codes)
-    if lanes > LANES:  # instructions of fewer lanes
+    if lanes > LANES:  # the instructions have fewer lanes
         halves = [
             dot(target, bits, *(_half(vector, index) for vector in (sums, weights, codes)))
             for index in range(2)
         ]
         return halves[0].lanes(range(lanes), halves[1])
     if target.has("avx2"):
-        if bits == 8:  # the instruction saturates for larger products than these
+        if bits == 8:  # larger products would saturate the instruction
             codes = codes.call("llvm.x86.avx2.psign.b", codes, weights)
             weights = (weights < 0).choose(0 - weights, weights)
         pairs = sums.bits(INT16, 2 * lanes)
@@ -270,12 +271,12 @@ def _half(vector: Value, index: int) -> Value:
 
 
 STORE, ADD, SWIGLU = range(3)
-COLUMNS = 4  # columns of a tile: four outputs, or in SwiGLU two of the gate and two of up
-BLOCK_BYTES = 256 << 10  # of input rows that are multiplied with all columns before the next rows
-UNROLLED_VECTORS = 4  # vectors of a turn of the loop along in_features
+COLUMNS = 4  # columns of a tile: four outputs, or with SwiGLU two of gate and two of up
+BLOCK_BYTES = 256 << 10  # bytes of input rows multiplied by all columns before the next rows
+UNROLLED_VECTORS = 4  # vectors per iteration of the loop along in_features
 PACKED = 1024  # in_features of a packed part of columns
 CACHE_LINE = 64
-# bytes by which a single column is prefetched; a CPU foresees memory only to the end of a page
+# bytes by which a single column is prefetched; a CPU predicts reads only to the end of a page
 AHEAD = 8192
 Weight = Pointer | IntegerPointer
 
@@ -290,8 +291,8 @@ def dot_tile(
 ) -> list[Value]:
     """Return for each x the vector of its products with the ws, over `size` elements.
 
-    size: a number is a multiple of the vector's lanes. ahead: distance of elements of the ws that
-    are prefetched meanwhile.
+    size: a multiple of the vector's lanes if it is a number. ahead: elements of the ws that are
+    prefetched, as a distance.
     """
     lanes = target.lanes
     sums = [[k.variable(k.zeros(lanes)) for _ in ws] for _ in xs]
@@ -311,13 +312,13 @@ def add_products(
 ) -> None:
     """Add the products of each x with each of the ws to the sums of lanes.
 
-    size, ahead: as in `dot_tile`. stride: 1, or COLUMNS for ws whose vectors alternate in memory.
+    size, ahead: see `dot_tile`. stride: 1, or COLUMNS if the vectors of the ws alternate in memory.
     """
     lanes = target.lanes
 
     def add(at: "Value | int", count: Value | None = None) -> None:
         values = [x.vector(at, lanes, count) for x in xs]
-        # one column at a time: the sums leave few registers
+        # one column at a time, since the sums leave few registers
         for number, w in enumerate(ws):
             column = w.vector(at * stride, lanes, count)
             for value, row in zip(values, sums, strict=True):
@@ -341,11 +342,11 @@ def add_products(
 
 
 def emit_product(k: Kernel, target: Target, kind: Kind, rounding: Kernel | None) -> None:
-    """Multiply rows with columns `begin` to `end` of a weight of a kind.
+    """Multiply rows by columns `begin` to `end` of a weight of this kind.
 
     Arguments: mode (STORE, ADD to `out`, SWIGLU), x, weight, its scales, size (in_features),
-    columns (all of the result), begin, end, num_rows, out, scratch (`scratch_words`). `begin`
-    divides by 4. rounding: of a row for a weight of integers.
+    columns (of the whole result), begin, end, num_rows, out, scratch (`scratch_words`). `begin` is
+    a multiple of 4. rounding: rounds a row for a weight of integers.
     """
     mode, x, codes, scales, size, columns, begin, end, num_rows, out, scratch = k.arguments
     weight = weight_pointer(kind, codes, scales)
@@ -363,8 +364,8 @@ def emit_product(k: Kernel, target: Target, kind: Kind, rounding: Kernel | None)
         place = _Place(k, target, mode, rows, size, columns, out + first * columns, scratch)
         rest = (end - begin) % step
         if rounding or target.lanes > LANES:
-            # a CPU foresees one stream of memory better than four; adding short vectors of float32
-            # to one sum is slower than memory
+            # a CPU predicts one stream of memory better than four; for float32, adding short
+            # vectors to one sum is slower than memory
             rest = num_rows.compare("==", 1).choose(end - begin, rest)
         with k.range(begin, end - rest, step) as column:
             _columns(place, weight, column, last - first, rows_of_tile)
@@ -377,7 +378,7 @@ def emit_product(k: Kernel, target: Target, kind: Kind, rounding: Kernel | None)
 
 
 def scratch_words(target: Target, inputs: Sequence[int]) -> int:
-    """Return the words of 4 bytes of a thread's scratch; inputs: in_features of all weights."""
+    """Return the 4-byte words of a thread's scratch memory; inputs: in_features of all weights."""
     units = [(BLOCK_BYTES // 4 // size + target.rows) * -(-size // UNIT) for size in inputs]
     num_rows = BLOCK_BYTES // 4 // PACKED + target.rows
     packed = COLUMNS * (PACKED + num_rows * target.lanes)
@@ -385,7 +386,7 @@ def scratch_words(target: Target, inputs: Sequence[int]) -> int:
 
 
 class _Rows(NamedTuple):
-    """Rows of the input, float32 or rounded."""
+    """Rows of the input, in float32 or rounded."""
 
     x: Pointer
     stride: Value
@@ -397,7 +398,7 @@ class _Rows(NamedTuple):
 def _columns(
     place: "_Place", weight: Weight, column: Value, num_rows: Value, rows_of_tile: int
 ) -> None:
-    """Multiply all rows with a column of tiles."""
+    """Multiply all rows by a tile's columns."""
     k, size = place.k, place.size
     is_swiglu = place.mode.compare("==", SWIGLU)
     ws: list[Any] = []
@@ -424,7 +425,7 @@ def _columns(
 
 
 def _pack(place: "_Place", ws: Sequence[Pointer], size: Value) -> None:
-    """Widen `size` elements of the ws side by side, and prefetch the next columns."""
+    """Widen `size` elements of the ws into adjacent memory, and prefetch the next columns."""
     k, lanes = place.k, place.target.lanes
 
     def pack(at: Value, count: Value | None = None) -> None:
@@ -443,7 +444,7 @@ def _pack(place: "_Place", ws: Sequence[Pointer], size: Value) -> None:
 
 
 class _Place:
-    """Rows of the input, and where their products go."""
+    """Rows of the input, and the destination of their products."""
 
     def __init__(
         self,
@@ -461,7 +462,7 @@ class _Place:
         self.packed, self.sums = scratch, scratch + PACKED * COLUMNS
 
     def tile(self, rows: list[Value], ws: Sequence[Any], column: Value) -> None:
-        """Multiply rows with columns and store."""
+        """Multiply rows by columns and store the products."""
         ahead = self.size * COLUMNS  # the next columns
         if len(ws) < COLUMNS:
             ahead = self.k.integer(AHEAD * 8 // ws[0].bits)
@@ -470,7 +471,7 @@ class _Place:
         self._store(rows, column, multiply(self.k, self.target, xs, ws, self.size, ahead))
 
     def part(self, rows: list[Value], begin: Value, column: Value) -> None:
-        """Multiply rows with the packed part of columns, and store the sums after the last one."""
+        """Multiply rows by the packed part of columns, and store the sums after the last part."""
         k, lanes = self.k, self.target.lanes
         sums = [[k.variable(k.zeros(lanes)) for _ in range(COLUMNS)] for _ in rows]
         before = [self.sums + row * (COLUMNS * lanes) for row in rows]
@@ -494,7 +495,7 @@ class _Place:
             self._store(rows, column, totals)
 
     def _store(self, rows: list[Value], column: Value, sums: list[Value]) -> None:
-        """Store the products of rows with columns."""
+        """Store the products of rows and columns."""
         k, size = self.k, sums[0].raw.type.count
         places = [self.out + (row * self.columns + column) for row in rows]
         if half := size // 2:

@@ -1,4 +1,4 @@
-"""Application of a plan, and sampling of a row's token, as the references do it.
+"""Application of a plan, and sampling of a row's token, with the results of the references.
 
 See `penstock.kernels.step.reference` and `penstock.kernels.sampling.reference`.
 """
@@ -19,8 +19,8 @@ NUM_ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 MASK = 0xFFFFFFFF
-LARGEST = 3.4028234663852886e38  # finite float32
-# of (log(1 + x) - x + x**2 / 2) / x**3 (Cephes)
+LARGEST = 3.4028234663852886e38  # largest finite float32
+# coefficients of (log(1 + x) - x + x**2 / 2) / x**3 (Cephes)
 LOG_COEFFICIENTS = (
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
     -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
@@ -29,7 +29,7 @@ MANTISSA, HALF, SQRT_HALF = 0x007FFFFF, 0x3F000000, 0.70710678118654752
 
 
 def log(x: Value) -> Value:
-    """Return the natural logarithm of positive normal numbers, within 1e-7 of it."""
+    """Return the natural logarithm of positive normal numbers, with an error of up to 1e-7."""
     bits = x.bits(INT32)
     exponent = (bits.shift_right(23) - 126).to_float()
     fraction = ((bits & MANTISSA) | HALF).bits(FLOAT)
@@ -47,12 +47,12 @@ def log(x: Value) -> Value:
 
 
 def gumbel(word: Value) -> Value:
-    """Return Gumbel noise of random words, int32."""
+    """Return Gumbel noise from random words, int32."""
     uniform = (word.to_unsigned_float() + 0.5) * 2.0**-32
     most = 1 - 2.0**-24
     uniform = (uniform < most).choose(uniform, most)
     others = 1.0 - uniform
-    lost = others - 1.0  # exact; its difference from -uniform is what `others` was rounded by
+    lost = others - 1.0  # exact; the difference from -uniform is the rounding error of `others`
     is_rounded = lost.compare("!=", 0.0)
     ratio = uniform / is_rounded.choose(0.0 - lost, 1.0)
     exponential = is_rounded.choose((0.0 - log(others)) * ratio, uniform)
@@ -60,7 +60,7 @@ def gumbel(word: Value) -> Value:
 
 
 def philox(counter: Value, position: Value, keys: tuple[Value, Value]) -> list[Value]:
-    """Return four vectors of random words, int32; counter: int32 vector."""
+    """Return four vectors of random words, int32; counter: vector of int32."""
     zero = counter.constant(0)
     words = [counter, counter.splat(position), zero, zero]
     key_0, key_1 = (counter.splat(key) for key in keys)
@@ -73,7 +73,7 @@ def philox(counter: Value, position: Value, keys: tuple[Value, Value]) -> list[V
 
 
 class _Best:
-    """The largest score of each lane, and its token id."""
+    """Largest score of each lane, and its token id."""
 
     def __init__(self, k: Kernel, lanes: int) -> None:
         self._score: Variable = k.variable(k.zeros(lanes).constant(-math.inf))
@@ -87,7 +87,7 @@ class _Best:
         self._token.value = is_better.choose(token_ids, best_ids)
 
     def result(self) -> tuple[Value, Value]:
-        """Return the largest score, and the lowest token id that has it."""
+        """Return the largest score, and the lowest token id with this score."""
         scores = self._score.value
         score = scores.intrinsic("vector.reduce.fmax", FLOAT)
         tokens = scores.compare("==", score).choose(self._token.value, 1 << 62)
@@ -97,8 +97,9 @@ class _Best:
 def emit_sample(k: Kernel, target: Target) -> None:
     """Choose a row's token.
 
-    Arguments: logits (of the row), vocab_size, seed, position, temperature, threshold (one float32
-    each; scores below the threshold are removed), token (the result; -1 without a finite maximum).
+    Arguments: logits (the row's), vocab_size, seed, position, temperature, threshold, token.
+    Temperature and threshold are one float32 each; scores below the threshold are removed. token is
+    the result, or -1 without a finite maximum.
     """
     logits, vocab_size, seed, position, temperature, threshold, token = k.arguments
     lanes = target.lanes
@@ -120,14 +121,14 @@ def emit_sample(k: Kernel, target: Target) -> None:
 def _values(
     k: Kernel, logits: Pointer, at: Value, vocab_size: Value, lanes: int
 ) -> tuple[Value, Value]:
-    """Return logits from `at` on, -inf after the vocabulary, and their token ids."""
+    """Return logits from `at`, with -inf after the vocabulary, and their token ids."""
     left = vocab_size - at
     values, token_ids = logits.vector(at, lanes, left), k.iota(lanes)
     return (token_ids < left).choose(values, -math.inf), token_ids + at
 
 
 class _Scores:
-    """Logits minus the largest, divided by the temperature."""
+    """Logits minus the largest logit, divided by the temperature."""
 
     def __init__(
         self,
@@ -193,7 +194,7 @@ def emit_sample_rows(module: ir.Module, target: Target) -> None:
     k.end()
 
 
-# buffers of int64; the others are int32
+# buffers of int64; other buffers are int32
 LONGS = {"input_ids", "positions", "slot_mapping", "slots", "last_tokens", "next_positions"}
 
 
@@ -209,7 +210,7 @@ def build_step(target: Target) -> ir.Module:
 
 
 class _Plan:
-    """The function `apply_plan`; its record is as `penstock.kernels.step.apply_plan` describes."""
+    """The function `apply_plan`; `penstock.kernels.step.apply_plan` describes its record."""
 
     def __init__(self, k: Kernel, fields: Pointer) -> None:
         self.k, self._fields = k, fields
@@ -280,7 +281,7 @@ class _Plan:
             to[column] = source[column]
 
     def _pad(self, rows: Value, tokens: Value, keys: Value, tiles: Value) -> None:
-        """Fill rows, tokens and tiles after the record's, up to the shape's."""
+        """Pad rows, tokens and tiles after the record's, up to the shape."""
         k, out = self.k, self.out
         num_rows, num_tokens = self._size("num_rows"), self._size("num_tokens")
         minus_one, zero = k.integer(-1), k.integer(0)
@@ -304,7 +305,7 @@ class _Plan:
         return (count + size - 1) // size
 
     def _tiles(self, index: Value, count: Value, before: Value) -> None:
-        """Store the tiles of a chunk; tiles with most keys come first."""
+        """Store the tiles of a chunk, ordered from the tile with most keys."""
         number, size = self._num_tiles(count), self._size("tile_size")
         with self.k.range(0, number) as tile:
             place = self.out["tiles"] + (before + tile) * 2

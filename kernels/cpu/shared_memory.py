@@ -1,8 +1,8 @@
-"""Memory that the ranks of a group on one machine share, with a barrier at which they meet.
+"""Memory that the ranks of a group on one machine share, with a barrier for all ranks.
 
-Threads of one process meet at such a barrier, too. A thread that waits reads memory for some
-microseconds. Then it sleeps: on Linux in a futex, until the last one comes; elsewhere it yields its
-core between reads.
+Threads of one process use such a barrier as well. A waiting thread polls memory for some
+microseconds. Then it sleeps until the last thread arrives. On Linux it sleeps in a futex; elsewhere
+it yields its core between reads.
 """
 
 import platform
@@ -15,16 +15,16 @@ from torch import Tensor
 from penstock.kernels.cpu.compiler import load
 from penstock.kernels.cpu.values import INT32, INT64, POINTER, Kernel, Pointer, Value
 
-# words of a barrier, in cache lines of their own; BROKEN: positive after the loss of a process
+# words of a barrier, each in a separate cache line; BROKEN: positive after the loss of a process
 ARRIVED, GENERATION, SLEEPERS, BROKEN = 0, 8, 16, 24
 WORDS = 32
-SPINS = 10_000  # reads before a thread sleeps: about 20 µs
+SPINS = 10_000  # reads before a thread sleeps, about 20 µs
 WAIT, WAKE = 0, 1  # operations of futex(2)
-FUTEX = {"x86_64": 202, "aarch64": 98}  # number of the system call
+FUTEX = {"x86_64": 202, "aarch64": 98}  # number of the system call by architecture
 
 
 def futex_number() -> int:
-    """Return the number of Linux's futex(2) here, or 0 if it is unknown."""
+    """Return the number of Linux's futex(2) on this machine, or 0 if unknown."""
     return FUTEX.get(platform.machine(), 0) if sys.platform == "linux" else 0
 
 
@@ -40,7 +40,7 @@ class _System:
         self._function = module.globals.get(name) or ir.Function(module, kind, name)
 
     def sleep(self, generation: Value) -> None:
-        """Wait for a wake-up after this generation; may return early."""
+        """Wait for a wake-up after this generation; it may return early."""
         if self._number:
             null = ir.Constant(POINTER, None)
             self._call(INT32(WAIT), generation.truncate().raw, null)
@@ -57,7 +57,10 @@ class _System:
 
 
 def emit_barrier(k: Kernel) -> None:
-    """Wait for `size` threads, or until the barrier is broken. Arguments: its words, size."""
+    """Wait for `size` threads, or until the barrier is broken.
+
+    Arguments: the barrier's words, size.
+    """
     words, size = k.arguments
     with k.when(size > 1):
         b = k.builder
@@ -84,7 +87,7 @@ def emit_barrier(k: Kernel) -> None:
 
 
 def build_ranks() -> ir.Module:
-    """Return the functions `meet`, of the words of a barrier and a number of ranks, and `end`."""
+    """Return the functions `meet` and `end`; meet takes a barrier's words and a number of ranks."""
     module = ir.Module("ranks")
     emit_barrier(Kernel(module, "meet", "i64 int", public=True))
     emit_end(Kernel(module, "end", "i64", public=True))
@@ -92,7 +95,7 @@ def build_ranks() -> ir.Module:
 
 
 def emit_end(k: Kernel) -> None:
-    """Let all that wait, or will wait, return. Argument: the barrier's words."""
+    """Make all current and future waits return. Argument: the barrier's words."""
     (words,) = k.arguments
     _add(k, words + BROKEN, 1)
     _next_generation(k, words, _System(k, words))
@@ -106,7 +109,7 @@ def _next_generation(k: Kernel, words: Pointer, system: _System) -> None:
 
 
 def _add(k: Kernel, place: Pointer, number: int) -> Value:
-    """Return the value before."""
+    """Add atomically, and return the previous value."""
     return Value(k.builder, k.builder.atomic_rmw("add", place.raw, INT64(number), "seq_cst"))
 
 
@@ -115,8 +118,8 @@ def _load(k: Kernel, place: Pointer) -> Value:
 
 
 HEADER = 8 * WORDS
-# A rank that writes its part of a turn has met the others after they read their parts of the last
-# one, but not of this one.
+# A rank that writes its part of a turn has met the other ranks after they read their parts of the
+# previous turn, but not after they read their parts of this turn.
 TURNS = 2
 
 
@@ -129,7 +132,7 @@ class SharedMemory:
     """One rank's view: a part for each rank, in turns. All ranks make the same calls."""
 
     def __init__(self, memory: Tensor, rank: int, num_ranks: int) -> None:
-        """Use memory of `shared_bytes`, uint8, which begins with zeros. Raises OSError."""
+        """Use memory of `shared_bytes`, uint8, initially zeros. Raises OSError."""
         self._rank, self._num_ranks, self._turn = rank, num_ranks, 0
         self._words = memory[:HEADER].view(torch.int64)
         self._parts = memory[HEADER:].view(TURNS, num_ranks, -1)
@@ -139,7 +142,7 @@ class SharedMemory:
         self._end = self._library.function("end", 1)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's x, up to `part_bytes`; views that are valid until the next call.
+        """Return every rank's x, of up to `part_bytes`; the views are valid until the next call.
 
         Raises ConnectionError if a rank has exited.
         """
@@ -151,7 +154,7 @@ class SharedMemory:
         return parts
 
     def fields(self, num_turns: int) -> dict[str, int]:
-        """Return the fields of StepFields for a call that takes this number of turns."""
+        """Return the fields of StepFields for a call with this number of turns."""
         turn, self._turn = self._turn, (self._turn + num_turns) % TURNS
         return {
             "num_ranks": self._num_ranks,
@@ -163,7 +166,7 @@ class SharedMemory:
         }
 
     def end(self) -> None:
-        """Let every rank's calls fail from now on, also those that wait."""
+        """Let the calls of every rank fail from now on, including calls that already wait."""
         self._end(self._words.data_ptr())
 
     def check(self) -> None:

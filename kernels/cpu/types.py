@@ -20,7 +20,7 @@ class LayerWeights(NamedTuple):
     k_norm: Tensor
     o: Matrix
     post_norm: Tensor
-    gate_up: Matrix | None  # gate, then up; None: the layer has another second half
+    gate_up: Matrix | None  # gate, then up; None: the layer has a different second half
     down: Matrix | None
 
 
@@ -36,11 +36,11 @@ class LayerShape(NamedTuple):
 
     @property
     def qkv(self) -> int:
-        """Features of queries, keys and values."""
+        """Number of features of queries, keys and values."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
-# int64 of a layer: addresses, and numbers of kinds of matrices
+# int64 values of a layer: addresses, and numbers of kinds of matrices
 LAYER = (
     *LayerWeights._fields,
     *(f"{name}_scale" for name in MATRICES),
@@ -59,7 +59,7 @@ class StepFields(NamedTuple):
     attended: int
     inner: int
     scratch: int
-    scratch_size: int  # float32 of a thread
+    scratch_size: int  # float32 elements per thread
     barrier: int
     positions: int
     slots: int
@@ -68,7 +68,7 @@ class StepFields(NamedTuple):
     tables: int
     max_blocks: int
     block_size: int
-    piece: int  # keys of a tile that lie side by side
+    piece: int  # adjacent keys of a tile
     rope: int
     scale: int
     eps: int
@@ -78,12 +78,12 @@ class StepFields(NamedTuple):
     intermediate: int
     residual: int = 0
     target: int = 0  # receives the sums: the residual stream or memory for a part of it
-    num_ranks: int = 1  # ranks that share the memory of the following fields; 1: none
+    num_ranks: int = 1  # ranks that share the memory of the following fields; 1: no other rank
     rank: int = 0
     ranks_barrier: int = 0
     parts: int = 0  # products of each rank, in two turns
-    part_size: int = 0  # float32 of a rank and a turn
-    turn: int = 0  # of the first half
+    part_size: int = 0  # float32 elements per rank and turn
+    turn: int = 0  # turn of the first half
 
 
 class HeadFields(NamedTuple):
@@ -93,7 +93,7 @@ class HeadFields(NamedTuple):
     norm: int
     eps: int
     weight: int
-    scale: int  # of a weight of integers, otherwise 0
+    scale: int  # scale of a weight of integers, otherwise 0
     out: int
     normed: int
     scratch: int
@@ -115,11 +115,11 @@ class SampleFields(NamedTuple):
     positions: int
     parameters: int  # the slot table
     last_token: int
-    thresholds: int = 0  # of each row's scores; -inf: none is removed
+    thresholds: int = 0  # thresholds of each row's scores; -inf: no score is removed
     out: int = 0
 
 
-# arguments of the application of a plan as int64: sizes, and addresses
+# arguments that apply a plan, as int64: sizes and addresses
 PLAN = (
     *("record", "block_size", "max_blocks", "num_rows", "num_tokens", "num_tiles", "tile_size"),
     *(f"slot_{name}" for name in Slots._fields),

@@ -1,8 +1,8 @@
-"""Functions of LLVM IR that Python emits: numbers and pointers that read like arithmetic.
+"""Functions of LLVM IR that Python emits; numbers and pointers are written as arithmetic.
 
 `range` and `when` become loops and branches; Python's own loops unroll. Vectors have a fixed number
-of lanes and every fused multiply-add is explicit, so that the bits of a result do not depend on
-what LLVM vectorizes.
+of lanes, and every fused multiply-add is explicit. The bits of a result thus do not depend on
+LLVM's vectorization.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ BYTES = {"f32": 4, "bf16": 2, "f16": 2, "i16": 2, "i8": 1, "i32": 4, "i64": 8}
 
 
 class Value:
-    """An integer, a float32, a truth value, or a vector of these."""
+    """Integer, float32, truth value, or vector of these."""
 
     def __init__(self, builder: Any, raw: Any) -> None:
         self._builder = builder
@@ -41,7 +41,7 @@ class Value:
         return kind.element if isinstance(kind, ir.VectorType) else kind
 
     def lift(self, other: "Value | float | list[int]") -> Any:
-        """Return `other` as a raw value of this value's type; a list: of lanes."""
+        """Return `other` as a raw value of this value's type; a list has an element per lane."""
         kind = self.raw.type
         if isinstance(other, list):
             return ir.Constant(kind, other)
@@ -116,7 +116,7 @@ class Value:
         return Value(self._builder, self.lift(number))
 
     def choose(self, yes: "Value", no: "Value | float") -> "Value":
-        """Return `yes` where this truth value is true, elsewhere `no`."""
+        """Return `yes` where this truth value is true, and `no` elsewhere."""
         return Value(self._builder, self._builder.select(self.raw, yes.raw, yes.lift(no)))
 
     def fma(self, factor: "Value", term: "Value") -> "Value":
@@ -137,19 +137,19 @@ class Value:
         return Value(self._builder, self._builder.shuffle_vector(self.raw, second, mask))
 
     def intrinsic(self, name: str, result: Any = None) -> "Value":
-        """Return LLVM's intrinsic of this value; result: its type if it differs."""
+        """Return LLVM's intrinsic of this value; result: type of the result, if different."""
         kind = self.raw.type
         return Value(
             self._builder, intrinsic(self._builder, name, result or kind, [self.raw], kind)
         )
 
     def bits(self, element: Any, count: int = 0) -> "Value":
-        """Return the same bits as another type of element; count: of them, if it differs."""
+        """Reinterpret the bits as another element type; count: number of elements, if different."""
         kind = ir.VectorType(element, count) if count else self._like(element)
         return Value(self._builder, self._builder.bitcast(self.raw, kind))
 
     def call(self, name: str, *arguments: "Value") -> "Value":
-        """Return a result of this value's type from an intrinsic of this full name."""
+        """Return the result of an intrinsic, given its full name; it has this value's type."""
         raw = [argument.raw for argument in arguments]
         function = self._builder.module.globals.get(name)
         if function is None:
@@ -167,19 +167,19 @@ class Value:
         return Value(self._builder, self._builder.shl(self.raw, self.lift(bits)))
 
     def shift_right(self, bits: int | list[int]) -> "Value":
-        """Return the bits moved, with zeros as the highest; a list: by lane."""
+        """Shift the bits right, filling with zeros; a list has a shift per lane."""
         return Value(self._builder, self._builder.lshr(self.raw, self.lift(bits)))
 
     def truncate(self, element: Any = INT32) -> "Value":
-        """Return the low bits as a smaller integer."""
+        """Return the low bits as a smaller integer type."""
         return Value(self._builder, self._builder.trunc(self.raw, self._like(element)))
 
     def widened(self, element: Any) -> "Value":
-        """Return signed integers as larger ones."""
+        """Return signed integers as a larger type."""
         return Value(self._builder, self._builder.sext(self.raw, self._like(element)))
 
     def multiply_wide(self, factor: int) -> "tuple[Value, Value]":
-        """Return the high and the low words of unsigned products of int32."""
+        """Return the high and the low words of the unsigned products of int32."""
         wide = Value(self._builder, self._builder.zext(self.raw, self._like(INT64)))
         product = wide * factor
         return product.shift_right(32).truncate(), product.truncate()
@@ -189,13 +189,13 @@ class Value:
         return Value(self._builder, splat(self._builder, scalar.raw, self.raw.type.count))
 
     def _like(self, element: Any) -> Any:
-        """Return the type with another element."""
+        """Return this type with another element type."""
         kind = self.raw.type
         return ir.VectorType(element, kind.count) if isinstance(kind, ir.VectorType) else element
 
 
 class Pointer:
-    """A place in an array of a kind; 16 bits are read as float32, "i32" as int64."""
+    """Place in an array of a kind; 16-bit elements are read as float32, "i32" as int64."""
 
     def __init__(self, builder: Any, raw: Any, kind: str) -> None:
         self._builder = builder
@@ -209,7 +209,7 @@ class Pointer:
 
     @property
     def bits(self) -> int:
-        """Return the size of an element."""
+        """Return the bits of an element."""
         return 8 * BYTES[self.kind]
 
     def __getitem__(self, index: "Value | int") -> Value:
@@ -225,7 +225,7 @@ class Pointer:
         self._builder.store(raw, (self + index).raw, align=BYTES[self.kind])
 
     def vector(self, index: "Value | int", size: int, count: "Value | None" = None) -> Value:
-        """Return a vector of `size` lanes, with `count` only that many read, the others 0."""
+        """Return a vector of `size` lanes; lanes from `count` on are 0 and not read."""
         at, element = self + index, KINDS[self.kind]
         kind = ir.VectorType(element, size)
         if count is None:
@@ -243,9 +243,10 @@ class Pointer:
         return wide.shift_left(16).bits(FLOAT)
 
     def prefetch(self, index: "Value | int" = 0) -> None:
-        """Start to read the cache line of an element, which may lie outside of the array.
+        """Prefetch the cache line of an element, which may lie outside of the array.
 
-        The line goes to the second level: the first one has too few buffers for reads from memory.
+        The line is fetched into the second level: the first level has too few buffers for reads
+        from memory.
         """
         function = self._builder.module.globals.get(PREFETCH)
         if function is None:
@@ -256,7 +257,7 @@ class Pointer:
         self._builder.call(function, [(self + index).raw, is_write, second_level, is_data])
 
     def pointer(self, index: "Value | int", kind: str) -> "Pointer":
-        """Return the pointer that is stored here as an int64."""
+        """Return the pointer stored here as an int64."""
         return Pointer(self._builder, self._builder.inttoptr(self[index].raw, POINTER), kind)
 
 
@@ -270,7 +271,7 @@ def splat(builder: Any, scalar: Any, size: int) -> Any:
 def intrinsic(
     builder: Any, name: str, result: Any, arguments: list[Any], kind: Any, suffix: str = ""
 ) -> Any:
-    """Call LLVM's intrinsic `name` for values of type `kind`."""
+    """Call LLVM's intrinsic `name` with values of type `kind`."""
     element, count = (kind.element, f"v{kind.count}") if is_vector(kind) else (kind, "")
     short = "f32" if element == FLOAT else f"i{element.width}"
     full = f"llvm.{name}.{count}{short}{suffix}"
@@ -282,12 +283,12 @@ def intrinsic(
 
 
 def is_vector(kind: Any) -> bool:
-    """Return True for the type of a vector."""
+    """Return True for a vector type."""
     return isinstance(kind, ir.VectorType)
 
 
 class Variable:
-    """A value that loops and branches change."""
+    """Value that loops and branches change."""
 
     def __init__(self, builder: Any, initial: Value) -> None:
         self._builder = builder
@@ -306,18 +307,19 @@ class Variable:
 
 
 class Kernel:
-    """A function that is being emitted."""
+    """Function that is being emitted."""
 
     def __init__(
         self, module: ir.Module, name: str, arguments: str, *, public: bool = False
     ) -> None:
-        """Begin a function; arguments: kinds of pointers, or "int", by spaces."""
+        """Begin a function; arguments: kinds of pointers, or "int", separated by spaces."""
         kinds = arguments.split()
         types = [INT64 if kind == "int" else POINTER for kind in kinds]
         self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), types), name)
         if not public:
             self.function.linkage = "internal"
-            # one copy of each: LLVM would inline them, and copy them for constant arguments
+            # emit one copy of each function: LLVM would inline them, and copy them for constant
+            # arguments
             self.function.attributes.add("noinline")
             self.function.attributes.add("optsize")
         self.builder = builder = ir.IRBuilder(self.function.append_basic_block())
@@ -345,22 +347,22 @@ class Kernel:
         return Value(self.builder, ir.Constant(ir.VectorType(FLOAT, size), [0.0] * size))
 
     def iota(self, size: int) -> Value:
-        """Return the vector 0, 1, 2..., of int64."""
+        """Return the vector 0, 1, 2... of int64."""
         return Value(self.builder, ir.Constant(ir.VectorType(INT64, size), list(range(size))))
 
     def variable(self, initial: Value) -> Variable:
         return Variable(self.builder, initial)
 
     def array(self, size: int, kind: str = "f32") -> Pointer:
-        """Return memory for numbers, which lasts until the function returns."""
+        """Return memory for numbers, which is valid until the function returns."""
         with self.builder.goto_entry_block():
             raw = self.builder.alloca(ir.ArrayType(KINDS[kind], size))
             raw.align = 64
-        raw.type = POINTER  # of any element
+        raw.type = POINTER  # pointer to any element type
         return Pointer(self.builder, raw, kind)
 
     def forget(self) -> None:
-        """Make LLVM read memory again after this point: there are few registers for old values."""
+        """Make LLVM read memory again after this point: registers for old values are scarce."""
         nothing = ir.FunctionType(ir.VoidType(), [])
         self.builder.asm(nothing, "", "~{memory}", [], side_effect=True)
 
@@ -395,7 +397,7 @@ class Kernel:
     def tiles(
         self, begin: "Value | int", end: Value, most: int, tile: Callable[[Value, int], None]
     ) -> None:
-        """Call tile(first, number) for tiles of `most`, then for the rest in powers of two."""
+        """Call tile(first, number) for tiles of `most`, then for smaller powers of two."""
         rest = (end - begin) % most
         whole = end - rest
         with self.range(begin, whole, most) as first:
