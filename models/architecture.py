@@ -1,8 +1,8 @@
-"""What a model consists of, described once: its layers, their weights, and what they keep.
+"""Description of a model, made once: its layers, their weights, and their state.
 
-All that depends on shapes reads this description: the check of a checkpoint, loading and cutting by
-rank, the reckoning of memory, the KV cache, random checkpoints and compiled layers. `launch` reads
-it too, so it imports no torch.
+All code that depends on shapes reads this description: the check of a checkpoint, loading and
+cutting by rank, the estimate of memory, the KV cache, random checkpoints and compiled layers.
+`launch` reads it as well, so this module does not import torch.
 
 A family is a function that describes its models, an entry in `FAMILIES`, and a module with the
 forward pass.
@@ -14,34 +14,35 @@ from typing import Literal, NamedTuple
 
 from penstock.protocol.checkpoint import ModelConfig, ModelError
 
-RUN = 4096  # token ids between which the vocabulary is cut on GPUs, as the sampler needs
+RUN = 4096  # token ids of a run; on GPUs the vocabulary is cut between runs, as the sampler needs
 
 
 class Ranks(NamedTuple):
-    """A tensor-parallel group, how it divides a model, and one of its ranks."""
+    """Tensor-parallel group, its way to divide a model, and one of its ranks."""
 
     size: int = 1
     rank: int = 0
     on_gpus: bool = False
-    expert_parallel: bool = False  # each rank has whole experts, not parts of all
+    expert_parallel: bool = False  # True: a rank has whole experts instead of a part of each expert
 
 
 class Part(NamedTuple):
-    """The part of a dimension that a rank has."""
+    """A rank's part of a dimension."""
 
     start: int
     stop: int
-    length: int  # with padding after `stop`
+    length: int  # includes padding after `stop`
 
 
 class Axis(NamedTuple):
-    """A dimension that ranks divide, made of units that stay whole, such as heads."""
+    """Dimension divided among ranks in units that stay whole, such as heads."""
 
-    field: str  # of config.json: the number of units
+    field: str  # field of config.json with the number of units
     units: int
     unit_size: int = 1
-    # even: all ranks have as many units; shared: adjacent ranks have the same unit where there are
-    # fewer units than ranks; padded: the last ranks may have fewer units, and zeros after them
+    # even: all ranks have the same number of units; shared: if there are fewer units than ranks,
+    # adjacent ranks have the same unit; padded: the last ranks may have fewer units, followed by
+    # zeros
     division: Literal["even", "shared", "padded"] = "even"
 
     @property
@@ -49,14 +50,14 @@ class Axis(NamedTuple):
         return self.units * self.unit_size
 
     def units_of_rank(self, ranks: Ranks) -> int:
-        """Return the units of each rank, with its padding."""
+        """Return the number of units of each rank, including padding."""
         if self.division == "padded":
             run = RUN if ranks.on_gpus and ranks.size > 1 else 1
             return -(-self.units // (run * ranks.size)) * run
         return self.units // self._num_parts(ranks)
 
     def part(self, ranks: Ranks) -> Part:
-        """Return the part of the rank."""
+        """Return the rank's part."""
         length = self.units_of_rank(ranks) * self.unit_size
         start = min(ranks.rank * self._num_parts(ranks) // ranks.size * length, self.size)
         return Part(start, min(start + length, self.size), length)
@@ -66,21 +67,21 @@ class Axis(NamedTuple):
         return self.division == "padded" or is_shared or self.units % num_ranks == 0
 
     def _num_parts(self, ranks: Ranks) -> int:
-        """Return the number of parts that differ."""
+        """Return the number of different parts."""
         return min(ranks.size, self.units) if self.division == "shared" else ranks.size
 
 
 class Weight(NamedTuple):
-    """A tensor of the checkpoint; of an expert's layer, one tensor for each expert."""
+    """Tensor of the checkpoint; a layer of experts has one tensor for each expert."""
 
-    name: str  # in the checkpoint, with {} in place of an expert's number
-    shape: tuple[int, ...]  # of the whole tensor, or of one expert's
-    fields: str  # of config.json, from which the shape follows
-    # what lies side by side in dimension `dim`, each divided among the ranks; empty: all ranks have
-    # the whole tensor
+    name: str  # name in the checkpoint, with {} in place of an expert's number
+    shape: tuple[int, ...]  # shape of the whole tensor, or of an expert's tensor
+    fields: str  # fields of config.json that determine the shape
+    # adjacent axes of dimension `dim`, each divided among the ranks; empty: every rank has the
+    # whole tensor
     axes: tuple[Axis, ...] = ()
     dim: int = 0
-    is_matrix: bool = False  # True if it is stored in the checkpoint's format of weights
+    is_matrix: bool = False  # True if the tensor has the checkpoint's weight format
     experts: Axis | None = None
 
     @property
@@ -97,7 +98,7 @@ class Weight(NamedTuple):
         return (self.name.format(number) for number in range(self.num_tensors))
 
     def experts_of_rank(self, ranks: Ranks) -> range:
-        """Return the numbers of the experts of which the rank has a part, or the whole."""
+        """Return the numbers of the experts of which the rank has a part or the whole."""
         if self.experts and ranks.expert_parallel:
             return range(*self.experts.part(ranks)[:2])
         return range(self.num_tensors)
@@ -107,41 +108,41 @@ class Weight(NamedTuple):
         return (self.experts,) if self.experts and expert_parallel else self.axes
 
     def parts(self, ranks: Ranks) -> list[Part]:
-        """Return the rank's parts of dimension `dim`; one of the whole where it is not divided."""
+        """Return the rank's parts of dimension `dim`; a single whole part if it is not divided."""
         if self.axes and not (self.experts and ranks.expert_parallel):
             return [axis.part(ranks) for axis in self.axes]
         size = self.shape[self.dim]
         return [Part(0, size, size)]
 
     def shape_of_rank(self, ranks: Ranks) -> tuple[int, ...]:
-        """Return the shape of the rank's part, with the number of experts before it."""
+        """Return the shape of the rank's part, preceded by the number of experts."""
         sizes = list(self.shape)
         sizes[self.dim] = sum(part.length for part in self.parts(ranks))
         return (*([len(self.experts_of_rank(ranks))] if self.experts else ()), *sizes)
 
 
 class State(NamedTuple):
-    """A tensor that a layer keeps for each sequence, and overwrites at each step."""
+    """Tensor that a layer keeps for each sequence and overwrites at each step."""
 
-    axes: tuple[Axis, ...]  # side by side in the first dimension, each divided among the ranks
-    shape: tuple[int, ...]  # of the other dimensions
+    axes: tuple[Axis, ...]  # adjacent axes of the first dimension, each divided among the ranks
+    shape: tuple[int, ...]  # shape of the other dimensions
     number_bytes: int = 4
 
     def num_bytes(self, ranks: Ranks) -> int:
-        """Return the bytes of a rank's part."""
+        """Return the bytes of a rank's part of the state."""
         length = sum(axis.part(ranks).length for axis in self.axes)
         return length * prod(self.shape) * self.number_bytes
 
 
 class Heads(NamedTuple):
-    """Heads of attention, each of `unit_size` features."""
+    """Heads of attention with `unit_size` features each."""
 
     queries: Axis
-    keys: Axis  # of keys and values, which are kept for each token
+    keys: Axis  # heads of keys and values, which are kept for each token
 
 
 class Layer(NamedTuple):
-    """A layer of the residual stream, with the norm before it."""
+    """Layer of the residual stream, including the norm before it."""
 
     kind: str  # embedding, attention, mlp, experts, norm or head; a family may have other kinds
     weights: tuple[Weight, ...]
@@ -149,13 +150,13 @@ class Layer(NamedTuple):
     state: tuple[State, ...] = ()
 
     def pick(self, *modules: str) -> list[Weight]:
-        """Return the weights of modules, by the last part of their names."""
+        """Return the weights of modules, given the last part of their names."""
         by_module = {weight.module: weight for weight in self.weights}
         return [by_module[module] for module in modules]
 
 
 class Architecture(NamedTuple):
-    """The layers of a model, in the order of their computation."""
+    """Layers of a model in the order of computation."""
 
     layers: tuple[Layer, ...]
 
@@ -164,12 +165,12 @@ class Architecture(NamedTuple):
 
     @property
     def kv_layers(self) -> list[Layer]:
-        """Return the layers that keep keys and values, all with the same heads."""
+        """Return the layers that keep keys and values, which all have the same heads."""
         return [layer for layer in self.layers if layer.heads]
 
     @property
     def heads(self) -> Heads:
-        """Return the heads of the layers with attention."""
+        """Return the heads of the attention layers."""
         return next(layer.heads for layer in self.layers if layer.heads)
 
     @property
@@ -177,26 +178,26 @@ class Architecture(NamedTuple):
         return (weight for layer in self.layers for weight in layer.weights)
 
     def tensors(self) -> Iterator[tuple[str, list[int], str]]:
-        """Yield each tensor of the checkpoint: name, shape, and the fields it follows from."""
+        """Yield the name, the shape and the determining fields of each tensor of the checkpoint."""
         for weight in self.weights:
             for name in weight.names():
                 yield name, list(weight.shape), weight.fields
 
     def token_bytes(self, ranks: Ranks, number_bytes: int, scale_bytes: int = 0) -> int:
-        """Return the bytes of a rank's keys and values of a token.
+        """Return the bytes of a rank's keys and values per token.
 
-        scale_bytes: in addition for each key and value of a head.
+        scale_bytes: additional bytes for each key and value of a head.
         """
         _, kv_heads = self.heads
         head_bytes = kv_heads.unit_size * number_bytes + scale_bytes
         return 2 * len(self.kv_layers) * kv_heads.units_of_rank(ranks) * head_bytes
 
     def sequence_bytes(self, ranks: Ranks) -> int:
-        """Return the bytes of a rank's state of a sequence."""
+        """Return the bytes of a rank's state per sequence."""
         return sum(state.num_bytes(ranks) for layer in self.layers for state in layer.state)
 
     def check_ranks(self, num_ranks: int, expert_parallel: bool = False) -> None:
-        """Raise ModelError where the model can't be divided among the ranks of a group."""
+        """Raise ModelError if the model can't be divided among the ranks of a group."""
         if expert_parallel and not any(weight.experts for weight in self.weights):
             raise ModelError("enable_expert_parallel: got true, but the model has no experts")
         axes = (axis for weight in self.weights for axis in weight.divided(expert_parallel))
@@ -209,7 +210,7 @@ class Architecture(NamedTuple):
 
 
 def vector(module: str, size: int, fields: str) -> Weight:
-    """Describe a weight of one dimension, such as a norm's."""
+    """Describe a one-dimensional weight, such as that of a norm."""
     return Weight(f"{module}.weight", (size,), fields)
 
 
@@ -226,7 +227,7 @@ def rows(module: str, outputs: int, axis: Axis, fields: str) -> Weight:
 
 
 def attention(name: str, hidden: int, heads: Axis, kv_heads: Axis, norm: Weight) -> Layer:
-    """Describe grouped-query attention with a norm of each query and key head."""
+    """Describe grouped-query attention with a norm for each query and key head."""
     fields, kv_fields = (f"{axis.field} times head_dim" for axis in (heads, kv_heads))
     weights = (
         norm,
@@ -241,12 +242,12 @@ def attention(name: str, hidden: int, heads: Axis, kv_heads: Axis, norm: Weight)
 
 
 def mlp(name: str, hidden: int, inner: Axis, norm: Weight) -> Layer:
-    """Describe a SwiGLU."""
+    """Describe a SwiGLU layer."""
     return Layer("mlp", (norm, *_swiglu(name, hidden, inner)))
 
 
 def experts(name: str, hidden: int, number: Axis, inner: Axis, norm: Weight) -> Layer:
-    """Describe a mixture of SwiGLU experts, and their router."""
+    """Describe a mixture of SwiGLU experts with its router."""
     router = Weight(f"{name}.gate.weight", (number.units, hidden), number.field)
     swiglu = _swiglu(f"{name}.experts.{{}}", hidden, inner)
     return Layer("experts", (norm, router, *(weight._replace(experts=number) for weight in swiglu)))
@@ -261,7 +262,7 @@ def _swiglu(name: str, hidden: int, inner: Axis) -> tuple[Weight, ...]:
 
 
 def decoder(config: ModelConfig, layers: Iterable[Layer]) -> Architecture:
-    """Describe a decoder: an embedding, `layers`, a norm, and an output layer unless it is tied."""
+    """Describe a decoder: an embedding, `layers`, a norm, and an output layer unless tied."""
     vocabulary = Axis("vocab_size", config.vocab_size, division="padded")
     shape = config.vocab_size, config.hidden_size
     embedding, head = (
@@ -275,7 +276,7 @@ def decoder(config: ModelConfig, layers: Iterable[Layer]) -> Architecture:
 
 
 def qwen3(config: ModelConfig) -> Architecture:
-    """Describe Qwen3, and Qwen3-MoE, some or all of whose layers have experts."""
+    """Describe Qwen3 or Qwen3-MoE, in which some or all layers have experts."""
     hidden, head_dim = config.hidden_size, config.head_dim
     heads = Axis("num_attention_heads", config.num_attention_heads, head_dim)
     kv_heads = Axis("num_key_value_heads", config.num_key_value_heads, head_dim, "shared")
@@ -299,19 +300,19 @@ def qwen3(config: ModelConfig) -> Architecture:
 
 
 class Family(NamedTuple):
-    """Models that are described and computed alike."""
+    """Models with the same kind of description and computation."""
 
     describe: Callable[[ModelConfig], Architecture]
-    module: str  # has `Decoder`, the forward pass
+    module: str  # module with `Decoder`, the forward pass
 
 
 QWEN3 = Family(qwen3, "penstock.models.qwen3")
-# by the names in config.json; `SERVED` in protocol/checkpoint.py has them too
+# by names in config.json, which are also in `SERVED` of protocol/checkpoint.py
 FAMILIES = {"Qwen3ForCausalLM": QWEN3, "Qwen3MoeForCausalLM": QWEN3, "Qwen3Model": QWEN3}
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the family of a checkpoint that `read_model_config` has accepted."""
+    """Return the family of a checkpoint accepted by `read_model_config`."""
     return next(FAMILIES[name] for name in config.architectures if name in FAMILIES)
 
 

@@ -1,4 +1,4 @@
-"""The compiled layers of a model on a CPU: their weights, and how ranks join results."""
+"""The compiled layers of a model on a CPU: their weights, and the exchange of ranks' results."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -25,16 +25,16 @@ from penstock.protocol.checkpoint import ModelConfig
 
 
 class CompiledDecoder:
-    """A replacement of a model's layers and output layer; experts stay in torch."""
+    """Replacement of a model's layers and output layer; experts stay in torch."""
 
     def __init__(
         self, model: Model, config: ModelConfig, bits: int = 16, quantize_lm_head: bool = False
     ) -> None:
-        """Compile a loaded model, whose matrices become 16 bits where that changes no number.
+        """Compile a loaded model; its matrices become 16 bits if that changes no number.
 
-        bits: 8 or 4 make integers of the layers' matrices, which are freed. quantize_lm_head: the
-        output layer likewise, with 8 bits. Raises ValueError for a model that can't be compiled,
-        OSError.
+        bits: with 8 or 4, the layers' matrices are converted to integers and freed.
+        quantize_lm_head: convert the output layer to 8-bit integers. Raises ValueError for a model
+        that can't be compiled, and OSError.
         """
         if config.fp8 or (config.weight_format and bits != 16):
             raise ValueError(f"weights in {config.format_name}")
@@ -46,7 +46,7 @@ class CompiledDecoder:
         shape = _layer_shape(config, model.tp.size)
         weight = model.head.weight
         narrowed = narrow(model)
-        head: Matrix | None = weight if isinstance(weight, Tensor) else None  # e4m3: in torch
+        head: Matrix | None = weight if isinstance(weight, Tensor) else None  # e4m3 stays in torch
         if quantize_lm_head and isinstance(head, Tensor):
             head = quantize(head, 8)
         self._head = head
@@ -56,10 +56,10 @@ class CompiledDecoder:
                 weights, shape, model.attention.block_size, head=head, embedding=self._embed.weight
             )
         except Exception:
-            for matrix in narrowed:  # torch needs one type
+            for matrix in narrowed:  # torch needs a single type
                 matrix.data = matrix.data.float()
             raise
-        self._shared: SharedMemory | None = None  # of the ranks of this step
+        self._shared: SharedMemory | None = None  # memory of this step's ranks
         self._has_experts = any(isinstance(layer.mlp, MoE) for layer in self._layers)
 
     def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
@@ -84,7 +84,7 @@ class CompiledDecoder:
     def decode_step(
         self, slots: Slots, buffers: StepBuffers, kv_caches: Sequence[KVCache]
     ) -> DecodeStep | None:
-        """Return the function of steps that only decode, or None if a part runs in torch."""
+        """Return the function for decode-only steps, or None if a part runs in torch."""
         if self._tp.size > 1 or self._has_experts or self._head is None:
             return None
         return DecodeStep(
@@ -108,7 +108,7 @@ class CompiledDecoder:
         return embedded.float()
 
     def _half(self, half: int, residual: Tensor) -> Tensor:
-        """Return the residual stream after half a layer of all ranks."""
+        """Return the residual stream after half a layer, with the results of all ranks."""
         halves = range(half, half + 1)
         if self._shared or self._tp.size == 1:
             self._compiled.run(halves, residual, ranks=self._shared)
@@ -126,7 +126,7 @@ class CompiledDecoder:
 
 
 def can_compile(config: ModelConfig, tp_size: int) -> bool:
-    """Return True if the layers of a rank have a form and sizes that can be compiled."""
+    """Return True if the form and the sizes of a rank's layers can be compiled."""
     is_qwen3 = family_of(config).module == qwen3.__name__
     return is_qwen3 and not unsupported(_layer_shape(config, tp_size))
 
@@ -174,9 +174,9 @@ def _quantized(layer: LayerWeights, bits: int) -> LayerWeights:
 
 
 def narrow(model: Model) -> list[nn.Parameter]:
-    """Replace float32 by 16 bits and integers' shifts by nothing where that changes no number.
+    """Replace float32 by 16 bits, and drop shifts of integers, if that changes no number.
 
-    Returns the matrices of floats; of layers that can't be compiled, none is replaced.
+    Returns the float matrices. In layers that can't be compiled, nothing is replaced.
     """
     if not isinstance(model.model, qwen3.Decoder):
         return []
@@ -195,7 +195,7 @@ def narrow(model: Model) -> list[nn.Parameter]:
 
 
 def _narrowed(weight: Tensor) -> Tensor:
-    """Return float32 as bfloat16 or float16 if either has all of the numbers."""
+    """Return float32 as bfloat16 or float16 if either represents all numbers exactly."""
     if not weight.view(torch.int16)[..., ::2].any():  # the low halves, little-endian
         return weight.bfloat16()
     half = weight.half()

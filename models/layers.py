@@ -1,6 +1,6 @@
 """Layers of decoders: attention, SwiGLU, a mixture of SwiGLU experts, and the table of RoPE.
 
-Each adds its output for the norm of the residual stream to the residual stream.
+Each layer is applied to the norm of the residual stream and adds its output to the residual stream.
 """
 
 import math
@@ -53,7 +53,7 @@ class Attention(nn.Module):
     def forward(
         self, residual: Tensor, norm: RMSNorm, batch: ForwardBatch, rope: Tensor, kv_cache: KVCache
     ) -> Tensor:
-        """Return residual [num_tokens, hidden_size] plus the attention of its norm."""
+        """Return residual [num_tokens, hidden_size] plus the attention output for its norm."""
         q = qk_norm_rope_store(
             self.qkv_proj(residual, norm),
             num_heads=self.num_heads,
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU; each rank has a share of the intermediate features."""
+    """SwiGLU layer; each rank has a share of the intermediate features."""
 
     def __init__(self, layer: architecture.Layer, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -80,13 +80,13 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(tp, down, _format(config, down))
 
     def forward(self, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """Return residual [num_tokens, hidden_size] plus the MLP of its norm."""
+        """Return residual [num_tokens, hidden_size] plus the MLP's output for its norm."""
         x = norm_swiglu(residual, norm.weight, norm.eps, self.gate_up_proj.weight)
         return self.down_proj(x, residual)  # type: ignore[no-any-return]
 
 
 class MoE(nn.Module):
-    """A mixture of experts: a router chooses the experts of each token.
+    """Mixture of experts: a router chooses the experts of each token.
 
     The ranks of a group divide either every expert's inner features (tensor parallelism) or the
     experts (expert parallelism). Each rank routes all tokens and adds the outputs of its share. The
@@ -100,7 +100,7 @@ class MoE(nn.Module):
         tp: TensorParallel,
         expert_parallel: bool,
     ) -> None:
-        """Make the layers; expert_parallel: each rank has whole experts, not parts of all."""
+        """Make the layers; expert_parallel: a rank has whole experts instead of parts of all."""
         super().__init__()
         self.tp = tp
         self.top_k = config.num_experts_per_tok
@@ -132,14 +132,14 @@ class MoE(nn.Module):
 
     @property
     def num_idle_weights(self) -> int:
-        """Number of this rank's weights that are not multiplied with a token, on average."""
+        """Average number of this rank's weights that are not used for a token."""
         weights = self.gate_up_proj.weight, self.down_proj.weight
         num_weights = sum(weight.shape.numel() for weight in weights)
         return num_weights - num_weights * self.top_k // len(self.gate.weight)
 
 
 def _format(config: ModelConfig, weights: list[Weight]) -> WeightFormat | None:
-    """Return the format of weights that are joined; None: 16 bits."""
+    """Return the common format of joined weights; None: 16 bits."""
     names = (next(weight.names()).removesuffix(".weight") for weight in weights)
     return config.weight_format and config.weight_format.of(names)
 
@@ -163,10 +163,10 @@ def rope_table(head_dim: int, num_positions: int, base: float, yarn: Yarn | None
 
 
 def _kept_share(head_dim: int, base: float, yarn: Yarn) -> Tensor:
-    """Return the share of each frequency that YaRN keeps: 1 if high, then a ramp to 0."""
+    """Return the share of each frequency that YaRN keeps: 1 if high, then a ramp down to 0."""
 
     def feature(turns: float) -> float:
-        """Return the feature that turns this often in the original positions."""
+        """Return the feature with this number of turns in the original positions."""
         wavelength = yarn.original_positions / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(base))
 

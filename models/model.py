@@ -1,4 +1,4 @@
-"""A model of any family: its decoder, the output layer, and compiled layers in their place."""
+"""A model of any family: its decoder, the output layer, and their compiled replacements."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -18,12 +18,12 @@ from penstock.models.parallel import RMSNorm, VocabParallelEmbedding
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import ModelConfig
 
-# (record, number of rows) → the rows' tokens, -1 for a failed row, without logits processing
+# (record, number of rows) → tokens of the rows, -1 for a failed row, without logits processing
 HostStep = Callable[[NDArray[np.int32], int], list[int]]
 
 
 class Compiled(Protocol):
-    """A faster replacement of the layers, and of the output layer unless that is `Quantized`."""
+    """Faster replacement of the layers, and of the output layer unless it is `Quantized`."""
 
     def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
         """Compute the decoder's `forward`."""
@@ -36,11 +36,11 @@ class Compiled(Protocol):
     def decode_step(
         self, slots: Slots, buffers: StepBuffers, kv_caches: Sequence[KVCache]
     ) -> HostStep | None:
-        """Return the function of steps that only decode, or None if there is none."""
+        """Return the function for decode-only steps, or None if it does not exist."""
 
 
 class Model(nn.Module):
-    """A model, or one rank's part."""
+    """Model, or the part of one rank."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class Model(nn.Module):
         """Build the layers.
 
         num_positions: maximum tokens of a sequence. expert_parallel: see `MoE`. quantize_lm_head:
-        output layer in 8 bits, a copy of the embedding if the checkpoint ties the two.
+        use an output layer in 8 bits, a copy of the embedding if the checkpoint ties the two.
         """
         super().__init__()
         self.tp = tp
         self.attention = attention
         self.compiled: Compiled | None = None
-        # False: hidden states are the result, and no logits are computed
+        # False: the model returns hidden states, and no logits are computed
         self.has_head = not config.is_embedding_model
         family = family_of(config)
         description = family.describe(config)
@@ -77,7 +77,7 @@ class Model(nn.Module):
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[KVCache]) -> Tensor:
         """Return the input of `compute_logits` for each token: [num_tokens, hidden_size].
 
-        kv_caches: of each layer that keeps keys and values, with the KV heads of this rank.
+        kv_caches: caches of the layers that keep keys and values, with this rank's KV heads.
         """
         if self.compiled:
             return self.compiled.forward(batch, self.rope, kv_caches)

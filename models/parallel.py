@@ -1,8 +1,8 @@
 """Weights cut across the ranks of a tensor-parallel group (Megatron-LM, arXiv:1909.08053).
 
-A `Layer` allocates a rank's part of some weights of the description, and says which parts of the
-checkpoint fill it. Layers are built on torch's default device, in its default dtype, for inference
-only.
+A `Layer` allocates a rank's part of some weights of the description, and yields the slices of the
+checkpoint that fill it. Layers are built on torch's default device, in its default dtype, for
+inference only.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,20 +27,20 @@ _has_memory: ContextVar[bool] = ContextVar("has_memory", default=True)
 
 
 class Slice(NamedTuple):
-    """The part of a checkpoint tensor that one rank loads."""
+    """Part of a checkpoint tensor that a rank loads."""
 
     name: str
     shape: tuple[int, ...]  # shape of the whole tensor
-    dim: int  # the dimension that is cut
+    dim: int  # dimension that is cut
     start: int
     stop: int
-    target: Matrix | Integers  # destination, of the slice's shape
+    target: Matrix | Integers  # destination, with the slice's shape
 
 
 class Layer(nn.Module):
-    """A layer whose `weight` consists of a rank's parts of some weights, one below the other."""
+    """Layer whose `weight` consists of a rank's parts of several weights, concatenated by rows."""
 
-    weight: Matrix  # or `Integers`, which only compiled layers multiply
+    weight: Matrix  # may be `Integers`, which only compiled layers multiply
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class Layer(nn.Module):
         weight_format: WeightFormat | None = None,
         expert_parallel: bool = False,
     ) -> None:
-        """Allocate the weight; weight_format: of the whole weights."""
+        """Allocate the weight; weight_format: format of the whole weights."""
         super().__init__()
         self.tp, self.weights = tp, tuple(weights)
         self.ranks = Ranks(tp.size, tp.rank, tp.on_gpus, expert_parallel)
         first, *_ = shapes = [weight.shape_of_rank(self.ranks) for weight in weights]
         row_dim = max(len(first) - 2, 0)
-        self.sizes = [shape[row_dim] for shape in shapes]  # rows of each part
+        self.sizes = [shape[row_dim] for shape in shapes]  # number of rows of each part
         is_cut = first[-2:] != self.weights[0].shape
         if weight_format and (is_cut or len(self.weights) > 1):
             rows, columns = ((), first[-1]) if self.weights[0].dim else (self.sizes, 0)
@@ -64,7 +64,7 @@ class Layer(nn.Module):
         add_weight(self, *shape, weight_format=weight_format)
 
     def slices(self) -> Iterator[Slice]:
-        """Yield the parts of checkpoint tensors of which this rank's weight consists."""
+        """Yield the slices of checkpoint tensors that make up this rank's weight."""
         for weight, target in zip(self.weights, self._split(self.weight), strict=True):
             yield from self._slices(weight, weight.name, target)
 
@@ -72,7 +72,7 @@ class Layer(nn.Module):
         return (weight,) if len(self.sizes) == 1 else weight.split(self.sizes)
 
     def _slices(self, weight: Weight, name: str, target: Any) -> Iterator[Slice]:
-        """Yield the slices of one tensor."""
+        """Yield the slices of a tensor."""
         cuts = weight.parts(self.ranks)
         pieces = (target,) if len(cuts) == 1 else target.split([cut.length for cut in cuts])
         for (start, stop, length), piece in zip(cuts, pieces, strict=True):
@@ -82,18 +82,21 @@ class Layer(nn.Module):
 
 
 class ColumnParallelLinear(Layer):
-    """Adjacent linear layers of one input; each rank has a share of every layer's outputs."""
+    """Adjacent linear layers with the same input; a rank has a share of every layer's outputs."""
 
     def forward(self, x: Tensor, norm: "RMSNorm") -> Tensor:
-        """Return the layers of norm(x), x [num_tokens, in_features]: [num_tokens, sum(sizes)]."""
+        """Return the layers' outputs for norm(x): [num_tokens, sum(sizes)].
+
+        x: [num_tokens, in_features].
+        """
         return norm_linear(x, norm.weight, norm.eps, self.weight)
 
 
 class RowParallelLinear(Layer):
-    """A linear layer whose inputs are divided among the ranks; every rank has the whole output."""
+    """Linear layer whose inputs are divided among the ranks; every rank has the whole output."""
 
     def forward(self, x: Rows, residual: Tensor) -> Tensor:
-        """Return residual plus the layer of x [num_tokens, in_features / tp size]."""
+        """Return residual plus the layer's output for x [num_tokens, in_features / tp size]."""
         if self.tp.size == 1:
             return linear_add(x, self.weight, residual)
         num_rows, num_columns = residual.shape
@@ -105,7 +108,7 @@ class Experts(Layer):
     """Adjacent linear layers of each expert: [local experts, out_features, in_features]."""
 
     def slices(self) -> Iterator[Slice]:
-        """Yield slices of every expert, empty for experts of other ranks."""
+        """Yield the slices of every expert; slices are empty for experts of other ranks."""
         here = self.weights[0].experts_of_rank(self.ranks)
         for expert in range(self.weights[0].num_tensors):
             is_here = expert in here
@@ -133,7 +136,7 @@ class VocabParallelEmbedding(Layer):
         self.start, self.stop, _ = weight.parts(self.ranks)[0]
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the embeddings [num_tokens, hidden_size] of input_ids, int64 [num_tokens]."""
+        """Return the embeddings, [num_tokens, hidden_size], of input_ids, int64 [num_tokens]."""
         if self.tp.size == 1:
             return embedding(input_ids, self.weight)
         elsewhere = (input_ids < self.start) | (input_ids >= self.stop)
@@ -146,25 +149,25 @@ class VocabParallelEmbedding(Layer):
     def logits(self, hidden_states: Tensor, norm: "RMSNorm", out: Tensor | None = None) -> Tensor:
         """Return this rank's logits for the norm of hidden_states [num_rows, hidden_size].
 
-        float32 [num_rows, rows of `weight`], undefined after the end of the vocabulary; out:
-        contiguous memory of the result.
+        The logits are float32 [num_rows, rows of `weight`], undefined after the end of the
+        vocabulary. out: contiguous memory of the result.
         """
         return norm_linear(hidden_states, norm.weight, norm.eps, self.weight, torch.float32, out)
 
     def join(self, logits: Tensor) -> Tensor | None:
-        """Join all ranks' `logits` on rank 0: [num_rows, vocab_size]; None on the others."""
+        """Join all ranks' `logits` on rank 0: [num_rows, vocab_size]; None on other ranks."""
         joined = logits if self.tp.size == 1 else self.tp.gather(logits)
         return None if joined is None else joined[:, : self.vocab_size]
 
 
 class Router(Layer):
-    """The weight that chooses experts, whole on each rank."""
+    """Weight that chooses experts; every rank has the whole weight."""
 
     weight: nn.Parameter
 
 
 class RMSNorm(Layer):
-    """The weight of a norm; the next layer applies it."""
+    """Weight of a norm, which the next layer applies."""
 
     weight: nn.Parameter
 
@@ -174,9 +177,9 @@ class RMSNorm(Layer):
 
 
 def add_weight(layer: Any, *shape: int, weight_format: WeightFormat | None) -> None:
-    """Make a layer's `weight`, [..., out_features, in_features], in 16 bits without a format.
+    """Make a layer's `weight`, [..., out_features, in_features]; without a format it has 16 bits.
 
-    On a CPU, a weight of integers is in 16 bits unless compiled layers take it.
+    On a CPU, a weight of integers has 16 bits unless compiled layers use it.
     """
     if weight_format is None:
         layer.weight = parameter(*shape)
@@ -191,13 +194,13 @@ def add_weight(layer: Any, *shape: int, weight_format: WeightFormat | None) -> N
 
 
 def stays_packed() -> bool:
-    """Return True if the products of torch's default device take packed integers."""
+    """Return True if products on torch's default device support packed integers."""
     return torch.get_default_device().type != "cpu"
 
 
 @contextmanager
 def with_integers() -> Iterator[None]:
-    """Make weights of integers on a CPU for products of compiled layers, where they fit."""
+    """Make weights of integers on a CPU, if possible, for products of compiled layers."""
     token = _takes_integers.set(True)
     try:
         yield
@@ -206,7 +209,7 @@ def with_integers() -> Iterator[None]:
 
 
 def cpu_group(shape: Sequence[int], weight_format: WeightFormat) -> int:
-    """Return the columns of a group in `Integers`, or 0 for a weight that can't be one."""
+    """Return the columns of a group in `Integers`, or 0 if the weight can't be stored as such."""
     if not _takes_integers.get() or len(shape) > 2 or weight_format.act_order:
         return 0
     return fitting_group(shape[1], weight_format.group_size or shape[1])
@@ -220,7 +223,7 @@ def _add_integers(layer: Any, rows: int, columns: int, *, bits: int, group_size:
 
 
 def dequantize(model: nn.Module) -> None:
-    """Replace `Integers`, which only compiled layers multiply, by their numbers."""
+    """Replace `Integers`, which only compiled layers multiply, by float matrices."""
     for layer in model.modules():
         weight: Any = getattr(layer, "weight", None)
         if isinstance(weight, Integers):
@@ -251,7 +254,7 @@ def _add_packed_weight(layer: Any, *shape: int, weight_format: WeightFormat) -> 
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Make parameters that have no memory yet, only a type and a shape."""
+    """Make parameters without memory, which have only a type and a shape."""
     token = _has_memory.set(False)
     try:
         yield
@@ -260,7 +263,7 @@ def without_memory() -> Iterator[None]:
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """Return a parameter to be loaded."""
+    """Return a parameter whose values are loaded later."""
     if _has_memory.get():
         return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
     return nn.Parameter(torch.zeros((), dtype=dtype).expand(shape), requires_grad=False)

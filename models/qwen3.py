@@ -1,8 +1,8 @@
 """Qwen3 (Yang et al. 2025, https://arxiv.org/abs/2505.09388).
 
-A decoder like Llama's: RMSNorm before each half of a layer, grouped-query attention with RoPE, and
-SwiGLU, or in Qwen3-MoE a mixture of SwiGLU experts. Qwen3 adds an RMSNorm of each query and key
-head.
+Qwen3 is a decoder like Llama's, with an RMSNorm before each half of a layer and grouped-query
+attention with RoPE. The second half is SwiGLU, or in Qwen3-MoE a mixture of SwiGLU experts. Qwen3
+adds an RMSNorm for each query and key head.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from penstock.protocol.checkpoint import ModelConfig
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each with a norm before it and the residual stream around it."""
+    """Attention and MLP, each with a preceding norm and the residual stream around it."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The layers between token ids and hidden states."""
+    """Layers between token ids and hidden states."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(tp, norm.weights[0], config.rms_norm_eps)
 
     def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
-        """Return the residual stream after the last layer; kv_caches: of each attention."""
+        """Return the residual stream after the last layer; kv_caches: one per attention layer."""
         residual = self.embed_tokens(batch.input_ids)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             residual = layer(residual, batch, rope, kv_cache)

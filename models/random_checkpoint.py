@@ -1,7 +1,7 @@
 """Checkpoints with random weights in the published shapes of Qwen3, for benchmarks.
 
-`launch bench make-model` runs this module. The checkpoint has the tensors that the model loads, and
-a tokenizer with Qwen3's number of tokens and special tokens, but with different merges.
+`launch bench make-model` runs this module. The checkpoint contains the tensors that the model
+loads. Its tokenizer has Qwen3's number of tokens and special tokens, but different merges.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from penstock.protocol.checkpoint_files import INDEX_FILE
 from penstock.protocol.quantization import FP8_BLOCKS
 from penstock.protocol.tokenizer_file import byte_characters
 
-# configuration whose chat template is copied
+# configuration that provides the chat template
 DEMO_TOKENIZER = Path(__file__).parent / "demo" / "checkpoint" / "tokenizer_config.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 VOCAB_SIZE = 151_936
@@ -48,7 +48,8 @@ SPECIAL_IDS = {
     "</think>": 151_668,
 }
 DENSE = {
-    # hidden_size, intermediate_size, layers, heads, KV heads, whether the head is the embedding
+    # hidden_size, intermediate_size, layers, heads, KV heads, whether the embedding is also the
+    # head
     "0.6B": (1024, 3072, 28, 16, 8, True),
     "1.7B": (2048, 6144, 28, 16, 8, True),
     "4B": (2560, 9728, 36, 32, 8, True),
@@ -70,8 +71,8 @@ EXPERTS = {
 MAX_SHARD_BYTES = 4 << 30
 DEVIATION = 0.02  # standard deviation of the weights
 GROUP = 128
-CODE_DEVIATION = 4.6  # standard deviation of 0 to 15
-# `quantization_config` of each format
+CODE_DEVIATION = 4.6  # standard deviation of uniform codes 0 to 15
+# format → `quantization_config`
 FORMATS: dict[str, dict[str, Any]] = {
     "fp8": FP8_BLOCKS,
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
@@ -87,7 +88,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def shape_of(size: str) -> dict[str, Any]:
-    """Return the fields of `config.json` of a published size."""
+    """Return the fields of a published size in `config.json`."""
     hidden, intermediate, layers, heads, kv_heads, is_tied = DENSE[size]
     experts = EXPERTS.get(size, {})
     return {
@@ -117,7 +118,7 @@ def make_checkpoint(
 ) -> int:
     """Write a checkpoint into `folder` and return the bytes of its weights.
 
-    quantization: of the products of the layers, one of FORMATS.
+    quantization: format of the layers' linear weights, one of FORMATS.
     """
     folder.mkdir(parents=True, exist_ok=True)
     described = {"quantization_config": FORMATS[quantization]} if quantization else {}
@@ -138,7 +139,7 @@ def _tensors(
     noise = torch.Generator(device).manual_seed(0)
     for weight in describe(config).weights:
         for name in weight.names():
-            if len(weight.shape) == 1:  # of a norm
+            if len(weight.shape) == 1:  # weight of a norm
                 yield name, torch.ones(weight.shape, dtype=dtype)
                 continue
             numbers = torch.empty(weight.shape, dtype=dtype, device=device)
@@ -159,7 +160,7 @@ def _tensors(
 def _integers(
     rows: int, columns: int, quantization: str, noise: torch.Generator
 ) -> dict[str, Tensor]:
-    """Return random tensors of AWQ or GPTQ in 4 bits, whose numbers have the usual deviation."""
+    """Return random 4-bit tensors of AWQ or GPTQ whose numbers have the usual deviation."""
     groups = -(-columns // GROUP)
 
     def words(*shape: int) -> Tensor:
@@ -175,7 +176,7 @@ def _integers(
 
 
 def _save(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> int:
-    """Write shards, none larger than MAX_SHARD_BYTES, and their index."""
+    """Write shards of up to MAX_SHARD_BYTES, and their index."""
     files: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
     total = shard_bytes = 0
@@ -222,7 +223,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Make a checkpoint from the command line; prints its size."""
+    """Make a checkpoint from the command line and print its size."""
     parser = argparse.ArgumentParser()
     parser.add_argument("size", choices=DENSE)
     parser.add_argument("folder", type=Path)

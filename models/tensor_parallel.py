@@ -22,16 +22,16 @@ from penstock.kernels.back_ends import CHOSEN, SharedRanks, is_deterministic
 from penstock.protocol.transport.process import ProcessExit
 
 log = logging.getLogger(__name__)
-TIMEOUT = timedelta(seconds=120)  # maximum wait for another rank
-# texts of gloo's and NCCL's errors about another rank's end
+TIMEOUT = timedelta(seconds=120)  # maximum time to wait for another rank
+# parts of gloo's and NCCL's error messages that report the exit of another rank
 _HUNG_UP = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
-# maximum size of a tensor that each rank pushes to every other, by the size of the group Two ranks
-# push larger tensors in pieces, which measured fastest at every size. With more ranks, two-shot
-# all-reduce sends less, because each rank adds its part and reads the other ranks' parts; the size
-# from which two-shot is faster is an estimate.
+# Maximum size of a tensor that each rank pushes to every other rank, by size of the group. Two
+# ranks push larger tensors in pieces, which measured fastest at every size. With more ranks,
+# two-shot all-reduce sends less, because each rank adds its part and reads the other ranks' parts.
+# The size from which two-shot is faster is an estimate.
 PUSHED_BYTES = {2: 8 << 20, 4: 512 << 10, 8: 128 << 10}
 
-TOKEN_BYTES = 16  # of the name of memory that ranks on CPUs share
+TOKEN_BYTES = 16  # bytes of the name of memory shared by ranks on CPUs
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -42,12 +42,12 @@ class GroupError(ConnectionError):
 
 
 class TensorParallel:
-    """One rank of a tensor-parallel group; a single rank (size 1) exchanges nothing.
+    """Rank of a tensor-parallel group; a single rank (size 1) exchanges nothing.
 
     GPUs of one node exchange through symmetric memory (torch.distributed._symmetric_memory): each
     rank reads and writes its peers' memory in kernels that a CUDA graph can hold. GPUs of several
-    nodes, and GPUs of a node without peer access, use NCCL, which CUDA graphs can hold too. CPUs of
-    one machine exchange through shared memory, other CPUs through gloo.
+    nodes, and GPUs of a node without peer access, use NCCL, which CUDA graphs can hold as well.
+    CPUs of one machine exchange through shared memory, other CPUs through gloo.
     """
 
     def __init__(
@@ -60,8 +60,9 @@ class TensorParallel:
         self.spans_nodes = spans_nodes
         self._turns: Iterator[Tensor] = iter(())
         self._push: Any = None
-        self._pushes_all = False  # True if no tensor is too large to be pushed, in pieces
-        self.shared: SharedRanks | None = None  # of ranks on CPUs of one machine, after `reserve`
+        self._pushes_all = False  # True if tensors of any size can be pushed, in pieces
+        # memory of ranks on CPUs of one machine, after `reserve`
+        self.shared: SharedRanks | None = None
 
     @classmethod
     def join(
@@ -74,7 +75,7 @@ class TensorParallel:
     ) -> "TensorParallel":
         """Wait for the other ranks at `rendezvous`: tcp://host:port, or file:///path.
 
-        The file is removed. Raises GroupError.
+        A rendezvous file is removed. Raises GroupError.
         """
         group = cls(rank, size, device, spans_nodes)
         if size > 1:
@@ -89,7 +90,7 @@ class TensorParallel:
                     log.warning("GPUs lack peer access (`nvidia-smi topo -p2p rw`): NCCL is used")
             if rendezvous.startswith("file://"):
                 with group._exchange():
-                    dist.barrier()  # all have read it
+                    dist.barrier()  # all ranks have read the file
                 Path(rendezvous.removeprefix("file://")).unlink(missing_ok=True)
             # gloo's threads abort the interpreter unless they end before it
             atexit.register(dist.destroy_process_group)
@@ -101,9 +102,9 @@ class TensorParallel:
         return self.size > 1 and self.device.type == "cuda"
 
     def have_peer_access(self) -> bool:
-        """Return True if every two GPUs of this node's ranks reach each other's memory.
+        """Return True if all GPUs of this node's ranks can reach each other's memory.
 
-        All ranks call it and get the same result. Raises GroupError.
+        All ranks call this method and get the same result. Raises GroupError.
         """
         own = self.device.index
         devices = self._all_objects(own)
@@ -125,18 +126,18 @@ class TensorParallel:
         return self.on_gpus and not self.spans_nodes
 
     def reserve(self, num_elements: int, dtype: torch.dtype) -> None:
-        """Allocate the memory of exchanges, for up to `num_elements`. Raises GroupError."""
+        """Allocate the memory for exchanges of up to `num_elements`. Raises GroupError."""
         if self.size > 1 and self.device.type == "cpu" and not self.spans_nodes:
             part_bytes = num_elements * dtype.itemsize
             self.shared = share_memory(self.rank, self.size, self._all_objects, part_bytes)
         if not self.shares_memory:
             return
-        from penstock.kernels.triton_collectives import (  # Triton: GPUs only
+        from penstock.kernels.triton_collectives import (  # only GPUs have Triton
             PushAllReduce,
             inbox_size,
         )
 
-        # two-shot takes no float16, and adds in another order
+        # two-shot does not support float16, and adds in a different order
         self._pushes_all = self.size == 2 or dtype == torch.float16 or is_deterministic()
         if not self._pushes_all:
             self._turns = cycle([self.symmetric(num_elements, dtype)[0] for _ in range(2)])
@@ -148,7 +149,7 @@ class TensorParallel:
     def symmetric(self, num_elements: int, dtype: torch.dtype) -> tuple[Tensor, list[int]]:
         """Return memory that every rank can read, [num_elements], and all ranks' addresses.
 
-        All ranks call it with equal arguments. Raises GroupError.
+        All ranks call this method with equal arguments. Raises GroupError.
         """
         import torch.distributed._symmetric_memory as symmetric_memory  # 0.3 s
 
@@ -158,7 +159,7 @@ class TensorParallel:
         return memory, list(self._handle.buffer_ptrs)
 
     def barrier(self) -> None:
-        """Make earlier writes of all ranks' GPUs visible to all; the host does not wait."""
+        """Make earlier writes of all ranks' GPUs visible to all ranks; the host does not wait."""
         self._handle.barrier(channel=1)
 
     def empty(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor | None:
@@ -177,10 +178,10 @@ class TensorParallel:
         return buffer[:num_elements].view(num_rows, num_columns)
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the sum over the ranks, on all ranks; x is contiguous, and may be overwritten.
+        """Return the sum over the ranks on all ranks; x is contiguous and may be overwritten.
 
-        residual: of x's shape, the same on all ranks, is added to the sum. As part of one rank's x
-        it would be rounded more often.
+        residual: tensor of x's shape, equal on all ranks, which is added to the sum. As part of one
+        rank's x, the residual would be rounded more often.
 
         Between GPUs of a node, x must lie in memory from `empty`.
         """
@@ -191,7 +192,7 @@ class TensorParallel:
         return total if residual is None else torch.add(residual, total, out=total)
 
     def _sum(self, x: Tensor) -> Tensor:
-        """Compute `all_reduce` of a tensor that is not pushed."""
+        """Compute `all_reduce` for a tensor that is not pushed."""
         if self.shares_memory:
             with self._exchange():
                 return torch.ops.symm_mem.two_shot_all_reduce_(  # type: ignore[no-any-return]
@@ -201,7 +202,8 @@ class TensorParallel:
             with self._exchange():
                 dist.all_reduce(x)
             return x
-        # Added in the order of the ranks; gloo's and NCCL's order depends on the tensor's size.
+        # Tensors are added in the order of the ranks; gloo's and NCCL's order depends on the
+        # tensor's size.
         first, *parts = self.all_gather(x)
         total = first.clone()
         for part in parts:
@@ -209,9 +211,9 @@ class TensorParallel:
         return total
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's x, in the order of the ranks, on all ranks.
+        """Return every rank's x on all ranks, in the order of the ranks.
 
-        They may lie in memory that the next exchange overwrites.
+        The tensors may lie in memory that the next exchange overwrites.
         """
         if self.shared and x.nbytes <= self.shared.part_bytes:
             return self.shared.all_gather(x)
@@ -238,7 +240,7 @@ class TensorParallel:
         return dist.distributed_c10d._get_default_group()
 
     def gather(self, x: Tensor) -> Tensor | None:
-        """Return all ranks' x on rank 0, joined in the last dimension; None on other ranks."""
+        """Return all ranks' x, joined in the last dimension, on rank 0; None on other ranks."""
         if self.size == 1:
             return x
         if self.shared and x.nbytes <= self.shared.part_bytes:
@@ -250,7 +252,7 @@ class TensorParallel:
         return None if parts is None else torch.cat(parts, dim=-1)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Return rank 0's x on all ranks, whose x is overwritten."""
+        """Return rank 0's x on all ranks; the x of other ranks is overwritten."""
         if self.shared and x.nbytes <= self.shared.part_bytes:
             return x.copy_(self.shared.all_gather(x)[0])
         if self.size > 1:
@@ -263,9 +265,9 @@ class TensorParallel:
         try:
             yield
         except RuntimeError as error:
-            if "CUDA error" in str(error):  # of an earlier kernel
+            if "CUDA error" in str(error):  # error of an earlier kernel
                 raise
-            reason = "another rank has exited"  # gloo's text has a path of its sources
+            reason = "another rank has exited"  # gloo's message contains a path of its sources
             if not any(text in str(error) for text in _HUNG_UP):
                 reason = str(error).partition("\n")[0]
             raise GroupError(f"rank {self.rank} of {self.size} lost its group: {reason}") from error
@@ -274,10 +276,10 @@ class TensorParallel:
 def share_memory(
     rank: int, size: int, all_objects: Callable[[Any], list[Any]], part_bytes: int
 ) -> SharedRanks | None:
-    """Return memory that ranks on CPUs of a machine share, or None for all where one can't use it.
+    """Return memory shared by ranks on CPUs of a machine, or None on all if one can't use it.
 
-    All ranks call it. all_objects: returns every rank's object. The memory ends for all with the
-    exit of a rank.
+    All ranks call this function. all_objects: returns every rank's object. The exit of a rank ends
+    the memory for all ranks.
     """
     token = secrets.token_bytes(TOKEN_BYTES)
     try:
@@ -310,7 +312,7 @@ def share_memory(
 
 
 def _create(num_bytes: int, token: bytes) -> int:
-    """Return the descriptor of memory that has the token after its end."""
+    """Return the descriptor of memory that is followed by the token."""
     descriptor = os.memfd_create("ranks")
     os.ftruncate(descriptor, num_bytes)
     os.pwrite(descriptor, token, num_bytes)
@@ -318,7 +320,7 @@ def _create(num_bytes: int, token: bytes) -> int:
 
 
 def _open(path: str, num_bytes: int, token: bytes) -> Tensor:
-    """Return the memory of rank 0. Raises OSError, ValueError if it is another file."""
+    """Return the memory of rank 0. Raises OSError, or ValueError for another file."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         if os.pread(descriptor, TOKEN_BYTES, num_bytes) != token:

@@ -1,14 +1,15 @@
 """Loading a Hugging Face checkpoint: safetensors, in one file or sharded.
 
 Only this rank's slice of every tensor is read. A weight in e4m3 keeps the scales of its rows, or of
-its blocks of 128 by 128 (Qwen3-*-FP8). If the rank's part does not consist of whole blocks, or for
-a weight of 16 bits that is served in 8, each row of the part gets a scale. Weights of integers are
-packed in one way for GPUs and another for CPUs, or where that is not possible, dequantized.
+its blocks of 128 by 128 (Qwen3-*-FP8). If the rank's part does not consist of whole blocks, each
+row of the part gets a scale. The same holds for a 16-bit weight that is served in 8 bits. Weights
+of integers are packed differently for GPUs and for CPUs. If this is impossible, they are
+dequantized.
 
-Integers are read as the files of AWQ, GPTQ and compressed-tensors have them:
+The files of AWQ, GPTQ and compressed-tensors contain integers as follows:
 
 - AWQ: `qweight` [in, out / 8], whose nibbles are columns 0 2 4 6 1 3 5 7; `qzeros` [groups,
-  out / 8] likewise; `scales` [groups, out].
+  out / 8] in the same order; `scales` [groups, out].
 - GPTQ: `qweight` [in / 8, out]; `qzeros` [groups, out / 8], in its first version less by 1;
   `scales` [groups, out]; `g_idx` [in], the group of each column.
 - compressed-tensors: `weight_packed` [out, in / 8], or int8 `weight` [out, in]; `weight_scale`
@@ -57,9 +58,9 @@ from penstock.protocol.quantization import WeightFormat
 
 log = logging.getLogger(__name__)
 EMBEDDING = "model.embed_tokens.weight"
-NAN_CODE = 0x7F  # of e4m3, without its sign
-SCALES = "_scale_inv"  # suffix of a weight's name for the scales of e4m3, of its blocks
-# as compressed-tensors and modelopt call them, of blocks, of rows, or of the whole weight
+NAN_CODE = 0x7F  # NaN in e4m3, without the sign
+SCALES = "_scale_inv"  # suffix added to a weight's name for the scales of its e4m3 blocks
+# names in compressed-tensors and modelopt for scales of blocks, of rows, or of the whole weight
 OTHER_SCALES = "_scale"
 _FLOATS = ("F16", "BF16", "F32")
 _AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]  # nibble of each of 8 columns
@@ -67,10 +68,10 @@ _ALL = slice(None)
 
 
 class CheckpointTensors:
-    """The tensors of a folder. Files are opened once. All methods raise ModelError."""
+    """Tensors of a folder; files are opened once. All methods raise ModelError."""
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
-        """prefix: of the model's names, which those in the files lack."""
+        """Open the files; prefix: prefix of the model's names, which names in the files lack."""
         self._prefix = prefix
         single, weight_map = folder / SINGLE_FILE, read_index(folder)
         self._open: dict[Path, Any] = {}
@@ -88,16 +89,16 @@ class CheckpointTensors:
         return name in self.files
 
     def weights(self) -> set[str]:
-        """Return the names of all weights: of a packed one, what it stands for."""
+        """Return the names of all weights; a packed weight has the name of its unpacked weight."""
         return weight_names(self.files)
 
     def matrix(self, weight: str) -> str:
-        """Return the name of the tensor with the numbers of a weight."""
+        """Return the name of the tensor that contains a weight's numbers."""
         module = weight.removesuffix(".weight")
         return next((module + end for end in MATRICES if module + end in self.files), weight)
 
     def file(self, name: str) -> Path:
-        """Return the file of a tensor."""
+        """Return the path of the file with a tensor."""
         if name not in self.files:
             raise ModelError(f"the checkpoint lacks {name}")
         return self.files[name]
@@ -107,13 +108,13 @@ class CheckpointTensors:
         return tuple(self._slice(name).get_shape())
 
     def check_scale(self, name: str) -> None:
-        """Raise ModelError unless a tensor has a type of scales."""
+        """Raise ModelError unless a tensor has a dtype allowed for scales."""
         found = self._slice(name).get_dtype()
         if found not in _FLOATS:
             raise ModelError(f"{name}: got {found}, expected one of {', '.join(_FLOATS)}")
 
     def read(self, name: str, *cuts: slice) -> Tensor:
-        """Return a part of a tensor of one or two dimensions, or all of it."""
+        """Return a part of a tensor with one or two dimensions, or the whole tensor."""
         source = self._slice(name)
         try:
             if cuts:
@@ -136,9 +137,9 @@ class CheckpointTensors:
 
 
 def with_own_head(config: ModelConfig, folder: Path) -> ModelConfig:
-    """Return a model that has the output layer of its checkpoint, if that is not the embedding.
+    """Return the model with a separate output layer if the checkpoint's differs from the embedding.
 
-    So does transformers, whatever `tie_word_embeddings` says. Raises ModelError.
+    As in transformers, the value of `tie_word_embeddings` is ignored. Raises ModelError.
     """
     if not config.tie_word_embeddings or config.is_embedding_model:
         return config
@@ -155,7 +156,7 @@ def with_own_head(config: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the bits as large integers, which are compared five times as fast."""
+    """Return the bits as large integers, which compare five times as fast."""
     raw = tensor.view(torch.uint8).flatten()
     return raw.view(torch.int64) if len(raw) % 8 == 0 else raw
 
@@ -170,9 +171,9 @@ def load_weights(
 ) -> None:
     """Fill the weight of every `Layer` in `model`, converting to its dtype.
 
-    Calls `on_progress` after each tensor. weight_format: of weights of integers. log_files: log
-    the end of each of several files. Raises ModelError for a tensor that is missing, unknown or of
-    another shape, and for a file that can't be read.
+    on_progress: called after each tensor. weight_format: format of integer weights. log_files: log
+    when each of several files is finished. Raises ModelError for a missing or unknown tensor, a
+    wrong shape, and a file that can't be read.
     """
     tensors = CheckpointTensors(folder)
     if not getattr(model, "has_head", True) and BARE in tensors:
@@ -200,7 +201,7 @@ def load_weights(
 
 
 def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat | None) -> bool:
-    """Read a slice into its target, and return True if that has dequantized integers."""
+    """Read a slice into its target, and return True if integers were dequantized."""
     matrix = tensors.matrix(part.name)
     cut = slice(part.start, part.stop)
     cuts = (cut, slice(0, part.shape[-1])) if part.dim == 0 else (slice(0, part.shape[0]), cut)
@@ -232,7 +233,7 @@ def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat |
 
 
 def _check_numbers(tensors: CheckpointTensors, part: Slice) -> None:
-    """Raise ModelError for NaN and infinite numbers, also where the model's dtype has none."""
+    """Raise ModelError for NaN and infinite numbers, also if the model's dtype can't hold them."""
     target: Any = part.target
     if isinstance(target, Tensor):
         numbers = target
@@ -250,7 +251,7 @@ def _check_numbers(tensors: CheckpointTensors, part: Slice) -> None:
 
 
 def _copy(tensor: Tensor, part: Slice, tensors: CheckpointTensors) -> None:
-    """Copy the slice of a weight that is not of integers."""
+    """Copy the slice of a weight that has no integers."""
     target = part.target
     if not isinstance(target, Tensor | Quantized) or not tensor.is_floating_point():
         raise ModelError(
@@ -283,7 +284,7 @@ def _copy_fp8(target: Rows, tensor: Tensor, part: Slice, tensors: CheckpointTens
 
 
 def _copy_in_blocks(target: Rows, tensor: Tensor, part: Slice, scale: Tensor) -> None:
-    """Copy the slice into whole blocks, otherwise by float32; scale: of all blocks."""
+    """Copy the slice in whole blocks, otherwise via float32; scale: scales of all blocks."""
     device = target.device
     first, rest = part.start // BLOCK, part.start % BLOCK
     blocks = slice(first, -(-part.stop // BLOCK))
@@ -299,15 +300,15 @@ def _copy_in_blocks(target: Rows, tensor: Tensor, part: Slice, scale: Tensor) ->
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A part of a matrix: `(codes - zeros) * scale`, by the group of each column."""
+    """Part of a matrix, `(codes - zeros) * scale`, by the group of each column."""
 
     codes: Tensor  # uint8 [num_rows, num_columns]
     scale: Tensor  # float16, bfloat16 or float32 [num_rows, groups of the matrix]
-    zeros: Tensor  # uint8 as `scale`
+    zeros: Tensor  # uint8, with the shape of `scale`
     groups: Tensor  # int64 [num_columns]
 
     def dequantized(self) -> Tensor:
-        """Return the numbers, in the type of the scales."""
+        """Return the numbers in the dtype of the scales."""
         dtype, groups = self.scale.dtype, self.groups
         codes, zeros = self.codes.to(dtype), self.zeros.to(dtype)
         return (codes - zeros[:, groups]) * self.scale[:, groups]
@@ -323,7 +324,7 @@ def read_codes(
 ) -> Codes:
     """Return the rows and columns `cuts` of a weight. Raises ModelError.
 
-    name: of the weight; shape: [out_features, in_features].
+    name: name of the weight. shape: [out_features, in_features].
     """
     module, matrix = name.removesuffix(".weight"), tensors.matrix(name)
     rows, columns = cuts
@@ -373,7 +374,7 @@ class _Source:
     device: torch.device
 
     def whole(self, name: str, shape: tuple[int, ...], cuts: tuple[slice, ...]) -> Tensor:
-        """Return a part of a tensor that is not packed."""
+        """Return a part of an unpacked tensor."""
         self._check(name, shape)
         return self.tensors.read(name, *cuts).to(self.device)
 
@@ -385,7 +386,7 @@ class _Source:
     def codes(
         self, name: str, packed: int, shape: tuple[int, int], cuts: tuple[slice, slice]
     ) -> Tensor:
-        """Return a part of a tensor of this shape, of which one dimension is packed."""
+        """Return a part of a tensor with this shape, one dimension of which is packed."""
         per_word = 32 // self.bits
         words = list(shape)
         words[packed] = -(-shape[packed] // per_word)
@@ -414,7 +415,7 @@ class _Source:
 
 
 def why_dequantized(name: str, columns: int, weight_format: WeightFormat) -> str:
-    """Return why a rank's part of a weight with `columns` columns does not stay packed."""
+    """Return the reason why a rank's part with `columns` columns does not stay packed."""
     if ".experts." in name:
         return "experts stay packed on GPUs only"
     if weight_format.act_order:
@@ -425,7 +426,7 @@ def why_dequantized(name: str, columns: int, weight_format: WeightFormat) -> str
 
 
 def copy_codes(target: Any, source: Codes, name: str) -> None:
-    """Pack a matrix into its place, with sorted columns if that has an order. Raises ModelError."""
+    """Pack a matrix into its target, sorting columns if it has an order. Raises ModelError."""
     codes, groups = source.codes, source.groups
     if isinstance(target, Packed) and target.order is not None:
         order = groups.argsort(stable=True)
