@@ -1,1 +1,1 @@
-"""The command line, the supervisor, offline inference and the benchmarks."""
+"""The command line, the supervisor, offline inference and benchmarks."""

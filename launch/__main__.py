@@ -1,4 +1,4 @@
-"""The entry point: `launch`, or `python -P -m penstock.launch` where that is not on the PATH."""
+"""The entry point: `launch`, or `python -P -m penstock.launch` if that is not on the PATH."""
 
 import signal
 import sys

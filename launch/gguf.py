@@ -1,8 +1,8 @@
 """GGUF files of Qwen3 as checkpoints in Hugging Face's format.
 
-Matrices of Q8_0 keep their integers and scales. Those of other quantized types are dequantized, as
-the `gguf` package defines it, and rounded to 8 bits in groups of 32 columns: the largest error is
-about 1/254 of a group's largest number. Everything else becomes bfloat16. The file format:
+Matrices of Q8_0 keep their integers and scales. Matrices of other quantized types are dequantized,
+as the `gguf` package defines it, and rounded to 8 bits in groups of 32 columns. The largest error
+is about 1/254 of a group's largest number. All other tensors become bfloat16. The file format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -20,9 +20,9 @@ from tqdm import tqdm
 from penstock.protocol.checkpoint import ARCHITECTURE, MOE_ARCHITECTURE, ModelError, read_bytes
 
 MAGIC = b"GGUF"
-GROUP = 32  # columns with one scale
+GROUP = 32  # columns that share a scale
 _PLAIN = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
-# types of tokens: of the model of byte pairs, added as special ones, and added as text
+# types of tokens: tokens of the byte-pair model, added special tokens, and added text tokens
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 MATRICES = {
     "attn_q": "self_attn.q_proj",
@@ -44,14 +44,14 @@ OTHERS = {
     "ffn_gate_inp": "mlp.gate",
 }
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-# words of Qwen's tokenizers, as their `tokenizer.json` has them
+# regular expression that splits words, as in Qwen's `tokenizer.json`
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _ENDS = ("<|im_end|>", "<|endoftext|>")
 
-Tensors = dict[str, tuple[str, NDArray[Any]]]  # type in safetensors' words, and data, by name
+Tensors = dict[str, tuple[str, NDArray[Any]]]  # name → type as safetensors names it, and data
 
 
 def convert(path: Path, folder: Path) -> None:
@@ -143,7 +143,7 @@ def _config(path: Path, fields: dict[str, Any], shapes: dict[str, list[int]]) ->
 
 
 def _quantization(plain: list[str]) -> dict[str, Any]:
-    """Return the format of packed matrices, in compressed-tensors' words; plain: other layers."""
+    """Return the format of packed matrices as in compressed-tensors; plain: all other layers."""
     weights = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": GROUP}
     return {
         "quant_method": "compressed-tensors",
@@ -154,7 +154,7 @@ def _quantization(plain: list[str]) -> dict[str, Any]:
 
 
 def _shards(reader: GGUFReader) -> list[list[ReaderTensor]]:
-    """Return the tensors of each layer, and those of none."""
+    """Return the tensors of each layer, and the tensors outside of layers."""
     shards: dict[str, list[ReaderTensor]] = {}
     for tensor in reader.tensors:
         layer = tensor.name.split(".")[1] if tensor.name.startswith("blk.") else ""
@@ -186,7 +186,7 @@ def _add(tensors: Tensors, path: Path, tensor: ReaderTensor) -> list[str]:
 
 
 def _packed(layer: str, data: NDArray[Any], kind: GGMLQuantizationType) -> Tensors:
-    """Return a matrix as integers of 8 bits, four in a word, with a scale for each group."""
+    """Return a matrix as 8-bit integers, four in a word, with a scale for each group."""
     if kind == GGMLQuantizationType.Q8_0:
         blocks = np.ascontiguousarray(data).reshape(data.shape[0], -1, 2 + GROUP)
         scale = blocks[:, :, :2].copy().view(np.float16)[..., 0]
@@ -211,7 +211,7 @@ def _bfloat16(numbers: NDArray[Any]) -> tuple[str, NDArray[Any]]:
 
 
 def _save(path: Path, tensors: Tensors) -> None:
-    """Write a file of safetensors, whose library for numpy has no bfloat16.
+    """Write a file of safetensors; the safetensors library for numpy lacks bfloat16.
 
     The format: https://huggingface.co/docs/safetensors.
     """
@@ -229,7 +229,7 @@ def _save(path: Path, tensors: Tensors) -> None:
 
 
 def _ends(fields: dict[str, Any]) -> list[int]:
-    """Return the ids that end a text: the file's, and those of Qwen3 by their names."""
+    """Return the ids that end a text: those in the file, and Qwen3's, which are found by name."""
     tokens = fields.get("tokenizer.ggml.tokens", [])
     named = [number for number, token in enumerate(tokens) if token in _ENDS]
     own = fields.get("tokenizer.ggml.eos_token_id")

@@ -1,4 +1,4 @@
-"""Penstock for programs: offline inference and clients of a running pipeline.
+"""Penstock's Python API: offline inference and clients of a running pipeline.
 
 from penstock import LLM, AsyncClient, Client, SamplingParams
 """
@@ -46,7 +46,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a name at its first use: processes of a pipeline need none of them."""
+    """Import a name's module at its first use, since processes of a pipeline need none of them."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)

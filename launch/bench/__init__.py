@@ -1,1 +1,1 @@
-"""`launch bench`: what a pipeline costs, and what it does, measured from a client."""
+"""`launch bench`: the costs and the performance of a pipeline, measured by a client."""

@@ -1,4 +1,4 @@
-"""The flags of `launch bench`, a parser for each subject, and what each prints."""
+"""The flags of `launch bench`, with a parser for each subject, and the printed results."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ PREFIX_CACHING = (
 )
 SIZES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")
 FORMATS = ("fp8", "awq", "gptq")
-# has the shapes; it needs torch, which `launch` does not import
+# defines the shapes; the module needs torch, which `launch` does not import
 MODULE = "penstock.models.random_checkpoint"
 
 
@@ -114,7 +114,7 @@ def add_arguments(command: ArgumentParser) -> None:
 
 
 def _add_target(command: ArgumentParser) -> None:
-    """Add the options of the pipeline that is measured."""
+    """Add the options of the measured pipeline."""
     text = "measure this running pipeline instead of starting one"
     command.add_argument("--name", default=SUPPRESS, help=text)
     text = "measure the pipeline at this address; set --model to the model that it runs"
@@ -129,7 +129,7 @@ def _run(subject: Subject, arguments: Namespace) -> int:
 
 
 def _show(report: Any, as_table: Callable[[Any], str], file: str | None) -> int:
-    """`file`: of `--json`; "-" is where else the table is printed."""
+    """Print a report as a table, or as JSON if `file` is "-"; otherwise also write it to `file`."""
     if file == "-":
         print(as_json(report))
         return 0
@@ -143,7 +143,7 @@ def _show(report: Any, as_table: Callable[[Any], str], file: str | None) -> int:
 
 
 def add_make_model(command: ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `launch bench make-model`."""
     command.set_defaults(run=_make_model)
     command.add_argument("size", choices=SIZES, metavar="SIZE", help=", ".join(SIZES))
     command.add_argument("folder", type=Path, metavar="FOLDER", help="a new or empty one")

@@ -1,4 +1,4 @@
-"""Figures of benchmarks, by the names of vLLM, and their output: JSON, or tables for people."""
+"""Figures of benchmarks with vLLM's names, and their output as JSON or as tables."""
 
 import contextlib
 import math
@@ -48,7 +48,7 @@ LOAD_COLUMNS = (
     *("requests sent/s", "latest send ms", "requests/s", "good ones/s", "output tokens/s"),
     *("seconds", "completed", "failed", "preemptions"),
 )
-# options that are in the headline by other words, or do not matter
+# options that the headline shows differently, or that do not matter
 NOT_SHOWN = {
     *(
         "name",
@@ -69,17 +69,17 @@ SERVE_COLUMNS = (
 
 
 class Stamps:
-    """Times at which the messages with tokens came, of a stream that was sent at `start`."""
+    """Arrival times of the messages with tokens of a stream that was sent at `start`."""
 
     def __init__(self, start: float, answer: Answer | None = None) -> None:
-        """answer: of a pipeline's client; without it, `add` is called with tokens."""
+        """Start at `start`; answer: a client's answer to record; otherwise callers use `add`."""
         self.start = start
         self.times: list[float] = []
         self.num_tokens = 0
         if answer:
             self.answer = answer
             answer.on_change = self._stamp
-            self._stamp()  # what came while it was sent
+            self._stamp()  # messages that arrived while the request was sent
 
     @property
     def ttft(self) -> float:
@@ -87,7 +87,7 @@ class Stamps:
 
     @property
     def tpot(self) -> float:
-        """Seconds per output token, the first left out; NaN for one token."""
+        """Seconds per output token, without the first token; NaN for a single token."""
         if self.num_tokens < 2:
             return math.nan
         return (self.times[-1] - self.times[0]) / (self.num_tokens - 1)
@@ -97,11 +97,11 @@ class Stamps:
         return self.times[-1] - self.start
 
     def is_good(self, limits: Mapping[str, float]) -> bool:
-        """Return whether the request kept its limits: milliseconds by property."""
+        """Return whether the request met the limits, which are milliseconds by property name."""
         return not any(getattr(self, name) * 1e3 > limit for name, limit in limits.items())
 
     def add(self, num_tokens: int) -> None:
-        """Record a message with tokens, which comes now."""
+        """Record a message with tokens that arrives now."""
         self.times.append(time.perf_counter())
         self.num_tokens += num_tokens
 
@@ -112,13 +112,13 @@ class Stamps:
 
 
 def run_figures(replies: Sequence[GenerateReply], seconds: float, preemptions: int) -> Figures:
-    """Return the figures of one run. seconds: from the first request sent to the last answer."""
+    """Return the figures of a run; seconds: from sending the first request to the last answer."""
     usages = [reply.usage for reply in replies]
     return usage_figures(usages, seconds) | {"preemptions": preemptions}
 
 
 def usage_figures(usages: Sequence[Usage], seconds: float) -> Figures:
-    """Return the figures of one run that every server reports, of its answers."""
+    """Return the figures of a run that every server reports, from the usage of its answers."""
     num_inputs = sum(usage.prompt_tokens for usage in usages)
     num_outputs = sum(usage.output_tokens for usage in usages)
     return {
@@ -135,10 +135,10 @@ def usage_figures(usages: Sequence[Usage], seconds: float) -> Figures:
 
 
 def stream_figures(all_stamps: Sequence[Stamps]) -> Figures:
-    """Return milliseconds of ended requests, except those that failed without a token.
+    """Return latencies in milliseconds of ended requests, except failures without a token.
 
-    NaN where outputs of one token have none. ITL is the time from one message of a stream to the
-    next, of all requests.
+    A figure is NaN if outputs of one token don't have it. ITL is the time between two messages of a
+    stream, over all requests.
     """
     stamps = [stream for stream in all_stamps if stream.times]
     seconds = {
@@ -162,8 +162,8 @@ def load_figures(
 ) -> Figures:
     """Return the figures of a run of `launch bench serve`.
 
-    stamps: in the order of `times`, when requests should have left; goodput: milliseconds that a
-    good request keeps within.
+    stamps: in the order of `times`, the times when requests should be sent. goodput: limits of a
+    good request in milliseconds.
     """
     num_good = sum(bool(stream.times) and stream.is_good(goodput) for stream in stamps)
     return {
@@ -175,9 +175,9 @@ def load_figures(
 
 
 def arrivals(starts: Sequence[float], times: Sequence[float]) -> Figures:
-    """Return the achieved rate (NaN for one request) and the delay of the latest request.
+    """Return the achieved rate (NaN for one request) and the largest delay of a request.
 
-    A client that is too slow shows in the delay.
+    The delay shows whether the client is too slow.
     """
     sent = [start - starts[0] for start in starts]
     late = max(s - t for s, t in zip(sent, times, strict=True))
@@ -192,14 +192,14 @@ def median(runs: Sequence[Figures]) -> Figures:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the least value that `share` of the values don't exceed; NaN without values."""
+    """Return the smallest value that a `share` of the values don't exceed; NaN if empty."""
     if not values:
         return math.nan
     return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
 
 
 def hardware() -> dict[str, Any]:
-    """Return the number of processors that this process may use, and the GPUs of the machine."""
+    """Return the number of processors available to this process, and the machine's GPUs."""
     return {"cpus": num_processors(), "gpus": [gpu.name for gpu in physical_gpus() or ()]}
 
 
@@ -213,14 +213,14 @@ def versions() -> dict[str, str]:
 
 
 def offline_table(report: dict[str, Any]) -> str:
-    """Return a row for each run, and their median."""
+    """Return a table with a row for each run, and the median of the runs."""
     runs = [(str(number), run) for number, run in enumerate(report["runs"], 1)]
     rows = [[name, *_cells(run)] for name, run in [*runs, ("median", report["median"])]]
     return "\n".join([_headline(report), "", *table(("run", *RUN_COLUMNS.values()), rows)])
 
 
 def latency_table(report: dict[str, Any]) -> str:
-    """Return a row for each batch."""
+    """Return a table with a row for each batch."""
     rows = []
     for result in report["batches"]:
         run, streaming = result["median"], result["streaming"]
@@ -233,7 +233,7 @@ def latency_table(report: dict[str, Any]) -> str:
 
 
 def serve_table(report: dict[str, Any]) -> str:
-    """Return the latencies, a row for each kind of request, and the load in one row."""
+    """Return the latencies, with a row for each kind of request, and the load in a single row."""
     rows = []
     for kind, result in report["kinds"].items():
         idle = f"{result['idle']['median_ttft_ms']:,.2f}"
@@ -244,7 +244,7 @@ def serve_table(report: dict[str, Any]) -> str:
 
 
 def _times(figures: Figures) -> list[str]:
-    """Median and 99th percentile of each."""
+    """Return the median and the 99th percentile of each latency."""
     names = [f"{p}_{name}_ms" for name in TIMES for p in ("median", "p99")]
     return [f"{figures[name]:,.2f}" for name in names]
 
@@ -262,14 +262,14 @@ def _cells(run: Figures) -> list[str]:
 
 
 def table(columns: Iterable[str], rows: list[list[str]]) -> list[str]:
-    """Return a markdown table, numbers to the right."""
+    """Return a markdown table with right-aligned numbers."""
     columns = list(columns)
     lines = [columns, ["---"] + ["--:"] * (len(columns) - 1), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def _headline(report: dict[str, Any]) -> str:
-    """Return the model, hardware, versions, workload and options in one line."""
+    """Return a line with the model, hardware, versions, workload and options."""
     gpus, cpus = report["hardware"]["gpus"], report["hardware"]["cpus"]
     where = ", ".join([*gpus, f"{cpus} CPU cores"])
     if url := report.get("base_url"):

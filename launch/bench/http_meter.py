@@ -1,7 +1,8 @@
-"""A client that measures any server with OpenAI's API, by streams of `/v1/completions`.
+"""A client that measures any server with OpenAI's API by streams of `/v1/completions`.
 
-Prompts are token ids, so that their lengths are exact. Ids of the workload are below 10,000, which
-nearly every vocabulary has; for a smaller one they are below 256, where tokenizers have bytes.
+Prompts are token ids, so that their lengths are exact. Token ids are below 10,000, which nearly
+every vocabulary contains. For a smaller vocabulary, they are below 256, where tokenizers have
+bytes.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ CONNECT_SECONDS = 30.0
 
 
 def server_key(given: dict[str, Any]) -> str:
-    """Return the API key: of the options, or of the environment. Raises LaunchError."""
+    """Return the API key from the options or the environment. Raises LaunchError."""
     options = {field: given[field] for field in KEY_FIELDS if field in given}
     return read_api_key(Config(**options)).api_key or os.environ.get("OPENAI_API_KEY", "")
 
@@ -62,7 +63,7 @@ class HttpMeter:
     """A client that measures over HTTP what `Meter` does over ZeroMQ."""
 
     def __init__(self, base_url: str, key: str, model: str, options: ModelOptions) -> None:
-        """Connect. model: empty for the first one that the server names. Raises LaunchError."""
+        """Connect; model: empty for the first model that the server lists. Raises LaunchError."""
         try:
             self._client = httpx.AsyncClient(
                 base_url=base_url.rstrip("/").removesuffix("/v1"),
@@ -94,17 +95,17 @@ class HttpMeter:
         self._runner.close()
 
     def run(self, items: list[Item]) -> Figures:
-        """Measure streams that are all sent at once."""
+        """Measure streams that are all sent at the same time."""
         return self.run_load(items, [0.0] * len(items))[0]
 
     def run_one_by_one(self, items: list[Item]) -> Figures:
-        """Measure streams; each request is sent when the stream before has ended."""
+        """Measure streams in turn; each request is sent after the previous stream has ended."""
         return stream_figures(self.run_load(items, [0.0] * len(items), 1)[1])
 
     def run_load(
         self, items: list[Item], times: list[float], max_concurrency: int = 0
     ) -> tuple[Figures, list[Stamps]]:
-        """Measure streams as `Meter.run_load`. Raises LaunchError if all fail."""
+        """Measure streams like `Meter.run_load`. Raises LaunchError if all requests fail."""
         start = time.perf_counter()
         results = self._runner.run(self._load(items, times, max_concurrency))
         seconds = time.perf_counter() - start
@@ -118,7 +119,7 @@ class HttpMeter:
         return usage_figures(usages, seconds) | more, [stamps for stamps, _ in results]
 
     async def _prepare(self) -> None:
-        """Find the model's name and the size of the vocabulary. Raises LaunchError."""
+        """Find out the model's name and the size of the vocabulary. Raises LaunchError."""
         try:
             if not self.model:
                 listed = await self._client.get("/v1/models")
@@ -136,7 +137,7 @@ class HttpMeter:
 
     @staticmethod
     def _check(response: httpx.Response) -> None:
-        """Raise ClientError for a response with an error; its body is read."""
+        """Raise ClientError for an error response, whose body has been read."""
         if response.status_code != httpx.codes.OK:
             body = response.text.strip()
             raise ClientError(f"{response.url.path} answers {response.status_code}: {body[:500]}")
@@ -157,7 +158,7 @@ class HttpMeter:
         return await asyncio.gather(*sent)
 
     async def _measure(self, item: Item) -> tuple[Stamps, Usage | None]:
-        """Return the times of one stream, and its usage: None if it failed."""
+        """Return the times of a stream and its usage, which is None if the request failed."""
         stamps = Stamps(time.perf_counter())
         try:
             usage = await self._stream(item, stamps)
@@ -171,7 +172,7 @@ class HttpMeter:
         return stamps, usage
 
     async def _stream(self, item: Item, stamps: Stamps) -> Usage:
-        """Stamp the events with text. Raises ClientError for a stream without its end."""
+        """Record the events with text. Raises ClientError for a stream without its end."""
         usage, is_finished = None, False
         body = self._body(item) | {"stream": True, "stream_options": {"include_usage": True}}
         async with self._client.stream("POST", PATH, json=body) as response:
@@ -191,13 +192,13 @@ class HttpMeter:
                     stamps.add(1)
                 is_finished |= any(choice.finish_reason for choice in chunk.choices)
                 usage = chunk.usage or usage
-        if is_finished and usage:  # some servers send no [DONE]
+        if is_finished and usage:  # some servers do not send [DONE]
             return self._usage(item, stamps, usage)
         raise ClientError("the stream broke off before its end")
 
     @staticmethod
     def _usage(item: Item, stamps: Stamps, usage: _Usage | None) -> Usage:
-        """Return the server's figures; without them, each event counts as a token."""
+        """Return the server's usage; if it is missing, each event counts as a token."""
         if usage is None:
             usage = _Usage(len(item.prompt), stamps.num_tokens)
         details = usage.prompt_tokens_details or _Details()
@@ -217,6 +218,6 @@ class HttpMeter:
             "temperature": options.temperature,
             "top_p": options.top_p,
         }
-        if options.top_k != -1:  # which OpenAI does not know
+        if options.top_k != -1:  # OpenAI's API lacks this field
             body["top_k"] = options.top_k
         return body

@@ -1,7 +1,7 @@
 """`launch bench offline`, `latency` and `serve`: the model with the whole pipeline around it.
 
-Requests go through gateway, tokenizer, scheduler, workers and detokenizer, as those
-of any client do. One pipeline serves all runs of a command.
+Requests pass gateway, tokenizer, scheduler, workers and detokenizer, like any client's requests.
+One pipeline serves all runs of a command.
 """
 
 import contextlib
@@ -51,33 +51,33 @@ from penstock.protocol.messages.sampling import SAMPLER_NUMBERS
 from penstock.protocol.messages.status import SchedulerStatus, StatusReply
 
 WARM_UP_TOKENS = 16
-IDLE_REQUESTS = 5  # of each kind, sent one by one before the load
+IDLE_REQUESTS = 5  # requests of each kind, sent one after the other before the load
 OWN_DEFAULTS: dict[str, Any] = {
     "http": 0,
     "enable_prefix_caching": False,
     "log_level": "warning",
 }
-# seconds to wait for the scheduler's report of the end; it reports every half second
+# seconds to wait for the scheduler's report after the end; a report comes every half second
 REPORT_TIMEOUT = 5.0
 
 
 class Target(Struct):
-    """The pipeline that gets the requests."""
+    """Pipeline that receives the requests."""
 
     endpoint: str
     model: str
     vocab_size: int
-    config: Config | None = None  # None where only endpoint and model are known
-    # from the start to `ready`, of a pipeline of the benchmark's own
+    config: Config | None = None  # None if only endpoint and model are known
+    # seconds from the start to `ready` of a pipeline started by the benchmark
     ready_seconds: float | None = None
-    keys: str = ""  # folder of keys, if the gateway has some
+    keys: str = ""  # folder of keys, if the gateway uses keys
 
 
 @contextlib.contextmanager
 def measured(arguments: Namespace) -> Iterator[Target]:
-    """Yield a running pipeline if `name` or `endpoint` is given, else one that ends with the block.
+    """Yield the running pipeline `name` or `endpoint`, else a pipeline that ends with the block.
 
-    Raises LaunchError for options that can't be.
+    Raises LaunchError for invalid options.
     """
     options = given_options(arguments, Config)
     endpoint, start = options.pop("endpoint"), time.perf_counter()
@@ -105,15 +105,15 @@ def _target(config: Config, ready_seconds: float | None = None) -> Target:
 
 
 class Meter:
-    """Measures with a client."""
+    """Client that measures a pipeline."""
 
     def __init__(self, pipeline: Target, options: ModelOptions) -> None:
-        """Connect. Every request has the sampling parameters: the model may have other defaults."""
+        """Connect; requests set all sampling parameters, as the model may have other defaults."""
         name = pipeline.config.name if pipeline.config else None
         self.client = LocalClient(pipeline.endpoint, name, pipeline.keys)
         given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
         self.sampling: dict[str, Any] = {**SAMPLER_NUMBERS, **given}
-        self.report = self.client.status(wait=True)  # of the last idle moment
+        self.report = self.client.status(wait=True)  # status at the last idle moment
 
     def __enter__(self) -> Self:
         return self
@@ -123,22 +123,22 @@ class Meter:
 
     @property
     def gpu_idle_us(self) -> tuple[float, float]:
-        """Median and 99th percentile of the GPU's wait between two of the last 1,024 steps."""
+        """Median and 99th percentile of the GPU's idle time between two of the last 1,024 steps."""
         return self._scheduler().gpu_idle_us
 
     def run(self, items: list[Item]) -> Figures:
-        """All at once, not streaming."""
+        """Measure requests sent at the same time, without streaming."""
         start = time.perf_counter()
         return self._finish(start, [self.send(item) for item in items])
 
     def run_streams(self, items: list[Item]) -> Figures:
-        """All at once, each token as it comes."""
+        """Measure requests sent at the same time, with a message for each token."""
         stamps = [self._stream(item) for item in items]
         self._finish(stamps[0].start, [stream.answer for stream in stamps])
         return stream_figures(stamps)
 
     def run_one_by_one(self, items: list[Item]) -> Figures:
-        """Measure streams; each request is sent when the stream before has ended."""
+        """Measure streams in turn; each request is sent after the previous stream has ended."""
         stamps = []
         for item in items:
             stamps.append(self._stream(item))
@@ -148,9 +148,9 @@ class Meter:
     def run_load(
         self, items: list[Item], times: list[float], max_concurrency: int = 0
     ) -> tuple[Figures, list[Stamps]]:
-        """Measure streams, sent at `times` in seconds, the first at 0.
+        """Measure streams sent at `times`, in seconds; the first is sent at 0.
 
-        max_concurrency: unanswered requests at which a next one waits; 0: any number.
+        max_concurrency: open requests, above which the next request waits; 0: unlimited.
         """
         start, stamps = time.perf_counter(), []
         open_answers: list[Answer] = []
@@ -185,7 +185,7 @@ class Meter:
         return Stamps(time.perf_counter(), self.send(item, stream=True))
 
     def _finish(self, start: float, answers: list[Answer]) -> Figures:
-        """Wait for the answers, and until nothing runs."""
+        """Wait for the answers, and until no request runs."""
         replies = [self.client.wait_for(answer, GenerateReply) for answer in answers]
         seconds, before = time.perf_counter() - start, self._scheduler()
         self.report = self._report_of_the_end()
@@ -196,18 +196,18 @@ class Meter:
         return self.report.scheduler or SchedulerStatus(epoch=0, ready=False)
 
     def _report_of_the_end(self) -> StatusReply:
-        """Return the first report in which nothing runs."""
+        """Return the first report without running requests."""
         deadline = time.monotonic() + REPORT_TIMEOUT
         while True:
             status = self.client.status(fresh=True)
             scheduler = status.scheduler
             is_over = scheduler and not scheduler.num_running + scheduler.num_waiting
-            if is_over or time.monotonic() > deadline:  # others may use the pipeline, too
+            if is_over or time.monotonic() > deadline:  # other clients may use the pipeline
                 return status
 
 
 def bench_offline(options: OfflineOptions, arguments: Namespace) -> dict[str, Any]:
-    """Measure runs in which all requests are sent at once."""
+    """Measure runs in which all requests are sent at the same time."""
 
     def measure(meter: Meter, vocab_size: int) -> dict[str, Any]:
         items = random_lengths(
@@ -221,7 +221,7 @@ def bench_offline(options: OfflineOptions, arguments: Namespace) -> dict[str, An
 
 
 def bench_latency(options: LatencyOptions, arguments: Namespace) -> dict[str, Any]:
-    """Measure the runs of each batch, and then one of streams."""
+    """Measure the runs of each batch, then a run with streaming."""
 
     def measure(meter: Meter, vocab_size: int) -> dict[str, Any]:
         return {"batches": [one_batch(meter, vocab_size, batch) for batch in options.batches]}
@@ -238,7 +238,7 @@ def bench_latency(options: LatencyOptions, arguments: Namespace) -> dict[str, An
 
 
 def bench_serve(options: ServeOptions, arguments: Namespace) -> dict[str, Any]:
-    """Send a few requests one by one; then the runs, in which each is sent at its time."""
+    """Send a few requests one after the other, then run loads with the given arrival times."""
     number, seed = options.num_requests, options.bench_seed
     lengths = {"short": options.input_tokens, "long": options.long_input_tokens}
     kinds = random_kinds(number, options.long_share, seed)
@@ -279,7 +279,7 @@ def bench_serve(options: ServeOptions, arguments: Namespace) -> dict[str, Any]:
 def _bench_url(
     options: ServeOptions, arguments: Namespace, measure: Callable[[HttpMeter, int], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the report of a server that may be of another kind."""
+    """Return the report of a server that need not be Penstock."""
     given = given_options(arguments, Config)
     key = server_key(given)
     model = given.pop("model", "")
@@ -304,7 +304,7 @@ def _bench(
     arguments: Namespace,
     measure: Callable[[Meter, int], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the report: facts, and the results of `measure`."""
+    """Return the report: facts about the pipeline, and the results of `measure`."""
     with measured(arguments) as pipeline, Meter(pipeline, options) as meter:
         results = measure(meter, pipeline.vocab_size)
         print(file=sys.stderr)
@@ -326,7 +326,7 @@ def _facts(options: ModelOptions) -> dict[str, Any]:
 def _runs(
     meter: Meter, items: list[Item], warm_up: list[Item], num_runs: int, vocab_size: int
 ) -> dict[str, Any]:
-    """Warm up, then measure."""
+    """Warm up, then measure the runs."""
     _warm_up(meter, warm_up, vocab_size)
     runs: list[Figures] = []
     for number in range(num_runs):

@@ -1,4 +1,4 @@
-"""Options of the benchmarks, and the requests that follow from them."""
+"""Options of the benchmarks, and the requests made from them."""
 
 import itertools
 from argparse import ArgumentTypeError
@@ -124,17 +124,17 @@ def limit(text: str) -> tuple[str, float]:
 
 
 class Item(NamedTuple):
-    """One request."""
+    """Request of a benchmark."""
 
     prompt: list[int]
     num_output_tokens: int
 
 
 def random_lengths(num_requests: int, min_tokens: int, max_tokens: int, seed: int) -> list[Item]:
-    """Return prompts and outputs of `min_tokens` to `max_tokens`, all equally likely.
+    """Return prompts and outputs with uniformly random lengths, `min_tokens` to `max_tokens`.
 
-    The draws are those of bench.py of https://github.com/GeeeekExplorer/nano-vllm, in its order:
-    256 requests of 100 to 1,024 tokens with seed 0 have 142,827 prompt tokens and 133,966 output
+    The draws follow bench.py of https://github.com/GeeeekExplorer/nano-vllm, in its order: 256
+    requests of 100 to 1,024 tokens with seed 0 have 142,827 prompt tokens and 133,966 output
     tokens.
     """
     draw = Random(seed).randint  # noqa: S311  to be repeatable, not secret
@@ -146,20 +146,20 @@ def random_lengths(num_requests: int, min_tokens: int, max_tokens: int, seed: in
 
 
 def given_lengths(input_tokens: list[int], output_tokens: int, seed: int) -> list[Item]:
-    """Return prompts of these lengths, and outputs of one length."""
+    """Return prompts of these lengths, and outputs of a single length."""
     draw = Random(seed).randint  # noqa: S311
     prompts = [[draw(0, MAX_TOKEN_ID) for _ in range(length)] for length in input_tokens]
     return [Item(prompt, output_tokens) for prompt in prompts]
 
 
 def arrival_times(num_requests: int, rate: float, seed: int) -> list[float]:
-    """Return the seconds of arrivals, the first at 0: a Poisson process of `rate` a second."""
+    """Return arrival times in seconds, starting at 0: a Poisson process of `rate` per second."""
     draw = Random(f"arrivals {seed}").expovariate  # noqa: S311
     return list(itertools.accumulate((draw(rate) for _ in range(num_requests - 1)), initial=0.0))
 
 
 def random_kinds(num_requests: int, long_share: float, seed: int) -> list[str]:
-    """ "short" or "long" for each request: the share is kept, the order is random."""
+    """Return "short" or "long" for each request; the share is exact, the order is random."""
     num_long = round(long_share * num_requests)
     kinds = ["long"] * num_long + ["short"] * (num_requests - num_long)
     Random(f"kinds {seed}").shuffle(kinds)  # noqa: S311
@@ -167,9 +167,9 @@ def random_kinds(num_requests: int, long_share: float, seed: int) -> list[str]:
 
 
 def variant(items: list[Item], number: int, vocab_size: int) -> list[Item]:
-    """Return items of the same lengths with other tokens of the vocabulary; 0 keeps valid ones.
+    """Return items of the same lengths with other tokens of the vocabulary; 0 keeps valid tokens.
 
-    The draws know nothing of the vocabulary, so that the lengths are the same for every model.
+    The draws do not depend on the vocabulary, so that the lengths are the same for every model.
     """
     size = min(MAX_TOKEN_ID + 1, vocab_size)
     return [

@@ -1,7 +1,7 @@
-"""`launch bench pipeline` and `events`: the cost of everything but the model.
+"""`launch bench pipeline` and `events`: the cost of the pipeline without the model.
 
 In `events`, a stand-in worker has steps of a given length; each step gives each stream a token. The
-client reads sockets and counts the ends of events: it parses nothing, so it costs little.
+client reads sockets and counts the ends of events. It parses nothing, so its cost is small.
 """
 
 import os
@@ -34,12 +34,12 @@ Result = dict[str, Any]
 KINDS = ("gateway", "tokenizer", "scheduler", "worker", "detokenizer", "client")
 KINDS_WITH_HTTP = ("http", "gateway", "detokenizer", "scheduler", "worker", "client")
 EVENT_END, LAST_CHUNK = b"\n\n", b"0\r\n\r\n"
-CONNECT_RETRIES = 7  # of httpx, which waits twice as long before each: half a minute in all
+CONNECT_RETRIES = 7  # retries of httpx, which doubles the delay each time: half a minute in total
 READ_BYTES = 1 << 18
 
 
 def bench_pipeline(options: PipelineOptions, _: Namespace) -> list[Result]:
-    """Every batch, streaming and not, for each number of detokenizers."""
+    """Measure every batch with and without streaming, for each number of detokenizers."""
     results: list[Result] = []
     for number in options.detokenizers:
         own = {"detokenizers": number, "log_level": "warning"}
@@ -47,13 +47,13 @@ def bench_pipeline(options: PipelineOptions, _: Namespace) -> list[Result]:
             private_pipeline("bench", own, worker=STAND_IN) as config,
             Client(config.endpoint) as client,
         ):
-            _run(client, 64, 100, stream=False)  # warms up
+            _run(client, 64, 100, stream=False)  # warm-up
             for batch in options.batches:
                 for stream in (False, True):
                     run = partial(_run, client, batch, options.max_tokens, stream=stream)
                     costs = median_costs(config.name, run, options.runs)
                     result = {"batch": batch, "stream": stream, "detokenizers": number, **costs}
-                    # CPU time of its process, sockets included, for one token of each request
+                    # CPU time of the process, including sockets, per token of each request
                     result["scheduler_us_per_step"] = costs["cpu_us_per_token"]["scheduler"] * batch
                     results.append(result)
     print(file=sys.stderr)
@@ -61,7 +61,7 @@ def bench_pipeline(options: PipelineOptions, _: Namespace) -> list[Result]:
 
 
 def _run(client: Client, batch: int, output_tokens: int, *, stream: bool) -> int:
-    """Run `batch` requests, and return the number of tokens."""
+    """Run `batch` requests and return the number of tokens."""
     streams = [
         client.submit(PROMPT, max_tokens=output_tokens, ignore_eos=True, stream=stream)
         for _ in range(batch)
@@ -70,9 +70,9 @@ def _run(client: Client, batch: int, output_tokens: int, *, stream: bool) -> int
 
 
 def median_costs(name: str, run: Callable[[], int], num_runs: int) -> Result:
-    """Call `run`, which returns a number of tokens, for MIN_SECONDS a time; return the medians.
+    """Return the medians of measurements, each of which calls `run` for MIN_SECONDS.
 
-    CPU times come in steps of 10 ms.
+    run: returns a number of tokens. CPU times come in steps of 10 ms.
     """
     speeds, costs = [], []
     for _ in range(num_runs):
@@ -88,7 +88,7 @@ def median_costs(name: str, run: Callable[[], int], num_runs: int) -> Result:
 
 
 def cpu_seconds(name: str) -> Counter[str]:
-    """CPU time used so far, by kind of process."""
+    """Return the CPU time used so far, by kind of process."""
     used: Counter[str] = Counter()
     pids = {process.pid: process.name for process in list_processes(name)}
     for pid, process_name in (pids | {os.getpid(): "client"}).items():
@@ -110,7 +110,7 @@ def pipeline_table(results: list[Result]) -> str:
 
 
 def bench_events(options: EventsOptions, _: Namespace) -> list[Result]:
-    """Measure each step length; 0 is a worker that never waits."""
+    """Measure each step length; with 0, the worker never waits."""
     results = []
     for step_ms in options.step_ms:
         port = free_port()
@@ -123,7 +123,7 @@ def bench_events(options: EventsOptions, _: Namespace) -> list[Result]:
         }
         with private_pipeline("bench", own, worker=f"{STAND_IN} {step_ms}") as config:
             wait_for_http(port)
-            EventClient(port, options.streams, options.max_tokens).run()  # warms up
+            EventClient(port, options.streams, options.max_tokens).run()  # warm-up
             client = EventClient(port, options.streams, options.max_tokens)
             costs = median_costs(config.name, client.run, options.runs)
             speed, cpu = costs["tokens_per_second"], costs["cpu_us_per_token"]
@@ -140,7 +140,7 @@ def bench_events(options: EventsOptions, _: Namespace) -> list[Result]:
 
 
 class EventClient:
-    """Streams of completions on connections that are kept."""
+    """Streams of completions on persistent connections."""
 
     def __init__(self, port: int, num_streams: int, max_tokens: int) -> None:
         body = json.encode(
@@ -153,9 +153,9 @@ class EventClient:
         )
         head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json"
         self._request = b"%b\r\ncontent-length: %d\r\n\r\n%b" % (head.encode(), len(body), body)
-        self._num_tokens = num_streams * max_tokens  # of a run
-        self.num_events = self.num_tokens = 0  # of all runs
-        self.ttft: list[float] = []  # seconds to the first event of each stream
+        self._num_tokens = num_streams * max_tokens  # tokens per run
+        self.num_events = self.num_tokens = 0  # totals of all runs
+        self.ttft: list[float] = []  # seconds until the first event of each stream
         self._poll = select.epoll()
         self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(num_streams)]
         self._by_fd = {stream.fileno(): stream for stream in self._sockets}
@@ -164,7 +164,7 @@ class EventClient:
         self._buffer = bytearray(READ_BYTES)
 
     def run(self) -> int:
-        """Send a request on each connection, and read all answers; return the tokens of a run."""
+        """Send a request on each connection and read all answers; return the tokens of a run."""
         first: dict[int, float] = {}
         tails = dict.fromkeys(self._by_fd, b"")
         start = time.perf_counter()
@@ -180,7 +180,7 @@ class EventClient:
                 if num_new and file not in first:
                     first[file] = time.perf_counter() - start
                 self.num_events += num_new
-                tails[file] = bytes(data[-len(LAST_CHUNK) + 1 :])  # what ends there may be cut
+                tails[file] = bytes(data[-len(LAST_CHUNK) + 1 :])  # an end marker may be cut here
                 if data.endswith(LAST_CHUNK):
                     del tails[file]
         self.num_tokens += self._num_tokens
@@ -189,7 +189,10 @@ class EventClient:
 
 
 def wait_for_http(port: int) -> None:
-    """Return when a server listens; the pipeline may be ready before. Raises httpx.ConnectError."""
+    """Wait until a server listens, which may be after the pipeline is ready.
+
+    Raises httpx.ConnectError.
+    """
     with httpx.Client(transport=httpx.HTTPTransport(retries=CONNECT_RETRIES)) as http:
         http.get(f"http://127.0.0.1:{port}/health").raise_for_status()
 

@@ -1,7 +1,7 @@
-"""A worker without a model, for `launch bench`: every token comes at once, or a step takes a while.
+"""A worker without a model, for `launch bench`; steps take no time or a given time.
 
-It follows the plans as a real worker does, as far as needed to know how many tokens a step
-samples, so that all that is left to measure is the pipeline around it.
+It follows plans like a real worker, as far as needed to know the number of sampled tokens of a
+step. Only the pipeline around it is then measured.
 """
 
 import sys
@@ -17,13 +17,13 @@ from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process
 
 TOKEN_ID = 65
-WAKE_SECONDS = 0.001  # by which a sleep may end late without making the steps longer
+WAKE_SECONDS = 0.001  # seconds by which a sleep may end late without making the steps longer
 NUM_BLOCKS = 1 << 16
 BLOCK_SIZE = 16
 
 
 class StandInWorker:
-    """Counts the prefill tokens of each row that are left to compute."""
+    """Worker that counts the remaining prefill tokens of each row."""
 
     def __init__(self, process: Process, step_seconds: float = 0.0) -> None:
         self.step_seconds, self.step_end = step_seconds, 0.0
@@ -37,11 +37,11 @@ class StandInWorker:
         self.loop.add(self.plans, self.on_messages)
 
     def send_state(self) -> None:
-        """Send the worker's state, also as a heartbeat."""
+        """Send the worker's state, which also serves as heartbeat."""
         self.plans.send(self.state)
 
     def on_messages(self) -> None:
-        """Handle plans, and the place in the group."""
+        """Handle plans and group assignments."""
         for _, message in self.plans.receive():
             match message:
                 case BatchPlan():
@@ -61,12 +61,12 @@ class StandInWorker:
                     raise SystemExit(reason)
 
     def compute(self) -> None:
-        """Take the time of a step, from the end of the one before if its plan came by then."""
+        """Take the time of a step, from the end of the previous step if the plan came by then."""
         self.step_end = max(self.step_end, time.monotonic() - WAKE_SECONDS) + self.step_seconds
         time.sleep(max(0.0, self.step_end - time.monotonic()))
 
     def sample(self, plan: BatchPlan) -> SampledTokens:
-        """Return one token for each row that has no prefill token left."""
+        """Return a token for each row without remaining prefill tokens."""
         for slot in unpack(plan.removed):
             del self.num_left[slot]
         for row in plan.added:
@@ -79,7 +79,7 @@ class StandInWorker:
 
 
 def main() -> None:
-    """Run until SIGTERM, with steps of as many milliseconds as the argument says."""
+    """Run until SIGTERM; the argument is the milliseconds of a step."""
     process = Process("worker")
     StandInWorker(process, float(sys.argv[1]) / 1e3 if sys.argv[1:] else 0.0).loop.run()
     process.context.destroy()

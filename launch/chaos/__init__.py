@@ -1,1 +1,1 @@
-"""`launch chaos`: processes are killed in the middle of a load, and every answer is checked."""
+"""`launch chaos`: kills processes under load, and checks every answer."""

@@ -1,4 +1,4 @@
-"""The load of `launch chaos`: requests in flight, from a small set whose answers are known."""
+"""The load of `launch chaos`: requests in flight, drawn from a small set with known answers."""
 
 import asyncio
 import contextlib
@@ -31,25 +31,26 @@ NO_EVENT = -1
 
 
 class Content(Struct):
-    """An answer in the form in which it is compared: sequences by name, and its end."""
+    """Answer in comparable form: sequences by name, and the end of the answer."""
 
-    parts: dict[str, Any] = {}  # list or str by name: `tokens`, `text`, `0.content`, `0.logprobs`
+    # lists or strings by name: `tokens`, `text`, `0.content`, `0.logprobs`
+    parts: dict[str, Any] = {}
     finish: Any = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, or characters of all parts of an answer whose tokens are not known."""
+        """Number of tokens, or of characters in all parts if the tokens are not known."""
         if "tokens" in self.parts:
             return len(self.parts["tokens"])
         return sum(len(part) for part in self.parts.values() if isinstance(part, str))
 
     def extend(self, name: str, more: list[Any] | str) -> None:
-        """Append to a part; a missing one begins."""
+        """Append to a part, which is created if it is missing."""
         if more:
             self.parts[name] = self.parts.get(name, more[:0]) + more
 
     def begins(self, whole: "Content") -> bool:
-        """Return whether each part is the beginning of that of another answer."""
+        """Return whether each part is a prefix of the same part of `whole`."""
         return all(
             whole.parts.get(name, part[:0])[: len(part)] == part
             for name, part in self.parts.items()
@@ -57,12 +58,12 @@ class Content(Struct):
 
 
 class Received(Struct):
-    """Stream and reply that a client received for one request."""
+    """Stream and reply that a client received for a request."""
 
     is_stream: bool
     streamed: Content = field(default_factory=Content)
-    reply: Content | None = None  # None: no answer yet
-    error: str = ""  # why the request failed
+    reply: Content | None = None  # None: no reply yet
+    error: str = ""  # reason why the request failed
     is_aborted: bool = False
 
     @property
@@ -70,7 +71,7 @@ class Received(Struct):
         return self.reply is not None or bool(self.error)
 
     def finish(self, reply: GenerateReply | ErrorReply) -> None:
-        """Set the reply of the gateway."""
+        """Set the gateway's reply."""
         if isinstance(reply, ErrorReply):
             self.error = f"{reply.code}: {reply.message}"
         else:
@@ -79,17 +80,17 @@ class Received(Struct):
 
 
 class Verdict(Struct):
-    """Faults of an answer; the defaults are those of a correct one."""
+    """Faults of an answer; the defaults mean a correct answer."""
 
-    lost: str = ""  # why there is no answer
+    lost: str = ""  # reason for a missing answer
     tokens_lost: int = 0
     tokens_doubled: int = 0
-    is_torn: bool = False  # the stream differs from the reply that follows it
-    is_different: bool = False  # another token, character or number than undisturbed
+    is_torn: bool = False  # the stream differs from the final reply
+    is_different: bool = False  # a token, character or number differs from the undisturbed answer
 
 
 def content_of(reply: GenerateReply) -> Content:
-    """Return the content of a reply of the gateway."""
+    """Return the content of a gateway's reply."""
     parts = {
         "tokens": reply.token_ids,
         "text": reply.text,
@@ -102,11 +103,11 @@ def content_of(reply: GenerateReply) -> Content:
 
 
 def check(received: Received, expected: Content) -> Verdict:
-    """Compare stream and reply with each other and with what they should be.
+    """Compare the stream with the reply, and both with the expected answer.
 
-    Tokens are counted: in a stream that is too short as many are lost, in one that is too long
-    doubled. One lost and one doubled in the same stream make it different. An aborted request
-    has the beginning of its answer: how much is not known.
+    Missing tokens of a stream count as lost, additional tokens as doubled. If a stream has one lost
+    and one doubled token, it is different. The answer of an aborted request must be a prefix of any
+    length.
     """
     reply = received.reply
     if reply is None:
@@ -127,9 +128,9 @@ def check(received: Received, expected: Content) -> Verdict:
 
 
 def _agree(streamed: Content, whole: Content) -> bool:
-    """Return whether a stream says the whole answer.
+    """Return whether a stream contains the whole answer.
 
-    Prompt logprobs and pooled numbers are in replies only.
+    Prompt logprobs and pooled numbers are only in replies.
     """
     parts = streamed.parts
     return (
@@ -154,7 +155,7 @@ async def read_answer(client: httpx.AsyncClient, call: HttpCall, received: Recei
                 async for data in _events(reply):
                     _add(call.path, data, received)
                     yield
-                if not received.is_over:  # chats and messages repeat nothing at their end
+                if not received.is_over:  # chats and messages do not repeat the answer at the end
                     received.reply = received.streamed
     except httpx.HTTPError as error:
         received.error = f"{type(error).__name__}: {error}"
@@ -162,7 +163,7 @@ async def read_answer(client: httpx.AsyncClient, call: HttpCall, received: Recei
 
 
 async def _events(reply: httpx.Response) -> AsyncIterator[Data]:
-    """Yield the data of each event. Lines end with "\\n" alone: a text may have U+2028."""
+    """Yield the data of each event. Only "\\n" ends a line, since text may contain U+2028."""
     rest = b""
     async for piece in reply.aiter_bytes():
         *lines, rest = (rest + piece).split(b"\n")
@@ -172,7 +173,7 @@ async def _events(reply: httpx.Response) -> AsyncIterator[Data]:
 
 
 def _add(path: str, data: Data, received: Received) -> None:
-    """Add an event of a stream."""
+    """Add a stream's event."""
     if error := data.get("error") or (data["type"] == "error" if "type" in data else None):
         received.error = json.dumps(error if isinstance(error, dict) else data)[:300]
     elif path == "/v1/responses":
@@ -185,7 +186,7 @@ def _add(path: str, data: Data, received: Received) -> None:
 
 
 def _add_choice(choice: Data, message: Data, content: Content) -> None:
-    """Add a choice of a chat, or a part of one."""
+    """Add a choice of a chat, or a part of a choice."""
     index = choice["index"]
     content.extend(f"{index}.reasoning", message.get("reasoning_content") or "")
     content.extend(f"{index}.content", message.get("content") or "")
@@ -199,7 +200,7 @@ def _add_choice(choice: Data, message: Data, content: Content) -> None:
 
 
 def _add_response_event(data: Data, received: Received) -> None:
-    """Add an event of the Responses API; the last one has the whole answer."""
+    """Add an event of the Responses API; the last event has the whole answer."""
     parts = {
         "response.output_text.delta": "text",
         "response.reasoning_text.delta": "reasoning",
@@ -226,7 +227,7 @@ def _add_message_event(data: Data, content: Content) -> None:
 
 
 def _whole(path: str, data: Data) -> Content:
-    """Return the content of a reply that is not streamed."""
+    """Return the content of a reply without streaming."""
     content = Content()
     if path == "/v1/responses":
         return _response(data)
@@ -243,7 +244,7 @@ def _whole(path: str, data: Data) -> Content:
 
 
 def _response(data: Data) -> Content:
-    """Return the content of a response of the Responses API."""
+    """Return the content of a reply of the Responses API."""
     content = Content(finish=(data["status"], data.get("incomplete_details")))
     for index, item in enumerate(data["output"]):
         part = "reasoning" if item["type"] == "reasoning" else "text"
@@ -254,15 +255,15 @@ def _response(data: Data) -> Content:
 
 
 class Flight:
-    """One request on its way."""
+    """Request in flight."""
 
     def __init__(self, number: int, kind: str, is_stream: bool) -> None:
-        self.number = number  # of the request in the set
+        self.number = number  # number of the request in the set
         self.kind = kind
         self.received = Received(is_stream=is_stream)
         self.event = NO_EVENT  # the last event before the answer's end
-        self.silence = 0.0  # seconds, the longest since that event in which nothing came
-        self.num_tokens = 0  # that the client has
+        self.silence = 0.0  # longest silence since that event, in seconds
+        self.num_tokens = 0  # tokens that the client has received
         self._last = 0.0
 
     @property
@@ -273,11 +274,11 @@ class Flight:
         self.silence, self._last = 0.0, time.monotonic()
 
     def silence_until_now(self) -> float:
-        """Return the longest silence in seconds; an open request's last one continues until now."""
+        """Return the longest silence in seconds; for an open request, silence lasts until now."""
         return self.silence if self.is_over else max(self.silence, time.monotonic() - self._last)
 
     def note(self) -> int:
-        """Note what was received; return the number of tokens that the client did not have."""
+        """Record what was received; return the number of new tokens for the client."""
         received = self.received
         content = received.streamed if received.is_stream else received.reply
         before, self.num_tokens = self.num_tokens, content.num_tokens if content else 0
@@ -288,7 +289,7 @@ class Flight:
 
 
 class Load:
-    """Keeps requests in flight until it is stopped."""
+    """Load that keeps requests in flight until it is stopped."""
 
     def __init__(
         self,
@@ -298,7 +299,7 @@ class Load:
         options: ChaosOptions,
         changes: Changes,
     ) -> None:
-        self.num_tokens = 0  # received in all
+        self.num_tokens = 0  # total tokens received
         self.event = NO_EVENT  # number of the last event
         self.shortest = 0  # number of the request with the shortest answer
         self.open: list[Flight] = []
@@ -331,13 +332,13 @@ class Load:
         return [found[number] for number in sorted(found)]
 
     def start(self) -> None:
-        """Send requests drawn from the set, each replaced by another one when it ends."""
+        """Send requests drawn from the set; an ended request is replaced by another."""
         self._tasks = [
             asyncio.create_task(self._keep_sending()) for _ in range(self._options.concurrency)
         ]
 
     async def end(self) -> None:
-        """Start no more; return when all is answered, or nothing comes any more."""
+        """Send no new requests; return when all are answered, or nothing arrives any more."""
         self._is_ending = True
         with contextlib.suppress(TimeoutError):
             await self._changes.until(lambda: not self.open, self._options.recovery_timeout)
@@ -349,7 +350,7 @@ class Load:
                 await task
 
     async def send(self, number: int, abort_after: int | None = None) -> Flight:
-        """Run one request, or abort it when the load has received this number of tokens more."""
+        """Send a request; abort it once the load has received `abort_after` more tokens."""
         call = self._calls[number]
         flight = Flight(number, call.kind, call.request.stream)
         self.open.append(flight)
@@ -362,8 +363,8 @@ class Load:
         return flight
 
     async def _run(self, flight: Flight, request: GenerateRequest, abort_after: int | None) -> None:
-        """Send a request over ZeroMQ; receive all of its answer."""
-        answer = self._client.ask(msgspec.structs.replace(request))  # the client names it
+        """Send a request over ZeroMQ and receive the whole answer."""
+        answer = self._client.ask(msgspec.structs.replace(request))  # the client sets the id
         abort = abort_after and asyncio.create_task(self._abort(answer.request_id, abort_after))
         streamed = flight.received.streamed
         while True:
@@ -381,7 +382,7 @@ class Load:
             abort.cancel()
 
     async def _run_http(self, flight: Flight, call: HttpCall, abort_after: int | None) -> None:
-        """Send a request over HTTP; an aborted one leaves with what it has."""
+        """Send a request over HTTP; for an abort, the client disconnects."""
         moment = math.inf if abort_after is None else self.num_tokens + abort_after
         async with contextlib.aclosing(read_answer(self._http, call, flight.received)) as pieces:
             async for _ in pieces:

@@ -1,7 +1,7 @@
-"""The requests of a load, by kind: every way in which an answer is made or sent.
+"""The requests of a load by kind, covering every way in which an answer is made or sent.
 
-The demo model counts and repeats; other models continue with random tokens, so that a lost or
-doubled token shows in all that follow.
+The demo model counts and repeats; other models continue with random tokens. A lost or doubled token
+therefore changes all later tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,8 @@ from penstock.protocol.messages.structured import StructuredOutputs
 
 SHORT, LONG = 30, 250
 END_OF_THOUGHT = "</think>"
-EARLY_END = 6.0  # bias of END_OF_THOUGHT: random weights would think up to `max_tokens`
+# bias of END_OF_THOUGHT: a model with random weights would think up to `max_tokens`
+EARLY_END = 6.0
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -39,7 +40,7 @@ GRAMMARS: list[dict[str, Any]] = [
 
 
 class Model(Struct, frozen=True):
-    """A served model, as far as requests depend on it."""
+    """Properties of a served model on which requests depend."""
 
     name: str
     vocab_size: int
@@ -60,14 +61,14 @@ class HttpCall(Struct, frozen=True):
 
 
 class Call(Struct, frozen=True):
-    """A request of the load."""
+    """Request of the load."""
 
     kind: str
     request: GenerateRequest | HttpCall
 
 
 class Draw:
-    """Random fields of one request to one model."""
+    """Random fields of a request to one model."""
 
     def __init__(self, model: Model, number: int, seed: int) -> None:
         self.model = model
@@ -79,7 +80,7 @@ class Draw:
 
     @property
     def text(self) -> str:
-        """A prompt for the demo model, or any words for another."""
+        """A prompt for the demo model, or arbitrary words for another model."""
         draw = self.random
         if self.number % 8 < 6:
             first = draw.randint(0, 900)
@@ -93,16 +94,16 @@ class Draw:
 
     @property
     def sampled(self) -> dict[str, Any]:
-        """Fields of a sampled answer that has the same tokens each time."""
+        """Fields of a sampled request whose answer always has the same tokens."""
         return {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "seed": self.seed}
 
     def request(self, **fields: Any) -> GenerateRequest:
-        """Return a request over ZeroMQ, every other one a stream."""
+        """Return a request over ZeroMQ; every other request streams."""
         own = {"max_tokens": self.max_tokens, "stream": self.number % 2 == 0}
         return GenerateRequest(model=self.model.name or None, **own | fields)
 
     def http(self, path: str, **fields: Any) -> HttpCall:
-        """Return a request over HTTP, every other one a stream."""
+        """Return a request over HTTP; every other request streams."""
         own = {"model": self.model.name, "stream": self.number % 2 == 0}
         return HttpCall(path, own | fields)
 
@@ -113,7 +114,7 @@ class Draw:
 
 
 def _plain(draw: Draw) -> GenerateRequest:
-    """Return a greedy request, or every other time one at temperature 1 with a seed."""
+    """Return a greedy request, or every other time a request with temperature 1 and a seed."""
     demo, seed = draw.model.is_demo, draw.seed if draw.number % 4 >= 2 else None
     sampled = draw.sampled | {"seed": seed, "temperature": 0.0 if seed is None else 1.0}
     return draw.request(
@@ -220,7 +221,7 @@ HTTP_KINDS = {"chat", "n", "tools", "messages", "responses"}
 
 
 def make_calls(options: ChaosOptions, models: Iterable[Model], kinds: Iterable[str]) -> list[Call]:
-    """Return `options.distinct` different requests, of each kind in turn, to each model."""
+    """Return `options.distinct` different requests, cycling through kinds, for each model."""
     pairs = [(model, kind) for model in models for kind in kinds if _has(model, kind)]
     numbers = range(options.distinct)
     chosen = [(*pairs[number % len(pairs)], number // len(pairs)) for number in numbers]
@@ -230,7 +231,7 @@ def make_calls(options: ChaosOptions, models: Iterable[Model], kinds: Iterable[s
 
 
 def _has(model: Model, kind: str) -> bool:
-    """Return whether a model serves a kind of request."""
+    """Return whether a model supports a kind of request."""
     if model.is_embedding or kind == "embeddings":
         return model.is_embedding and kind == "embeddings"
     return kind != "reasoning" or model.end_of_thought is not None

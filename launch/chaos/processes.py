@@ -1,7 +1,7 @@
-"""Kills: their schedule, and the processes of a pipeline that they hit.
+"""Kills: their schedule, and the processes of a pipeline that receive them.
 
-Moments are counted in events, not in seconds: tokens that the load receives, a process that was
-restarted. So a schedule means the same on a slow machine and on a fast one.
+Moments are counted in events instead of seconds: tokens received by the load, or a restarted
+process. A schedule therefore means the same on slow and fast machines.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class ChaosOptions(Struct, kw_only=True, frozen=True):
 
 
 class Kill(Struct, frozen=True):
-    """A signal to one process."""
+    """Signal to a process."""
 
     process: str
     how: Literal["SIGKILL", "SIGSTOP"]
@@ -71,34 +71,36 @@ class Kill(Struct, frozen=True):
 
 
 class Event(Struct, frozen=True):
-    """Kills at one moment, and perhaps one more before the pipeline is whole again."""
+    """Kills at a moment, and possibly a further kill before the pipeline has recovered."""
 
-    num_tokens: int  # that the load receives between the recovery from the last event and this one
+    # tokens that the load receives between the recovery from the last event and this event
+    num_tokens: int
     kills: list[Kill]
     again: Kill | None = None
-    # of `again`: the first processes were started again, or the first token after that has come
+    # when `again` is sent: after the first processes were restarted, or after the first token that
+    # follows
     moment: Moment = "restart"
 
     @property
     def all_kills(self) -> list[Kill]:
-        """Return the kills at the first moment, and the late one."""
+        """Return the kills at the first moment, and the later kill."""
         return [*self.kills, *([self.again] if self.again else [])]
 
     @property
     def kind(self) -> str:
-        """Return the kind of the process that is hit; `several` for more kills than one."""
+        """Return the kind of the killed process, or `several` for more than one kill."""
         return SEVERAL if len(self.all_kills) > 1 else kind_of(self.kills[0].process)
 
     @property
     def has_stop(self) -> bool:
-        """Return whether its recovery begins with a hang that must be detected."""
+        """Return whether the recovery begins with a hang that must be detected."""
         return any(kill.how == "SIGSTOP" for kill in self.all_kills)
 
 
 def make_schedule(names: list[str], options: ChaosOptions) -> list[Event]:
-    """Return events with `options.kills` kills in all, of the processes named.
+    """Return events with a total of `options.kills` kills of the named processes.
 
-    Each kind is as likely as the others, however many processes it has.
+    All kinds are equally likely, however many processes they have.
     """
     draw = Random(f"schedule {options.seed}")  # noqa: S311  to be repeatable, not secret
     events: list[Event] = []
@@ -119,7 +121,7 @@ def _draw_event(draw: Random, names: list[str], options: ChaosOptions, most: int
     if draw.random() < options.during_recovery and len(kills) < most:
         again = _draw_kill(draw, names, options.stop_share)
         if kind_of(again.process) in {kind_of(kill.process) for kill in kills}:
-            # it has just been started: to find that it hangs would take a whole --step-timeout
+            # a process that has just started: detecting its hang would take a whole --step-timeout
             again = msgspec.structs.replace(again, how="SIGKILL")
     num_tokens, moment = draw.randint(1, MAX_TOKENS_BETWEEN), draw.choice(MOMENTS)
     return Event(num_tokens=num_tokens, kills=kills, again=again, moment=moment)
@@ -132,7 +134,7 @@ def _draw_kill(draw: Random, names: list[str], stop_share: float) -> Kill:
 
 
 class Changes:
-    """Wakes those who wait for something that any news may have brought."""
+    """Notification of tasks that wait for a condition, which any news may fulfil."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
@@ -142,25 +144,25 @@ class Changes:
         news.set()
 
     async def until(self, true: Callable[[], bool], silence: float | None = None) -> None:
-        """Wait until `true`. Raises TimeoutError after `silence` seconds without any news."""
+        """Wait until `true()` holds. Raises TimeoutError after `silence` seconds without news."""
         while not true():
             async with asyncio.timeout(silence):
                 await self._next.wait()
 
 
 class Processes:
-    """Name → pid, kept up to date by the supervisor's events; to be entered with `async with`."""
+    """Map from name to pid, updated by the supervisor's events; use it with `async with`."""
 
     def __init__(self, pipeline: str, changes: Changes) -> None:
-        self.num_restarts: Counter[str] = Counter()  # by name
-        # every process that was seen on this machine, if there is no other one
+        self.num_restarts: Counter[str] = Counter()  # by name of the process
+        # all processes seen so far, if the pipeline uses only this machine
         self.seen: list[psutil.Process] = []
         self.pids: dict[str, int] = {}
         self._pipeline = pipeline
         self._changes = changes
 
     async def __aenter__(self) -> Self:
-        """Raise LaunchError if the supervisor does not reply."""
+        """Connect. Raises LaunchError if the supervisor does not reply."""
         self._context: Context = Context()
         endpoint = control_endpoint(run_folder(self._pipeline))
         self._events = self._context.connect(zmq.DEALER, endpoint, ControlReply | Spawned)
@@ -178,9 +180,9 @@ class Processes:
         self._context.destroy(linger=0)
 
     def send(self, kill: Kill) -> int:
-        """Send the signal; return the pid, by which `is_replaced` knows the process.
+        """Send the signal; return the pid, which `is_replaced` needs.
 
-        One that has just died by itself gets none: its end is the same.
+        A process that has just exited by itself receives no signal; the result is the same.
         """
         pid = self.pids[kill.process]
         send_signal(self._pipeline, kill.process, pid, kill.number)
@@ -191,14 +193,14 @@ class Processes:
         return all(self.pids[name] != pid for name, pid in hit.items())
 
     def memory(self) -> dict[str, int]:
-        """Resident bytes by kind of process, of those that are there."""
+        """Return the resident bytes by kind, for existing processes."""
         used: Counter[str] = Counter()
         for process in list_processes(self._pipeline):
             used[kind_of(process.name)] += process.rss_bytes
         return dict(used)
 
     def _receive(self) -> None:
-        """Take all processes from the reply, and later those that were restarted."""
+        """Receive the list of processes from the reply, and restarted processes later."""
         for _, message in self._events.receive():
             if isinstance(message, ControlReply):
                 for process in message.processes:

@@ -1,4 +1,4 @@
-"""Report of a run of `launch chaos`: sums for each kind of process, a table, a verdict."""
+"""Report of a run of `launch chaos`: sums by kind of process, a table and a verdict."""
 
 import statistics
 from collections import Counter
@@ -25,32 +25,32 @@ MEMORY_COLUMNS = ("process", "restarts", "RSS before MiB", "RSS after MiB")
 
 
 class Recovery(Struct):
-    """Effect of one event on the requests that ran."""
+    """Effect of an event on the running requests."""
 
     event: Event
     num_running: int
-    is_over: bool  # the pipeline was whole again within the time-out
-    silence: float  # seconds, the longest in which a stream that ran got nothing
+    is_over: bool  # the pipeline recovered within the timeout
+    silence: float  # longest time in seconds in which a running stream received nothing
 
 
 class Outcome(Struct):
-    """All that was seen."""
+    """All observations of a run."""
 
     expected: list[Content]
     flights: list[Flight]
     recoveries: list[Recovery]
-    # by name of the process; a worker's death ends the others of its group
+    # by name of the process; a worker's death ends the other workers of its group
     num_restarts: dict[str, int]
     # resident bytes by kind of process, before and after the load
     memory: tuple[dict[str, int], dict[str, int]]
-    is_answering: bool  # the pipeline, after the load
-    used_blocks: int  # KV blocks in use after the load, less those before
-    processes: list[psutil.Process]  # every one there has been
-    num_open: int  # requests that are open in the gateway or the scheduler after the load
+    is_answering: bool  # whether the pipeline answers after the load
+    used_blocks: int  # KV blocks in use after the load, minus blocks in use before
+    processes: list[psutil.Process]  # all processes seen during the run
+    num_open: int  # requests open in the gateway or the scheduler after the load
 
 
 def make_report(outcome: Outcome, *, is_exact: bool) -> dict[str, Any]:
-    """Every figure. `is_exact`: a request has the same tokens however it is batched."""
+    """Return all figures; is_exact: the tokens of a request do not depend on its batches."""
     kinds = [recovery.event.kind for recovery in outcome.recoveries]
     judged: dict[str, list[Verdict]] = {}
     by_request: dict[str, list[Verdict]] = {}
@@ -91,10 +91,11 @@ def make_report(outcome: Outcome, *, is_exact: bool) -> dict[str, Any]:
 
 
 def make_row(recoveries: list[Recovery], verdicts: list[Verdict]) -> Row:
-    """Return the sums over events that hit one kind of process.
+    """Return the sums over events that killed one kind of process.
 
-    A fault counts for the last event before its end. silence_killed, silence_stopped: seconds,
-    median and worst, of the longest time of an event in which a stream got nothing.
+    A fault counts for the last event before the request's end. silence_killed, silence_stopped:
+    median and maximum over events, in seconds, of the longest time in which a stream received
+    nothing.
     """
     signals = Counter(kill.how for recovery in recoveries for kill in recovery.event.all_kills)
     running = [recovery.num_running for recovery in recoveries]
@@ -113,7 +114,7 @@ def make_row(recoveries: list[Recovery], verdicts: list[Verdict]) -> Row:
 
 
 def _sums(verdicts: list[Verdict]) -> Row:
-    """Return the number of each fault."""
+    """Return the number of each kind of fault."""
     return {
         "requests_lost": sum(bool(verdict.lost) for verdict in verdicts),
         "tokens_lost": sum(verdict.tokens_lost for verdict in verdicts),
@@ -129,7 +130,7 @@ def _silence(recoveries: Iterable[Recovery]) -> tuple[float, float] | None:
 
 
 def faults(report: dict[str, Any]) -> list[str]:
-    """Return the faults, each as a sentence."""
+    """Return the faults, with a sentence for each."""
     row: Row = report["rows"]["all"]
     found = {
         "kills not recovered from": row["not_recovered"],
@@ -147,7 +148,7 @@ def faults(report: dict[str, Any]) -> list[str]:
 
 
 def as_table(report: dict[str, Any]) -> str:
-    """For people: facts, a row for each kind of process that was hit, the processes' memory."""
+    """Return a table for people: facts, a row for each kind of killed process, and memory."""
     rows = [[name, *_cells(row)] for name, row in report["rows"].items()]
     memory = [
         [kind, str(report["restarts"].get(kind, 0))]

@@ -1,4 +1,4 @@
-"""`launch chaos`: the undisturbed answers, the load with the kills, and what is left at the end."""
+"""`launch chaos`: undisturbed answers, the load with kills, and leftovers at the end."""
 
 import asyncio
 import contextlib
@@ -45,11 +45,11 @@ RUNNING = (
     "test this running pipeline instead of starting one. Start the pipeline with a large "
     "--max-deaths: it ends when one process dies that many times within 60 s (default: 5)"
 )
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  looked at only
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 only read
 
 
 def add_arguments(command: ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `launch chaos`."""
     command.set_defaults(run=_chaos)
     command.epilog = EXIT_CODE
     add_options(command, ChaosOptions)
@@ -82,7 +82,7 @@ def _chaos(arguments: Namespace) -> int:
 def chaos(
     arguments: Namespace, options: ChaosOptions, kinds: list[str], mix: list[str]
 ) -> dict[str, Any]:
-    """Return the whole report. Raises LaunchError."""
+    """Run `launch chaos` and return the whole report. Raises LaunchError."""
     machine, shared = hardware(), shared_memory()
     given = given_options(arguments, Config)
     defaults = OWN_DEFAULTS | ({"http": 1, "http_port": free_port()} if HTTP_KINDS & {*mix} else {})
@@ -110,7 +110,7 @@ def chaos(
 async def run_chaos(
     config: Config, options: ChaosOptions, kinds: list[str], mix: list[str]
 ) -> Outcome:
-    """Everything, in a pipeline that runs."""
+    """Run the load and the kills in a running pipeline."""
     changes = Changes()
     async with (
         Processes(config.name, changes) as processes,
@@ -142,7 +142,7 @@ async def run_chaos(
 
 
 def http_client(config: Config) -> httpx.AsyncClient:
-    """Return a client of the HTTP APIs that waits as long as an answer takes."""
+    """Return a client of the HTTP APIs that waits without a limit for an answer."""
     headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(
@@ -155,7 +155,7 @@ def http_client(config: Config) -> httpx.AsyncClient:
 
 
 async def model_of(config: Config, client: AsyncClient) -> Model:
-    """Return what the requests to one model depend on."""
+    """Return the properties of a model on which requests depend."""
     checkpoint, name = read_model_config(config.model_folder), config.model_name
     thought = await client.tokenize(END_OF_THOUGHT, model=name, add_special_tokens=False)
     return Model(
@@ -168,7 +168,7 @@ async def model_of(config: Config, client: AsyncClient) -> Model:
 
 
 class Chaos(Struct):
-    """Carries a schedule out."""
+    """Execution of a schedule."""
 
     config: Config
     options: ChaosOptions
@@ -179,7 +179,7 @@ class Chaos(Struct):
     recoveries: list[Recovery] = []
 
     async def run(self, schedule: list[Event]) -> None:
-        """Every event, each when the last one is recovered from; none after one that is not."""
+        """Run every event after recovery from the previous event; stop after a failed recovery."""
         try:
             for event in schedule:
                 await self._receive(event.num_tokens)
@@ -208,7 +208,7 @@ class Chaos(Struct):
         return Recovery(event, len(flights), is_over, max(silences, default=0.0))
 
     async def _kill(self, event: Event) -> None:
-        """Return when everything that was hit has been started again."""
+        """Send an event's kills, and wait until all killed processes were restarted."""
         hit = {kill.process: self.processes.send(kill) for kill in event.kills}
         if event.again:
             await self.changes.until(lambda: self.processes.is_replaced(hit))
@@ -218,21 +218,21 @@ class Chaos(Struct):
         await self.changes.until(lambda: self.processes.is_replaced(hit))
 
     async def _whole(self) -> None:
-        """Every process is back in the pipeline, and a new request is answered."""
+        """Wait until every process is back in the pipeline and a new request is answered."""
         names = {n for n in self.processes.pids if kind_of(n) in ("tokenizer", "detokenizer")}
         while not names <= _present(await self.client.status(fresh=True)):
             pass
         await self.load.send(self.load.shortest)
 
     async def _moved(self, flights: list[Flight]) -> None:
-        """Every stream has got another token from now on, or its end."""
+        """Wait until every stream has received another token or has ended."""
         before = [(flight, flight.num_tokens) for flight in flights if flight.received.is_stream]
         await self.changes.until(
             lambda: all(flight.is_over or flight.num_tokens > number for flight, number in before)
         )
 
     async def _receive(self, num_tokens: int) -> None:
-        """Let the load receive this number of tokens. Raises TimeoutError."""
+        """Wait until the load has received this number of tokens. Raises TimeoutError."""
         moment = self.load.num_tokens + num_tokens
         await self._until(lambda: self.load.num_tokens >= moment)
 
@@ -260,9 +260,9 @@ class Chaos(Struct):
 
 
 async def _idle_status(client: AsyncClient, used_blocks: int, seconds: float) -> StatusReply | None:
-    """Return the first report with nothing open and no more blocks in use; else the last one.
+    """Return the first report without open requests and without more used blocks than before.
 
-    None if there is none within `seconds`.
+    Else return the last report within `seconds`, or None if no report came.
     """
     status = None
     with contextlib.suppress(TimeoutError):
@@ -299,7 +299,7 @@ def shared_memory() -> set[str]:
 
 
 def left_behind(name: str, processes: list[psutil.Process], shared_before: set[str]) -> list[str]:
-    """Return what an ended pipeline has left. A GPU's memory goes with its processes."""
+    """Return resources left by an ended pipeline. A GPU's memory ends with its processes."""
     folder = run_folder(name)
     return [
         *(f"process {process.pid}" for process in processes if process.is_running()),

@@ -1,4 +1,4 @@
-"""The key of HTTP clients: everybody on a machine can read the command lines of its processes."""
+"""The API key of HTTP clients; every user of a machine can read the command lines on it."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ _FLAG = "--api-key"
 def hide_api_key() -> None:
     """Restart this program, in this process, with `--api-key` moved to its environment.
 
-    Return if the command line has no key.
+    Return if the command line does not contain a key.
     """
     words, key = without_key(sys.orig_argv)
     if key is not None:
@@ -22,7 +22,7 @@ def hide_api_key() -> None:
 
 
 def without_key(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return a command line without `--api-key`, and the value of the last one."""
+    """Return a command line without `--api-key`, and the value of the last such option."""
     kept: list[str] = []
     key = None
     rest = iter(words)
@@ -36,7 +36,7 @@ def without_key(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def read_api_key(config: Config) -> Config:
-    """Return the configuration of `with_api_key`. Raises LaunchError."""
+    """Return the result of `with_api_key`. Raises LaunchError."""
     try:
         return with_api_key(config)
     except OSError as error:

@@ -22,8 +22,8 @@ from penstock.launch.pipeline.options import OTHER_NAMES, add_options, flag
 from penstock.launch.pipeline.procfile import read_procfile
 from penstock.protocol.config import DISTRIBUTION, Config
 
-MAX_SHOWN_OPTIONS = 12  # options that a usage line lists
-# name: description
+MAX_SHOWN_OPTIONS = 12  # maximum options that a usage line lists
+# name → description
 COMMANDS = {
     "all": "start a pipeline and keep it running",
     "serve": "do the same as `launch all`, by the name of vLLM's command",
@@ -45,7 +45,7 @@ COMMANDS = {
     "completion": "print a script that completes commands in bash, zsh or fish",
     "help": "print the help of a command",
 }
-# within `penstock.launch`, the module and the function that adds the arguments, where it is not
+# module of a command within `penstock.launch`, and the function that adds the arguments; defaults:
 # `commands.NAME` and `add_arguments`
 MODULES = {
     **dict.fromkeys(("all", "serve"), "commands.start"),
@@ -53,14 +53,14 @@ MODULES = {
     **{name: f"commands.processes:add_{name}" for name in ("scale", "restart", "stop", "keys")},
     **{name: f"commands.client:add_{name}" for name in ("ask", "chat")},
     **{name: f"commands.completion:add_{name}" for name in ("completion", "help")},
-    # extras, which nothing else imports
+    # extras, which no other module imports
     "batch": "extras.batch",
     "models": "extras.models",
     "tune": "extras.tune",
     "bench": "bench.commands",
     "chaos": "chaos.run",
 }
-# what becomes of characters and bytes that the encoding of a stream lacks
+# handling of characters and bytes that a stream's encoding lacks
 _UNENCODABLE = {"stdin": "replace", "stdout": "backslashreplace", "stderr": "backslashreplace"}
 FIRST_STEPS = """\
 Penstock serves Qwen3 models from a pipeline of small processes.
@@ -76,13 +76,13 @@ Penstock serves Qwen3 models from a pipeline of small processes.
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of `launch` and, by argparse's rules, of each of its commands."""
+    """Parser of `launch` and, by argparse's rules, of each of its commands."""
 
-    # `MODULE` or `MODULE:FUNCTION`, which adds the arguments when they are needed
+    # `MODULE` or `MODULE:FUNCTION`, which adds the arguments when necessary
     module = ""
 
     def load(self) -> None:
-        """Add the arguments of `module`, once."""
+        """Add the arguments of `module`, only once."""
         module, _, function = self.module.partition(":")
         self.module = ""
         if module:
@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
         raise LaunchError(message)
 
     def format_help(self) -> str:
-        """Return the help; a usage line of many options names the positional arguments only."""
+        """Return the help; with many options, the usage line shows only positional arguments."""
         optional = [action for action in self._actions if action.option_strings]
         if self.usage is None and len(optional) > MAX_SHOWN_OPTIONS:
             positional = [action for action in self._actions if action not in optional]
@@ -110,7 +110,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse as argparse does; refuse unknown arguments here, where alternatives are known."""
+        """Parse like argparse, but refuse unknown arguments here, where alternatives are known."""
         self.load()
         args = sys.argv[1:] if args is None else args
         if self._subparsers:
@@ -160,13 +160,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def _shown(positional: argparse.Action) -> str:
-    """Return a positional argument as usage lines show it."""
+    """Return a positional argument in the form of usage lines."""
     name = str(positional.metavar or positional.dest)
     return {"?": f"[{name}]", "*": f"[{name} ...]"}.get(str(positional.nargs), name)
 
 
 class PrintVersion(argparse.Action):
-    """A flag that prints the version; the slow import is left until then."""
+    """Flag that prints the version; the slow import is deferred until then."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **more)
@@ -179,7 +179,7 @@ class PrintVersion(argparse.Action):
 
 
 def _other_name(option: str) -> str:
-    """Our flag for an option of another server."""
+    """Return Penstock's flag for an option of another server."""
     field = option.removeprefix("--").replace("-", "_")
     return flag(OTHER_NAMES.get(field, field))
 
@@ -193,13 +193,13 @@ def _hint(word: str, known: list[str]) -> str:
 def main() -> NoReturn:
     """Run the command line and exit.
 
-    Exit codes: 2 for refused commands, 1 for failures, 130 for Ctrl-C, 143 for SIGTERM. A pipeline
-    is stopped by these signals, so that `launch all` then exits with 0, however far it has come.
+    Exit codes: 2 for refused commands, 1 for failures, 130 for Ctrl-C, 143 for SIGTERM. These
+    signals stop a pipeline, so that `launch all` exits with 0, however far its start has come.
     """
     _prepare_streams()
     command = next((word for word in sys.argv[1:] if word in COMMANDS), "")
     is_server = command in ("all", "serve")
-    # by an exception, so that blocks end what they have started
+    # raised as an exception, so that blocks end their processes
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(0 if is_server else 128 + number))
     try:
         try:
@@ -229,18 +229,18 @@ def main() -> NoReturn:
 
 
 def _is_of_client(error: Exception) -> bool:
-    """Return whether it is a ClientError, without an import of the client, which is slow."""
+    """Return whether the error is a ClientError, without the slow import of the client."""
     client = sys.modules.get("penstock.protocol.client.session")
     return client is not None and isinstance(error, client.ClientError)
 
 
 def _drop_stdout() -> None:
-    """Drop what can't be written to stdout: Python would try again at its end."""
+    """Drop output that can't be written to stdout: Python would try again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _prepare_streams() -> None:
-    """Open /dev/null for closed standard streams, whose numbers the next sockets would get."""
+    """Open /dev/null for closed standard streams; otherwise new sockets would get their numbers."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)
@@ -252,7 +252,7 @@ def _prepare_streams() -> None:
 
 
 def _check_text(words: list[str]) -> None:
-    """Raise LaunchError for a word that is not text, which no message can carry."""
+    """Raise LaunchError for a word that is not valid text, since messages can't carry it."""
     for word in words:
         try:
             word.encode()
@@ -277,7 +277,7 @@ def make_parser() -> Parser:
         prog="launch", description="Start, use and manage a Penstock pipeline.", allow_abbrev=False
     )
     parser.add_argument("--version", action=PrintVersion, help="print the version and exit")
-    add_options(parser, Config, ["name"])  # of a command, after which it may be given, too
+    add_options(parser, Config, ["name"])  # options of commands, which may also follow the command
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)

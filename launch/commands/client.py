@@ -24,11 +24,11 @@ from penstock.protocol.client.session import ClientError, NoAnswer
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.messages.sampling import SamplingParams
 
-OPEN_FILES = 32  # descriptors of a command with a client, at most
+OPEN_FILES = 32  # maximum descriptors of a command with a client
 
-# seconds without a connection, or without input, after which a command reports that it waits
+# seconds without a connection or input, after which a command reports that it waits
 SILENCE = 2.0
-MAX_BYTES = 1 << 26  # no context is as long
+MAX_BYTES = 1 << 26  # larger than any context
 STDIN = 0
 INTERRUPTED = 130  # exit code after Ctrl-C, as in shells
 QUOTES = '"""'
@@ -41,14 +41,14 @@ Ctrl-C  end an answer; without one, leave"""
 
 
 class WaitingClient(Client):
-    """A client that waits without end, and reports on stderr that nothing answers."""
+    """Client that waits without limit, and reports on stderr if nothing answers."""
 
     def __init__(
         self, endpoint: str, keys: str | None, client: str, seconds: float = math.inf
     ) -> None:
-        """Raise ClientError for unreadable keys and an invalid address.
+        """Connect. Raises ClientError for unreadable keys and for an invalid address.
 
-        seconds: from the first `wait` until it raises NoAnswer.
+        seconds: time from the first `wait` until NoAnswer is raised.
         """
         super().__init__(endpoint, timeout=min(SILENCE, seconds), keys=keys, client=client)
         self._endpoint = endpoint
@@ -57,7 +57,7 @@ class WaitingClient(Client):
         self._has_reported = False
 
     def wait(self) -> None:
-        """Wait for a sign of the pipeline; report once that it is not connected."""
+        """Wait for a sign of the pipeline; report once if it is not connected."""
         self._deadline = min(self._deadline, time.monotonic() + self._seconds)
         left = self._deadline - time.monotonic()
         if left <= 0:
@@ -72,12 +72,12 @@ class WaitingClient(Client):
                 self._has_reported = True
 
     def abort(self, request_id: str) -> bool:
-        """End a request early. Return False if no such request is running, or nothing answers."""
+        """Abort a request. Return False if it is not running, or nothing answers."""
         return self._connection.is_connected and super().abort(request_id)
 
 
 def add_client_options(command: ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of commands with a client."""
     add_name(command)
     text = "address of the gateway, in place of --name; A,B,…: several addresses for failover"
     command.add_argument("--endpoint", help=text)
@@ -96,17 +96,17 @@ def add_client_options(command: ArgumentParser) -> None:
 
 
 def request_fields(arguments: Namespace) -> dict[str, Any]:
-    """Return the fields of requests that were given."""
+    """Return the request fields given on the command line."""
     return given_options(arguments, SamplingParams) | {"model": arguments.model}
 
 
 def system_messages(arguments: Namespace) -> list[dict[str, str]]:
-    """Return the messages that begin a conversation."""
+    """Return the system messages that begin a conversation."""
     return [{"role": "system", "content": arguments.system}] if arguments.system else []
 
 
 def connect_client(arguments: Namespace) -> Client:
-    """Return a client that connects. Raises LaunchError for an invalid address and keys."""
+    """Return a connected client. Raises LaunchError for an invalid address or keys."""
     check_descriptors(OPEN_FILES, "; raise it (`ulimit -n`)")
     endpoint, keys = arguments.endpoint, arguments.curve_keys
     if endpoint is None:
@@ -123,9 +123,9 @@ def connect_client(arguments: Namespace) -> Client:
 
 
 def _check_hosts(endpoint: str) -> None:
-    """Raise LaunchError if no host of the addresses can be resolved: libzmq would retry for ever.
+    """Raise LaunchError if no host of the addresses resolves; libzmq would retry forever.
 
-    libzmq looks for addresses of IPv6 only where the address has brackets.
+    libzmq resolves IPv6 addresses only if the address has brackets.
     """
     reasons = []
     for address in endpoint.split(","):
@@ -145,9 +145,9 @@ def _check_hosts(endpoint: str) -> None:
 
 
 def read_input() -> str:
-    """Return the text of the standard input, without line ends at its end.
+    """Return the text of standard input without trailing line ends.
 
-    A terminal, or any device, has none. Raises LaunchError for bytes that are not text.
+    A terminal or another device has no text. Raises LaunchError for bytes that are not text.
     """
     mode = os.fstat(STDIN).st_mode
     if stat.S_ISCHR(mode) or stat.S_ISDIR(mode):
@@ -189,7 +189,7 @@ def _seconds(text: str) -> float:
 
 
 def print_stream(stream: Stream) -> None:
-    """Print the text of a stream as it comes, with a line end."""
+    """Print the text of a stream as it arrives, followed by a line end."""
     end = "\n"
     try:
         for delta in stream:
@@ -201,7 +201,7 @@ def print_stream(stream: Stream) -> None:
 
 
 def _question(arguments: Namespace) -> dict[str, Any]:
-    """Return the fields of the question. Raises LaunchError if there is none."""
+    """Return the fields of the question. Raises LaunchError for a missing question."""
     parts = [part for part in (arguments.question, read_input()) if part]
     if not parts:
         raise LaunchError("question: got nothing, expected an argument or text on standard input")
@@ -244,18 +244,18 @@ def _chat(arguments: Namespace) -> int:
 
 
 class Chat:
-    """A conversation whose questions are read from standard input."""
+    """Conversation whose questions are read from standard input."""
 
     def __init__(
         self, client: Client, fields: dict[str, Any], system: list[dict[str, str]]
     ) -> None:
-        """fields: of each request; system: the messages that begin a conversation."""
+        """Begin a conversation; fields: those of each request; system: its first messages."""
         self._client, self._fields, self._system = client, fields, system
         self._messages = [*system]
         self._has_terminal = sys.stdin.isatty()
 
     def run(self) -> None:
-        """Answer questions to the end of the input. Raises LaunchError for an open block."""
+        """Answer questions until the input ends. Raises LaunchError for an open block."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  gives `input` its editing keys
         while True:
@@ -276,7 +276,7 @@ class Chat:
         return input(prompt if self._has_terminal else "")
 
     def _whole(self, text: str) -> str:
-        """Return a message whose first line is `text`; nothing for a block that was given up."""
+        """Return the message that starts with the line `text`; empty for a cancelled block."""
         if not text.startswith(QUOTES):
             return text
         lines = [text.removeprefix(QUOTES)]

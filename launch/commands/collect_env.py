@@ -1,6 +1,6 @@
-"""`launch collect-env`: what a report of a problem needs to know of this machine.
+"""`launch collect-env`: information about this machine for a problem report.
 
-Everything is read from files, metadata of packages and `nvidia-smi`: torch is not imported.
+All information comes from files, metadata of packages and `nvidia-smi`, without importing torch.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ SHOWN_VARIABLES = re.compile(
     re.IGNORECASE,
 )
 SECRET = re.compile("key|token|secret|passw|credential|auth|cookie", re.IGNORECASE)
-# user info and query of URLs, as of proxies, package indexes and endpoints; user info may stand
-# without `//`, and where it or the query has both ? and @, all is hidden
+# user info and query of URLs, such as those of proxies, package indexes and endpoints; user info
+# may lack a preceding `//`; if user info or the query has both ? and @, everything is hidden
 PRIVATE = re.compile(r"(?:(?<=//)|(?<!\S)(?!\w+://)(?=[^/]))(?:\S*\?\S*@\S*|\S+(?=@))|(?<=\?)\S+")
 GPU_FIELDS = "index,name,memory.total,memory.used,compute_cap,driver_version,mig.mode.current"
 CGROUP = Path("/sys/fs/cgroup")
@@ -40,7 +40,7 @@ Facts = Iterator[tuple[str, str]]
 
 
 def add_arguments(command: ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `launch collect-env`."""
     command.set_defaults(run=_run)
     command.epilog = (
         "Values of variables whose names look like secrets are hidden, and so are user info and "
@@ -95,7 +95,7 @@ def _cuda_of_torch() -> str:
 
 
 def _output(*words: str) -> str:
-    """Return what a program prints, or a line that says why there is nothing."""
+    """Return the output of a program, or a line with the reason why there is none."""
     if shutil.which(words[0]) is None:
         return "not found"
     try:

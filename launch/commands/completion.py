@@ -1,4 +1,4 @@
-"""`launch completion`: a script for a shell, made from the parser; and `launch help`."""
+"""`launch completion`: a shell script generated from the parser; and `launch help`."""
 
 import argparse
 import shlex
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from penstock.launch.commands.cli import Parser, make_parser
 
-# the place on the command line, such as " bench serve", after the words before the cursor
+# the place on the command line, such as " bench serve", made of the words before the cursor
 FIND = """\
     local word place=
     for word in {words}; do
@@ -67,10 +67,10 @@ BEFORE_CURSOR = {
 
 
 class Command(NamedTuple):
-    """The words that may follow a place on the command line."""
+    """Words that may follow a place on the command line."""
 
     place: str  # " bench serve"; empty for `launch` alone
-    commands: dict[str, str]  # name: help
+    commands: dict[str, str]  # name → help
     options: list[argparse.Action]
     words: list[str]  # choices of a positional argument
 
@@ -97,7 +97,7 @@ def _completion(arguments: Namespace) -> int:
 
 
 def _commands(parser: ArgumentParser, place: str = "") -> Iterator[Command]:
-    """Yield what `parser` takes, and what its commands take."""
+    """Yield the words accepted by `parser` and by its commands."""
     if isinstance(parser, Parser):
         parser.load()
     below: dict[str, ArgumentParser] = {}

@@ -14,7 +14,7 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config, check_own_folder
 
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-TIMEOUT = 30  # seconds, of a driver that has to load
+TIMEOUT = 30  # seconds, since a driver may have to load
 
 
 class Gpu(NamedTuple):
@@ -25,7 +25,7 @@ class Gpu(NamedTuple):
 
 
 def check_gpus(config: Config) -> None:
-    """Raise LaunchError where `--device cuda` can't work: torch without CUDA, too few GPUs."""
+    """Raise LaunchError if `--device cuda` can't work: torch without CUDA, or too few GPUs."""
     with contextlib.suppress(PackageNotFoundError):
         if (torch := version("torch")).endswith("+cpu"):
             raise LaunchError(
@@ -41,7 +41,7 @@ def check_gpus(config: Config) -> None:
 
 
 def check_tiers(config: Config) -> None:
-    """Raise LaunchError where the tiers of the KV cache can't work."""
+    """Raise LaunchError if the tiers of the KV cache can't work."""
     gib, number = config.kv_offload_gib, config.tp * config.dp
     if config.kv_offload_folder and not gib:
         raise LaunchError(
@@ -50,7 +50,7 @@ def check_tiers(config: Config) -> None:
         )
     if config.kv_offload_folder and config.backend == "local":
         try:
-            with contextlib.suppress(FileNotFoundError):  # workers make it
+            with contextlib.suppress(FileNotFoundError):  # workers create the folder
                 check_own_folder(Path(config.kv_offload_folder), instead="give a new folder")
         except OSError as error:
             raise LaunchError(f"--kv-offload-folder: {error}") from error
@@ -67,18 +67,18 @@ def check_tiers(config: Config) -> None:
 
 
 def _available_bytes() -> int:
-    """Return the memory that this machine has left, up to the limit of its container."""
+    """Return the available memory of this machine, up to its container's limit."""
     available: int = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
+    with contextlib.suppress(OSError, ValueError):  # no container, or a container without a limit
         available = min(available, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return available
 
 
 def gpus_by_model(config: Config) -> dict[str, str]:
-    """Return the CUDA_VISIBLE_DEVICES of each model's processes; empty where none is to be set.
+    """Return the CUDA_VISIBLE_DEVICES of each model's processes; empty if none must be set.
 
-    A model has GPUs for itself. If too few are left, one with --kv-cache-gib shares the GPUs of
-    earlier ones that have it. Raises LaunchError.
+    Each model has separate GPUs. If too few are left, a model with --kv-cache-gib shares the GPUs
+    of earlier models with this option. Raises LaunchError.
     """
     models = config.by_model()
     if len(models) == 1 or (number_here := num_gpus()) == 0:
@@ -106,20 +106,20 @@ def gpus_by_model(config: Config) -> dict[str, str]:
 
 
 def num_gpus() -> int | None:
-    """Return the GPUs that a process here may see, at most; None: not known."""
+    """Return the maximum number of GPUs visible to a process here; None if unknown."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = (
         None if visible is None else len([index for index in visible.split(",") if index.strip()])
     )
     if chosen is not None and (chosen == 0 or "MIG-" in (visible or "")):
-        return chosen  # one physical GPU may have several of those
+        return chosen  # one physical GPU may have several of these
     physical = physical_gpus()
     number = None if physical is None else len(physical)
     return number if chosen is None or number is None else min(chosen, number)
 
 
 def physical_gpus() -> list[Gpu] | None:
-    """Return the GPUs of this machine; None where there is a driver, but no answer."""
+    """Return the GPUs of this machine; None if a driver exists but does not answer."""
     try:
         found = subprocess.run(QUERY, capture_output=True, text=True, check=False, timeout=TIMEOUT)
     except (OSError, subprocess.TimeoutExpired):
@@ -127,12 +127,12 @@ def physical_gpus() -> list[Gpu] | None:
     if found.returncode:
         return [] if "No devices" in found.stdout else _without_answer()
     lines = (line.rpartition(", ") for line in found.stdout.splitlines())
-    # a GPU that shares the machine's memory has no number
+    # a GPU that shares the machine's memory does not report a number
     return [Gpu(name, int(size) << 20 if size.isdecimal() else 0) for name, _, size in lines]
 
 
 def _without_answer() -> list[Gpu] | None:
-    """Return None where there is a driver, otherwise no GPU."""
+    """Return None if a driver exists, otherwise an empty list."""
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1")
         return None

@@ -1,4 +1,4 @@
-"""`launch scale`, `restart`, `stop`, `keys`, and one more process of a running pipeline."""
+"""`launch scale`, `restart`, `stop`, `keys`, and an additional process of a running pipeline."""
 
 import os
 from argparse import ArgumentParser, Namespace
@@ -12,7 +12,7 @@ from penstock.launch.pipeline.procfile import OF_MODEL, kind_of, read_procfile, 
 from penstock.launch.pipeline.run_folder import environment, running_config
 from penstock.protocol.config import DEFAULT_CLIENT
 
-# kind: the least number that a pipeline needs
+# kind → minimum number that a pipeline needs
 SCALABLE = {"tokenizer": 1, "detokenizer": 1, "http": 0}
 
 

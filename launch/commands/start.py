@@ -1,4 +1,4 @@
-"""`launch all`: refuses what can't work, then supervises."""
+"""`launch all`: checks the options, then supervises the pipeline."""
 
 import asyncio
 import contextlib
@@ -62,13 +62,13 @@ from penstock.protocol.transport.context import (
 from penstock.protocol.transport.process import raise_descriptor_limit
 
 WORKER = "penstock.services.worker"
-MAX_PORTS = 100  # that are tried
-# in the order in which `run_folder` and `tempfile` read them
+MAX_PORTS = 100  # maximum ports that are tried
+# in the order in which `run_folder` and `tempfile` read these variables
 RUN_FOLDER_VARIABLES = ("XDG_RUNTIME_DIR", "TMPDIR", "TEMP", "TMP")
 
 
 def add_arguments(command: ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `launch all`."""
     command.set_defaults(run=_run_all)
     text = "what to serve, as --model takes it"
     command.add_argument("positional_model", metavar="MODEL", nargs="?", help=text)
@@ -97,7 +97,7 @@ def _run_all(arguments: Namespace) -> int:
 
 
 def addresses_to_choose(fields: Collection[str]) -> set[str]:
-    """Return the addresses that are chosen, because only a name was given."""
+    """Return the address fields to be chosen automatically, because only a name was given."""
     return {"endpoint", "http_port"}.difference(fields) if "name" in fields else set()
 
 
@@ -110,8 +110,8 @@ def start(
 ) -> int:
     """Run the pipeline to its end and return the exit code.
 
-    source: from where nodes of a Ray cluster download the model. chosen: fields of addresses for
-    which a free one is taken.
+    source: where nodes of a Ray cluster download the model from. chosen: address fields for which a
+    free port is searched.
     """
     commands = read_procfile(procfile)
     check_names(config, commands)
@@ -173,7 +173,7 @@ def _supervise(
 
 @contextlib.contextmanager
 def _naming(config: Config) -> Iterator[None]:
-    """Begin an error with the name of the model, if it is one of several."""
+    """Prefix errors with the name of the model, if there are several models."""
     try:
         yield
     except LaunchError as error:
@@ -191,14 +191,14 @@ def _check_model(config: Config) -> ModelConfig:
     try:
         describe(model).check_ranks(config.tp, config.enable_expert_parallel)
         model.context(config.max_model_len)
-    except ModelError as error:  # field: reason
+    except ModelError as error:  # `field: reason`
         field, _, reason = str(error).partition(":")
         raise LaunchError(f"{flag(field)}:{reason}") from error
     return model
 
 
 def report_few_spares(config: Config) -> None:
-    """Print that spare workers are too few to form a standby group, if they are."""
+    """Print a warning if spare workers are too few for a standby group."""
     if 0 < config.spare_workers < config.tp:
         print(
             f"launch: --spare-workers: got {config.spare_workers}, expected at least --tp "
@@ -208,9 +208,9 @@ def report_few_spares(config: Config) -> None:
 
 
 def _check_files(config: Config, model: ModelConfig, commands: dict[str, str]) -> None:
-    """Raise LaunchError for a checkpoint whose files are missing or damaged.
+    """Raise LaunchError for a checkpoint with missing or damaged files.
 
-    A stand-in for the worker reads no weights; other machines have their own.
+    A stand-in for the worker reads no weights; other machines have separate files.
     """
     reads_weights = config.backend == "local" and WORKER in commands.get("worker", "")
     with _refusing_model():
@@ -220,7 +220,7 @@ def _check_files(config: Config, model: ModelConfig, commands: dict[str, str]) -
 
 @contextlib.contextmanager
 def _refusing_model() -> Iterator[None]:
-    """Raise LaunchError for a checkpoint that can't be served, or not be read."""
+    """Raise LaunchError for a checkpoint that can't be served or read."""
     try:
         yield
     except ModelError as error:
@@ -230,7 +230,7 @@ def _refusing_model() -> Iterator[None]:
 
 
 def _check_length(config: Config) -> None:
-    """Raise LaunchError where the run folder is too deep for its sockets."""
+    """Raise LaunchError if the run folder's path is too long for its sockets."""
     addresses = [control_endpoint(config.run_folder)]
     for model in config.by_model():
         addresses += endpoints(model, model.dp - 1)[1:]
@@ -241,7 +241,7 @@ def _check_length(config: Config) -> None:
 
 
 def _variable(config: Config) -> str:
-    """Return the environment variable that the path of the run folder comes from."""
+    """Return the environment variable from which the run folder's path comes."""
     parent = run_folder(config.name).parents[1]
     given = {name: os.environ.get(name) for name in RUN_FOLDER_VARIABLES}
     named = (name for name, path in given.items() if path and Path(path).absolute() == parent)
@@ -249,7 +249,7 @@ def _variable(config: Config) -> str:
 
 
 def _check_security(config: Config) -> None:
-    """Raise LaunchError where the gateway would refuse to bind, or has no keys."""
+    """Raise LaunchError if the gateway would refuse to bind, or has no keys."""
     try:
         check_reach(config)
         check_tracing(config)
@@ -262,7 +262,7 @@ def _check_security(config: Config) -> None:
 
 
 def with_free_addresses(config: Config, chosen: Collection[str]) -> Config:
-    """Return the configuration with the first free ports from its own on, and write it.
+    """Write the configuration with the first free ports from its own upward, and return it.
 
     Raises LaunchError if MAX_PORTS ports are in use.
     """
@@ -279,7 +279,7 @@ def with_free_addresses(config: Config, chosen: Collection[str]) -> Config:
         check_http_port(config)
 
     with starting_alone(config):
-        others = list(configs_of_others(config))  # which may not listen yet
+        others = list(configs_of_others(config))  # these may not listen yet
         if "endpoint" in chosen:
             numbers = range(int(port), int(port) + MAX_PORTS)
             by_port = (replace(free, endpoint=f"{host}:{number}") for number in numbers)
@@ -288,7 +288,7 @@ def with_free_addresses(config: Config, chosen: Collection[str]) -> Config:
             numbers = range(config.http_port, config.http_port + MAX_PORTS)
             by_port = (replace(free, http_port=number) for number in numbers)
             free = _first_valid(by_port, check_new_port)
-        # before anything is said of other ports
+        # before other ports are reported
         if "endpoint" not in chosen:
             check_endpoint(free.endpoint)
         if "http_port" not in chosen:
@@ -301,7 +301,7 @@ def with_free_addresses(config: Config, chosen: Collection[str]) -> Config:
 
 
 def _first_valid(configs: Iterable[Config], check: Callable[[Config], None]) -> Config:
-    """Return the first configuration that `check` accepts. Raises its last LaunchError."""
+    """Return the first configuration that `check` accepts. Raises the last LaunchError."""
     *tried, last = configs
     for config in tried:
         with contextlib.suppress(LaunchError):
@@ -312,7 +312,7 @@ def _first_valid(configs: Iterable[Config], check: Callable[[Config], None]) -> 
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise LaunchError where the gateway could not bind."""
+    """Raise LaunchError if the gateway could not bind."""
     if endpoint.endswith((":*", ":0")):
         raise LaunchError(f"--endpoint {endpoint} has no port of its own")
     if endpoint.startswith("ipc://") and answers(endpoint.removeprefix("ipc://")):
@@ -328,7 +328,7 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def check_http_reach(config: Config) -> None:
-    """Raise LaunchError where anyone could ask the HTTP processes, or pages can't be named."""
+    """Raise LaunchError if anyone could send HTTP requests, or the allowed origins are invalid."""
     try:
         _ = config.origins
     except msgspec.DecodeError as error:
@@ -346,13 +346,13 @@ def check_http_reach(config: Config) -> None:
 
 
 def check_http_port(config: Config) -> None:
-    """Raise LaunchError where the HTTP processes could not listen."""
+    """Raise LaunchError if the HTTP processes could not listen."""
     host, port = config.http_host, config.http_port
     if config.http == 0:
         return
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as trial:
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like uvicorn
             trial.bind((host, port))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:

@@ -1,4 +1,4 @@
-"""`launch status`: the processes as the supervisor sees them, the queues as the gateway does."""
+"""`launch status`: the processes as reported by the supervisor, the queues by the gateway."""
 
 from argparse import ArgumentParser, Namespace
 from typing import Any
@@ -20,11 +20,11 @@ from penstock.protocol.messages.status import (
     StatusReply,
 )
 
-TIMEOUT = 2.0  # seconds that the gateway has to answer
+TIMEOUT = 2.0  # seconds within which the gateway must answer
 
 
 def add_arguments(command: ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `launch status`."""
     command.set_defaults(run=_run)
     command.epilog = "Exits with 1 if the pipeline is not ready."
     command.add_argument("--json", action="store_true", help="print JSON")
@@ -38,7 +38,7 @@ def _run(arguments: Namespace) -> int:
 
 
 def read_status(pipeline: str) -> dict[str, Any]:
-    """Everything known of a running pipeline; `gateway` is None where it does not answer."""
+    """Return all known facts about a running pipeline; `gateway` is None if it does not answer."""
     config = running_config(pipeline)
     processes = list_processes(pipeline)
     try:
@@ -59,7 +59,7 @@ def as_json(status: dict[str, Any]) -> str:
 
 
 def as_text(status: dict[str, Any]) -> str:
-    """Return the status for people."""
+    """Return the status as text for people."""
     config, gateway = status["config"], status["gateway"]
     state = "ready" if _is_ready(status) else "not ready"
     return "\n".join(
@@ -75,7 +75,7 @@ def as_text(status: dict[str, Any]) -> str:
 def _loads(
     config: Config, gateway: StatusReply | None, processes: list[ProcessStatus]
 ) -> dict[str, int | str]:
-    """Return the requests that processes have, by name, and which workers are spare."""
+    """Return the number of requests by process name, or the word that marks a spare worker."""
     if gateway is None:
         return {}
     standby = {process.name for process in processes if process.counters.get("standby_ready")}
@@ -100,7 +100,7 @@ def _model_lines(gateway: StatusReply | None) -> list[str]:
     if gateway is None:
         return ["", "the gateway does not answer"]
     lines = []
-    num_bad_frames = gateway.num_bad_frames  # counted for the first model
+    num_bad_frames = gateway.num_bad_frames  # shown for the first model
     for model in gateway.by_model:
         state = "ready" if model.ready else "not ready"
         title = [f"{model.name}: {state}"] if gateway.models else []

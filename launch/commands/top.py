@@ -1,4 +1,4 @@
-"""`launch top`: the pipeline live, as the gateway reports it after each report of the scheduler."""
+"""`launch top`: a live view of the pipeline, updated at each report of the scheduler."""
 
 import asyncio
 import contextlib
@@ -32,8 +32,9 @@ from penstock.protocol.messages.status import (
     StatusReply,
 )
 
-SILENCE = 2.0  # seconds without a report after which it is said that the gateway does not answer
-NUM_KEPT = 60  # reports, one each half second, of which percentiles are shown
+# seconds without a report, after which the view says that the gateway does not answer
+SILENCE = 2.0
+NUM_KEPT = 60  # reports kept for percentiles, one each half second
 SHARES = (0.5, 0.9, 0.99)
 TIMES = {
     "TTFT": "time_to_first_token_seconds",
@@ -43,14 +44,14 @@ TIMES = {
 
 
 class Report(NamedTuple):
-    """Status of the gateway at a moment."""
+    """Status of the gateway at one moment."""
 
     moment: float
     status: StatusReply
 
 
 def add_arguments(command: ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `launch top`."""
     command.set_defaults(run=_run)
     command.add_argument(
         "--once", action="store_true", help="print the table once and exit, as without a terminal"
@@ -60,14 +61,14 @@ def add_arguments(command: ArgumentParser) -> None:
 
 def _run(arguments: Namespace) -> int:
     config = running_config(name_of(arguments))
-    with contextlib.suppress(asyncio.CancelledError):  # by `q`
+    with contextlib.suppress(asyncio.CancelledError):  # raised by `q`
         is_live = sys.stdout.isatty() and not arguments.once
         asyncio.run(_show(config) if is_live else _print(config))
     return 0
 
 
 async def _print(config: Config) -> None:
-    """Two reports: the rates are those between them, the percentiles since the gateway's start."""
+    """Print two reports: rates are between them, percentiles since the gateway's start."""
     async with AsyncClient(config.endpoint, keys=config.curve_keys) as client:
         before, now = await _report(client), await _report(client)
     Console().print(view(config, before, now, None))
@@ -93,7 +94,7 @@ async def _report(client: AsyncClient) -> Report:
 
 @contextlib.contextmanager
 def _keyboard() -> Iterator[None]:
-    """While it is open, `q` cancels the task."""
+    """Cancel the task on `q` while the context is open."""
     task = asyncio.current_task()
     if task is None or not sys.stdin.isatty():
         yield
@@ -110,10 +111,10 @@ def _keyboard() -> Iterator[None]:
 
 
 def view(config: Config, before: Report, now: Report, oldest: Report | None) -> Group:
-    """All tables; `oldest`: from when on percentiles are shown, None: once, since the start."""
+    """Return all tables; oldest: start of the percentiles; None: a single view since the start."""
     state = "ready" if now.status.ready else "not ready"
     head = f"{config.name}: {state}, {model_name(config)} on {config.endpoint}"
-    if oldest:  # the table is live
+    if oldest:  # the view is live
         head += "; q quits" if sys.stdin.isatty() else "; Ctrl-C quits"
     since = f"last {now.moment - oldest.moment:.0f} s" if oldest else "since the start"
     times = [
@@ -124,7 +125,7 @@ def view(config: Config, before: Report, now: Report, oldest: Report | None) -> 
 
 
 def _models(now: Report, old: Report | None) -> list[tuple[ModelStatus, ModelStatus | None, bool]]:
-    """Return each model now and before, and whether there are several."""
+    """Return each model now and before, and whether there are several models."""
     models = now.status.by_model
     before = old.status.by_model if old else [None] * len(models)
     return [(model, its, len(models) > 1) for model, its in zip(models, before, strict=True)]
@@ -166,14 +167,14 @@ def _times(metrics: Metrics | None, old: Metrics | None, since: str) -> Table:
 
 
 def _grown(histogram: Histogram, old: Histogram | None) -> list[int]:
-    """Return the counts since `old`; all counts if the gateway was restarted."""
+    """Return the counts since `old`, or all counts if the gateway was restarted."""
     if old is None or sum(old.counts) > sum(histogram.counts):
         return histogram.counts
     return [new - before for new, before in zip(histogram.counts, old.counts, strict=True)]
 
 
 def quantile(bounds: list[float], counts: list[int], share: float) -> str:
-    """Return milliseconds, as Prometheus's histogram_quantile: linear within an interval."""
+    """Return milliseconds like Prometheus's histogram_quantile: linear within an interval."""
     rank, edges = share * sum(counts), [0.0, *bounds]
     below = list(itertools.accumulate(counts, initial=0))
     for place, number in enumerate(counts[:-1]):

@@ -1,1 +1,1 @@
-"""Commands that a pipeline does not need: batches, checkpoints on this machine, tuning."""
+"""Commands that are not necessary for a pipeline: batches, checkpoints on this machine, tuning."""

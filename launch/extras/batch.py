@@ -1,7 +1,7 @@
-"""`launch batch`: runs a file of requests in OpenAI's batch format, over HTTP.
+"""`launch batch`: runs a file of requests in OpenAI's batch format over HTTP.
 
-Results are written as they come. What is stopped can be run again: what has a result is skipped,
-and a last line that was not written to its end is cut off. Errors among the results fail each run.
+Results are written as they arrive. A stopped run can be repeated: lines with a result are skipped,
+and an incomplete last line is cut off. Errors among the results fail each run.
 """
 
 import asyncio
@@ -29,18 +29,18 @@ from penstock.protocol.client.session import ClientError
 from penstock.protocol.config import OPTIONS, Config
 from penstock.protocol.transport.channel import DECODE_ERRORS
 
-TRIES = 5  # of a request whose connection is lost
-# attempts to connect again, within 7 s: a process that is restarted listens again by then
+TRIES = 5  # attempts for a request whose connection is lost
+# attempts to connect again, within 7 s; a restarted process listens again by then
 CONNECT_RETRIES = 4
-TRY_AGAIN = (429, 503)  # the pipeline is overloaded, or a part of it is about to come back
+TRY_AGAIN = (429, 503)  # the pipeline is overloaded, or one of its processes is being restarted
 
-START = b'{"id":"batch_req_'  # of each line of the output
+START = b'{"id":"batch_req_'  # start of each line of the output
 
 EARLIER = "in an earlier run"
 
 
 class Line(Struct):
-    """One line of the input."""
+    """Line of the input."""
 
     custom_id: str
     url: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
@@ -49,24 +49,24 @@ class Line(Struct):
 
 
 class Outcome(Struct):
-    """One line of the output."""
+    """Line of the output."""
 
-    id: str  # of the line's number
+    id: str  # id with the number of the line
     custom_id: str | None
-    # status_code, request_id and body; None for a line whose request was not sent
+    # status_code, request_id and body; None if the line's request was not sent
     response: dict[str, Any] | None
     error: dict[str, str] | None
 
 
 class Results(Struct):
-    """Lines that have a result in the output."""
+    """Lines with a result in the output."""
 
     done: set[str | None] = msgspec.field(default_factory=set)  # by custom_id
     refused: set[str | None] = msgspec.field(default_factory=set)  # by custom_id
-    bad: set[str] = msgspec.field(default_factory=set)  # by id: the custom_id may be missing
+    bad: set[str] = msgspec.field(default_factory=set)  # by id, since the custom_id may be missing
 
     def add(self, outcome: Outcome) -> None:
-        """Add the line of an outcome."""
+        """Add an outcome's line."""
         if outcome.response is None:
             self.bad.add(outcome.id)
         elif outcome.response.get("status_code") == httpx.codes.OK:
@@ -76,7 +76,7 @@ class Results(Struct):
 
 
 def add_arguments(command: ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `launch batch`."""
     command.set_defaults(run=_run)
     command.add_argument("input", type=Path, metavar="IN.jsonl")
     command.add_argument(
@@ -89,7 +89,10 @@ def add_arguments(command: ArgumentParser) -> None:
 
 
 def _run(arguments: Namespace) -> int:
-    """Return 1 if the output has errors, of earlier runs, too. Raises LaunchError, ClientError."""
+    """Run a batch; return 1 for errors in the output, old or new.
+
+    Raises LaunchError, ClientError.
+    """
     if arguments.concurrency < 1:
         raise LaunchError(f"--concurrency: got {arguments.concurrency}, expected 1 or more")
     output = arguments.output
@@ -106,7 +109,7 @@ def _run(arguments: Namespace) -> int:
 
 @contextlib.contextmanager
 def _target(arguments: Namespace) -> Iterator[Config]:
-    """Yield the pipeline that runs, or with --model one that ends with the block."""
+    """Yield the running pipeline, or with --model a pipeline that ends with the block."""
     options = given_options(arguments, Config)
     name = options.pop("name", Config().name)
     if "model" not in options:
@@ -117,7 +120,7 @@ def _target(arguments: Namespace) -> Iterator[Config]:
 
 
 def _with_http(config: Config) -> Config:
-    """Raise LaunchError if no HTTP process runs: another server may have the port."""
+    """Raise LaunchError if no HTTP process runs, since another server may use the port."""
     if any(kind_of(process.name) == "http" for process in list_processes(config.name)):
         return config
     command = f"launch scale http 1 --name {config.name}"
@@ -130,7 +133,7 @@ def _open(arguments: Namespace) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         with arguments.input.open("rb") as lines, arguments.output.open("a+b") as output:
             yield lines, output
     except OSError as error:
-        path = error.filename or arguments.output  # a write's error names none
+        path = error.filename or arguments.output  # a write error has no filename
         raise LaunchError(f"{path}: {error.strerror}") from error
 
 
@@ -139,21 +142,21 @@ class _Named(Struct):
 
 
 class Batch:
-    """The lines of a file on their way, and what has come of them."""
+    """Lines of a file in flight, and their results."""
 
     def __init__(self, config: Config, output: BinaryIO) -> None:
-        """Cut off what was not written to its end."""
+        """Cut off an incomplete last line."""
         self._config = config
         self._output = output
         self._earlier = _read_results(output)
-        self._numbers: dict[str, int] = {}  # of the lines of the input, by custom_id
+        self._numbers: dict[str, int] = {}  # numbers of the input's lines, by custom_id
         errors = {"bad": len(self._earlier.bad), "refused": len(self._earlier.refused)}
         self._counts = Counter({f"{what} {EARLIER}": n for what, n in errors.items() if n})
 
     async def run(self, lines: BinaryIO, concurrency: int) -> Counter[str]:
-        """Run up to `concurrency` requests at once; return the number of lines by result.
+        """Run up to `concurrency` requests at a time; return the number of lines by result.
 
-        A pipe can be read once only, so that the progress has no total.
+        A pipe can be read only once, so the progress shows no total.
         """
         total = None
         if lines.seekable():
@@ -186,7 +189,7 @@ class Batch:
             self._counts["skipped"] += 1
             self._pass_over()
             return
-        if line.custom_id in self._earlier.refused:  # which is counted already
+        if line.custom_id in self._earlier.refused:  # already counted
             self._pass_over()
             return
         answer = await _post(client, line)
@@ -199,7 +202,7 @@ class Batch:
         self._write(what, Outcome(name, line.custom_id, response, None))
 
     def _pass_over(self) -> None:
-        """Show a line with an earlier result as done, without a part in the speed."""
+        """Show a line with an earlier result as done, without counting it in the speed."""
         self._bar.initial += 1
         self._bar.update()
 
@@ -236,7 +239,7 @@ def _client(config: Config, concurrency: int) -> httpx.AsyncClient:
 
 
 async def _post(client: httpx.AsyncClient, line: Line) -> httpx.Response:
-    """Return the answer to a line. Raises ClientError if no answer comes."""
+    """Return the answer to a line. Raises ClientError if no answer arrives."""
     num_lost = 0
     while True:
         try:
@@ -267,9 +270,10 @@ def _custom_id(text: bytes) -> str | None:
 
 
 def _read_results(output: BinaryIO) -> Results:
-    """Return the lines that have a result; cut off an incomplete last line.
+    """Return the lines with a result; cut off an incomplete last line.
 
-    Raises LaunchError for a file of something else."""
+    Raises LaunchError for a file with other content.
+    """
     results = Results()
     end = 0
     output.seek(0)

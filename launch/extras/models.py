@@ -1,4 +1,4 @@
-"""`launch models`: the checkpoints on this machine, the memory they need, and whether they fit."""
+"""`launch models`: the checkpoints on this machine, their memory, and whether they fit."""
 
 import contextlib
 import re
@@ -22,51 +22,51 @@ from penstock.protocol.checkpoint import ModelConfig, ModelError, read_model_con
 from penstock.protocol.checkpoint_files import check_files, weight_files
 from penstock.protocol.config import Config
 
-CONTEXT = 32_768  # tokens of the KV cache with which a model fits
+CONTEXT = 32_768  # tokens of KV cache with which a model must fit
 MAX_TP = 8
 INTEGER_BITS = {"int8": 8, "int4": 4}  # by --quantization, on CPUs
 DEFAULTS = Config()
-OUTER = "embedding", "head"  # kinds of layers
-SCALE_BITS = 32  # of the scale of a group of integers, with its zero point on GPUs
-INTEGER_GROUP = 64  # columns of a scale of integers on CPUs
-TEMPORARIES = 4  # copies of a matrix while it becomes integers
-# of the driver, compiled kernels and the allocator's rounding in each worker: at most 1,140 MiB of
-# 0.6B and 8B on an H200
+OUTER = "embedding", "head"  # kinds of layers outside the decoder layers
+SCALE_BITS = 32  # bits of the scale of a group of integers, including its zero point on GPUs
+INTEGER_GROUP = 64  # columns of a group of integers on CPUs
+TEMPORARIES = 4  # copies of a matrix while it is quantized to integers
+# bytes of the driver, compiled kernels and the allocator's rounding in each worker: at most 1,140
+# MiB, measured for 0.6B and 8B on an H200
 GPU_CONTEXT_BYTES = 1200 << 20
 
 
 class Machine(Struct):
-    """Memory of this machine, bytes."""
+    """Memory of this machine in bytes."""
 
     gpus: list[int]
     ram: int
 
 
 class Listed(Struct, kw_only=True):
-    """A checkpoint; the needs are those of each worker of the smallest group that fits."""
+    """Checkpoint, with the needs of each worker of the smallest group that fits."""
 
-    model: str  # as `--model` takes it
+    model: str  # as given to `--model`
     folder: str
-    refusal: str = ""  # why it is not served; then there is nothing else
+    refusal: str = ""  # reason why it is not served; the other fields are then unset
     dtype: str = ""
     fits: bool = False
     tp: int = 1
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     kv_bytes_of_32k: int = 0
-    needed_bytes: int = 0  # with 32k tokens of KV cache, and an estimate of the largest step
-    available_bytes: int = 0  # of one GPU, or of the RAM, by --gpu-memory-utilization
-    max_tokens: int = 0  # that fit into the KV cache
+    needed_bytes: int = 0  # with 32k tokens of KV cache, and an estimate for the largest step
+    available_bytes: int = 0  # bytes of one GPU or of the RAM, by --gpu-memory-utilization
+    max_tokens: int = 0  # tokens that fit into the KV cache
 
 
 class Layout(NamedTuple):
-    """Choices that change how much memory a worker needs."""
+    """Choices that determine how much memory a worker needs."""
 
     tp: int = 1
     on_gpus: bool = True
     quantize_lm_head: bool = False
     fp8_kv_cache: bool = False
-    integer_bits: int = 0  # of the layers' matrices on CPUs; 0: not integers
+    integer_bits: int = 0  # bits of the layers' matrices on CPUs; 0: not integers
 
     @property
     def ranks(self) -> Ranks:
@@ -74,31 +74,31 @@ class Layout(NamedTuple):
 
     @property
     def element_bytes(self) -> int:
-        """Return the bytes of a number that is not quantized."""
+        """Return the bytes of an unquantized number."""
         return 2 if self.on_gpus else 4
 
 
 class Needs(NamedTuple):
-    """Memory of each worker, bytes."""
+    """Memory of each worker in bytes."""
 
     weights: int
     kv_per_token: int
-    step: int  # of the largest step, in addition
-    start: int = 0  # while weights are loaded, before there is a KV cache
+    step: int  # additional bytes of the largest step
+    start: int = 0  # bytes while weights are loaded, before the KV cache exists
 
     def with_context(self, num_tokens: int) -> int:
-        """Return all of it with a KV cache of `num_tokens`."""
+        """Return all bytes with a KV cache of `num_tokens` tokens."""
         return max(self.start, self.weights + self.step + self.kv_per_token * num_tokens)
 
     def num_tokens(self, num_bytes: float) -> int:
-        """Return the tokens whose keys and values fit into the rest of `num_bytes`; 0: none."""
+        """Return the tokens whose keys and values also fit into `num_bytes`; 0: none."""
         if num_bytes < self.start:
             return 0
         return max(0, int((num_bytes - self.weights - self.step) // self.kv_per_token))
 
 
 def add_arguments(command: ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `launch models`."""
     command.set_defaults(run=_run)
     text = "of checkpoints that are not in the cache"
     command.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help=text)
@@ -111,9 +111,9 @@ def add_arguments(command: ArgumentParser) -> None:
 
 
 def _run(arguments: Namespace) -> int:
-    """Raise LaunchError for a folder that does not exist; others are listed with their errors."""
+    """Print the list. Raises LaunchError for a missing folder; other errors are in the list."""
     for folder in arguments.folders:
-        with contextlib.suppress(PermissionError):  # which is listed
+        with contextlib.suppress(PermissionError):  # such a folder is listed with its error
             if not folder.exists():
                 raise LaunchError(f"FOLDER: got {folder}, expected an existing folder")
     config = Config(**given_options(arguments, Config))
@@ -131,7 +131,7 @@ def _run(arguments: Namespace) -> int:
 
 
 def cached() -> Iterator[tuple[str, Path]]:
-    """Yield the name and the folder of the newest snapshot of each model in the cache."""
+    """Yield the name and the newest snapshot's folder of each model in the cache."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -148,7 +148,7 @@ def cached() -> Iterator[tuple[str, Path]]:
 
 
 def describe(name: str, folder: Path, config: Config, machine: Machine) -> Listed:
-    """Return what a checkpoint needs on this machine, with the options in `config`."""
+    """Return the needs of a checkpoint on this machine, with the options in `config`."""
     listed = Listed(model=name, folder=str(folder))
     try:
         model = read_model_config(folder, config.quantization)
@@ -186,7 +186,7 @@ def describe(name: str, folder: Path, config: Config, machine: Machine) -> Liste
 
 
 def checked(listed: Listed) -> Listed:
-    """Return `listed`, or its refusal if a file is missing or damaged."""
+    """Return `listed`, or a refusal if a file is missing or damaged."""
     folder = Path(listed.folder)
     try:
         if not listed.refusal:
@@ -205,7 +205,7 @@ def _refused(listed: Listed, error: ModelError | OSError) -> Listed:
 
 
 def _check_integers(model: ModelConfig, config: Config, machine: Machine) -> None:
-    """Raise ModelError for integers where the worker refuses them."""
+    """Raise ModelError for integers that the worker refuses."""
     if config.quantization not in INTEGER_BITS:
         return
     if machine.gpus:
@@ -254,7 +254,7 @@ def _row(listed: Listed) -> list[str]:
 
 
 def _short(listed: Listed) -> str:
-    """Return the refusal without the folder, which the name says."""
+    """Return the refusal without the folder, which is part of the name."""
     return re.sub(rf"^{re.escape(listed.folder)}(/config\.json)?:? ", "", listed.refusal)
 
 
@@ -266,7 +266,7 @@ def _size(num_bytes: float) -> str:
 
 
 def needs(model: ModelConfig, layout: Layout) -> Needs:
-    """Return what each worker needs, with the default limits of a step."""
+    """Return the needs of each worker, with the default limits of a step."""
     number_bytes, scale_bytes = (1, 4) if layout.fp8_kv_cache else (layout.element_bytes, 0)
     return Needs(
         weights=weight_bytes(model, layout),
@@ -289,19 +289,19 @@ def weight_bytes(model: ModelConfig, layout: Layout) -> int:
 
 
 def _outer_bytes(model: ModelConfig, architecture: Architecture, layout: Layout) -> int:
-    """Return the bytes of embedding and output layer."""
+    """Return the bytes of the embedding and the output layer."""
     layers = architecture.of_kind(*OUTER)
     number, size = prod(layers[0].weights[0].shape_of_rank(layout.ranks)), layout.element_bytes
     if layout.integer_bits and model.own_dtype == "bfloat16":
         size = 2
-    # on CPUs the head of integers is added to the one of floats
+    # on CPUs the integers of the output layer are an additional copy
     is_float = bool(layout.integer_bits) or not layout.quantize_lm_head
     num_copies = len(layers) if is_float else 1
     return number * (num_copies * size + layout.quantize_lm_head)
 
 
 def _num_bits(model: ModelConfig, layout: Layout, weight: Weight) -> float:
-    """Return the bits of a number of a weight, with its part of a scale."""
+    """Return the bits of a number of a weight, including its share of a scale."""
     weight_format = model.weight_format
     if not weight.is_matrix:
         return 8 * layout.element_bytes
@@ -323,9 +323,9 @@ def _start_bytes(model: ModelConfig, layout: Layout) -> int:
 
 
 def _step_bytes(model: ModelConfig, layout: Layout) -> int:
-    """Return an estimate of the largest step: its activations, and the sampler's logits.
+    """Return an estimate for the largest step: its activations, and the sampler's logits.
 
-    On GPUs twice: the CUDA graphs' pool, and eager steps.
+    On GPUs the estimate is doubled, for the CUDA graphs' pool and for eager steps.
     """
     architecture = describe_model(model)
     inner = model.intermediate_size
@@ -338,6 +338,6 @@ def _step_bytes(model: ModelConfig, layout: Layout) -> int:
     num_logits = architecture.of_kind("embedding")[0].weights[0].shape_of_rank(layout.ranks)[0]
     step += 2 * DEFAULTS.max_num_seqs * num_logits * 4
     rope = model.rope.num_positions * model.head_dim * 4
-    if model.is_packed:  # the largest matrix, dequantized for many rows
+    if model.is_packed:  # the largest matrix, which is dequantized for many rows
         step += 4 * model.hidden_size * model.intermediate_size // layout.tp
     return rope + (2 * step + GPU_CONTEXT_BYTES if layout.on_gpus else step)

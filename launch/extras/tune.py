@@ -1,4 +1,4 @@
-"""`launch tune`: measures the products of a model on this machine's GPU, and keeps the fastest."""
+"""`launch tune`: measures a model's products on this machine's GPU, and stores the fastest."""
 
 import subprocess
 import sys
@@ -12,11 +12,11 @@ from penstock.models.architecture import Ranks, describe
 from penstock.protocol.checkpoint import ModelConfig, ModelError, read_model_config
 from penstock.protocol.config import Config
 
-HEAD_DIM = 128  # of every published Qwen3
+HEAD_DIM = 128  # head_dim of every published Qwen3 model
 
 
 def add_arguments(command: ArgumentParser) -> None:
-    """Add the arguments."""
+    """Add the arguments of `launch tune`."""
     command.set_defaults(run=_run)
     command.epilog = "Without --model, the products of the published dense models are measured."
     add_options(command, Config, ["model", "revision", "tp", "quantization"])
@@ -40,7 +40,7 @@ def _run(arguments: Namespace) -> int:
 
 
 def layer_options(model: ModelConfig, tp: int) -> list[str]:
-    """Return options of the measuring program for a rank's products. Raises LaunchError."""
+    """Return the options of the measuring program for a rank's products. Raises LaunchError."""
     heads, kv_heads = describe(model).heads
     if kv_heads.unit_size != HEAD_DIM:
         raise LaunchError(

@@ -1,4 +1,4 @@
-"""Beam search of `LLM`, as vLLM has it: requests for one token with its likeliest logprobs."""
+"""Beam search of `LLM`, as in vLLM: requests for one token with its likeliest logprobs."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ from penstock.protocol.messages.client import (
     TokenLogprobs,
 )
 
-MAX_WIDTH = 10  # beams; twice as many logprobs are requested, of which 20 are allowed
-MAX_PENALTY = 10  # exponent of a length; a much greater one is infinite
+MAX_WIDTH = 10  # maximum beams; a request asks for twice as many logprobs, of which 20 are allowed
+MAX_PENALTY = 10  # maximum exponent of a length; with a much greater exponent the power is infinite
 
 
 class BeamSearchParams(Struct):
@@ -22,9 +22,9 @@ class BeamSearchParams(Struct):
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0  # changes nothing: beams follow from the model's own logprobs
-    length_penalty: float = 1.0  # exponent of the length, by which the sum of logprobs is divided
-    include_stop_str_in_output: bool = False  # keep the EOS at the end of a beam
+    temperature: float = 0.0  # without effect: beams follow from the model's own logprobs
+    length_penalty: float = 1.0  # exponent of the length that divides the sum of logprobs
+    include_stop_str_in_output: bool = False  # True: keep the EOS at the end of a beam
 
     def __post_init__(self) -> None:
         if not 1 <= self.beam_width <= MAX_WIDTH:
@@ -37,17 +37,17 @@ class BeamSearchParams(Struct):
 
 
 class Beam(Struct, kw_only=True):
-    """One continuation of the prompt."""
+    """Continuation of the prompt."""
 
-    token_ids: list[int] = []  # of the output
+    token_ids: list[int] = []  # tokens of the output
     logprobs: list[TokenLogprobs] = []  # one for each of `token_ids`
-    cum_logprob: float = 0.0  # the sum, that of an EOS included
+    cum_logprob: float = 0.0  # sum of the logprobs, including that of an EOS
     finish_reason: FinishReason = "length"
-    stop_reason: int | None = None  # the EOS
+    stop_reason: int | None = None  # id of the EOS
 
 
 class BeamSearch:
-    """The beams of one prompt; `live` are those that the next step continues."""
+    """Beams of a prompt; the next step continues the `live` beams."""
 
     def __init__(
         self, prompt_token_ids: list[int], params: BeamSearchParams, eos_token_ids: Sequence[int]
@@ -60,7 +60,7 @@ class BeamSearch:
         self._num_steps = 0
 
     def requests(self) -> list[GenerateRequest]:
-        """Return a request for the next token of each live beam; none when the search has ended."""
+        """Return a request for the next token of each live beam; none after the search's end."""
         if self._num_steps == self._params.max_tokens:
             return []
         return [
@@ -79,7 +79,7 @@ class BeamSearch:
     def step(self, replies: Sequence[GenerateReply]) -> None:
         """Replace the live beams by the best of their continuations. Raises ValueError.
 
-        replies: to `requests`, in their order.
+        replies: in the order of the requests from `requests`.
         """
         self._num_steps += 1
         continued: list[Beam] = []
@@ -93,7 +93,7 @@ class BeamSearch:
         self.live = self._best(continued)
 
     def best(self) -> list[Beam]:
-        """Return the best beams, the best one first."""
+        """Return the best beams in descending order."""
         return self._best([*self._ended, *self.live])
 
     def _after(self, beam: Beam, token: Logprob, top: list[Logprob]) -> Beam:
@@ -115,7 +115,7 @@ class BeamSearch:
         return sorted(beams, key=self._score, reverse=True)[: self._params.beam_width]
 
     def _score(self, beam: Beam) -> float:
-        """Return the sum of logprobs by the length with the prompt, without an EOS."""
+        """Return the sum of logprobs, normalized by the length with the prompt, without an EOS."""
         has_eos = beam.finish_reason == "stop" and self._params.include_stop_str_in_output
         length = len(self.prompt_token_ids) + len(beam.token_ids) - has_eos
         return float(beam.cum_logprob / max(1, length) ** self._params.length_penalty)

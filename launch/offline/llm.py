@@ -1,4 +1,4 @@
-"""A model for one program: `LLM` starts a pipeline of its own and asks it, as any client does.
+"""A model for one program: `LLM` starts a private pipeline and sends requests like any client.
 
     with LLM("Qwen3-8B", tensor_parallel_size=2) as llm:
         for output in llm.generate(["17+25=", "reverse: penstock"], SamplingParams(max_tokens=9)):
@@ -65,18 +65,19 @@ Messages = list[dict[str, Any]]
 
 
 class LLM:
-    """A model in a pipeline of its own; for one thread."""
+    """Model in a private pipeline; an instance belongs to one thread."""
 
     def __init__(
         self, model: str | Path = "", *, tensor_parallel_size: int = 1, **options: Any
     ) -> None:
         """Start the pipeline.
 
-        `model` is the folder of a checkpoint or its name on the Hugging Face Hub; empty: the demo
-        model. `options` are those of
-        `launch all`, by their names there (`num_blocks`) or vLLM's (`enforce_eager`).
+        model: folder of a checkpoint, or a name on the Hugging Face Hub; empty: the demo model.
+        options: options of `launch all`, with their names there (`num_blocks`) or vLLM's names
+        (`enforce_eager`).
 
-        Raises TypeError and ValueError for options that can't be, LaunchError if it does not start.
+        Raises TypeError and ValueError for invalid options, LaunchError if the pipeline does not
+        start.
         """
         fields = _config_fields(options | {"model": str(model), "tp": tensor_parallel_size})
         with contextlib.ExitStack() as stack:
@@ -106,10 +107,11 @@ class LLM:
         """Continue prompts.
 
         A prompt is a text, token ids, or a map as in vLLM (`{"prompt": "17+25="}`,
-        `{"prompt_token_ids": [10, 11]}`). Parameters: one for all, or one for each.
+        `{"prompt_token_ids": [10, 11]}`). sampling_params: for all prompts, or a sequence with
+        parameters for each prompt.
 
-        The results are in the order of the prompts. Raises RequestError for what is refused.
-        Without a `seed` the noise follows from the number of the prompt in this `LLM`.
+        The results are in the order of the prompts. Raises RequestError for a refused request.
+        Without a `seed`, the noise follows from the number of the prompt in this `LLM`.
         """
         several: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts_of(prompts)]
         return self._run(several, sampling_params, use_tqdm)
@@ -123,10 +125,11 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Generate as `generate` does, for conversations put through the model's chat template.
+        """Generate answers to conversations, which are rendered with the model's chat template.
 
-        Messages are those of OpenAI's API; the content is a text or a list of text parts.
+        Messages have the form of OpenAI's API; the content is a text or a list of text parts.
         `chat_template_kwargs` are further arguments of the template: `{"enable_thinking": False}`.
+        For other arguments, see `generate`.
         """
         several = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [
@@ -147,10 +150,10 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """Return the embedding of each prompt; prompts are those of `generate`.
+        """Return the embedding of each prompt; prompts are as in `generate`.
 
-        dimensions: numbers to keep. truncate_prompt_tokens: the first tokens to keep of a longer
-        prompt. Raises RequestError for what is refused.
+        dimensions: numbers to keep. truncate_prompt_tokens: tokens to keep from the start of a
+        longer prompt. Raises RequestError for a refused request.
         """
         fields = {"pooling": Pooling(dimensions=dimensions), "truncation_side": "right"}
         fields["truncate_prompt_tokens"] = truncate_prompt_tokens
@@ -173,7 +176,7 @@ class LLM:
         instruction: str | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """Return the score of each pair of texts; one first text may stand for all pairs.
+        """Return the score of each pair of texts; a single first text is used for all pairs.
 
         instruction: the task, for the model's prompt. Raises ValueError, RequestError.
         """
@@ -193,10 +196,10 @@ class LLM:
         ]
 
     def beam_search(self, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """Return the best continuations of each prompt, which are those of `generate`.
+        """Return the best continuations of each prompt; prompts are as in `generate`.
 
         Each step requests one token for each beam of all prompts, whose KV is in the prefix cache.
-        Raises RequestError for what is refused, ValueError if the pipeline aborts a request.
+        Raises RequestError for a refused request, ValueError if the pipeline aborts a request.
         """
         outputs = self._outputs([{"prompt": prompt} for prompt in prompts_of(prompts)])
         eos = read_eos_token_ids(self.config.model_folder)
@@ -229,7 +232,7 @@ class LLM:
     def _pool(
         self, requests: Iterable[dict[str, Any]], number: int, name: str, shows: bool
     ) -> list[GenerateReply]:
-        """Return the replies, in the order of the requests, which are taken as they are sent."""
+        """Return the replies in the order of the requests, which are read only as they are sent."""
         questions = (
             GenerateRequest(request_id=str(next(self._numbers)), **fields) for fields in requests
         )
@@ -242,7 +245,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        """`prompts`: fields of TokenizePromptRequest."""
+        """Return the outputs of prompts, which are fields of TokenizePromptRequest."""
         params = _one_for_each(params, len(prompts))
         places = [
             (number, index)
@@ -265,7 +268,7 @@ class LLM:
         return outputs
 
     def _outputs(self, prompts: list[dict[str, Any]]) -> list[RequestOutput]:
-        """Return a result without answers for each prompt, tokenized unless it is of ids."""
+        """Return a result without answers for each prompt; texts are tokenized."""
         outputs, texts = [], []
         for fields in prompts:
             prompt = fields.get("prompt")
@@ -290,7 +293,7 @@ class _Chat(Struct):
 
 
 class _Progress:
-    """A bar of the answers, with the tokens a second of those that have ended."""
+    """Progress bar of the answers, with the tokens per second of ended answers."""
 
     def __init__(self, total: int, is_shown: bool) -> None:
         self._bar = tqdm(total=total, desc="answers", dynamic_ncols=True, disable=not is_shown)
@@ -349,7 +352,7 @@ def _messages(conversation: Any) -> list[ChatMessage]:
 
 
 def _config_fields(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options by their names in Config. Raises TypeError and ValueError."""
+    """Return the options with their names in Config. Raises TypeError and ValueError."""
     fields = {OTHER_NAMES.get(name, name): its for name, its in options.items()}
     if "enforce_eager" in fields:
         fields["enable_cuda_graphs"] = not fields.pop("enforce_eager")
@@ -373,9 +376,9 @@ def replies_to(
     kind: type[Kind],
     on_reply: Callable[[], Any] = lambda: None,
 ) -> list[Kind]:
-    """Return the replies in the order of their requests, as `submit_all` sends them.
+    """Return the replies in the order of their requests, which are sent by `submit_all`.
 
-    on_reply: called when one has come. Raises RequestError.
+    on_reply: called after each reply. Raises RequestError.
     """
     found: dict[int, Kind] = {}
     with contextlib.closing(submit_all(client, requests, size)) as replies:
@@ -389,11 +392,11 @@ def replies_to(
 def submit_all(
     client: Client, requests: Iterable[Request], size: int
 ) -> Generator[tuple[int, Done], None, None]:
-    """Yield each reply when it comes, with the place of its request; up to `size` are open.
+    """Yield each reply as it arrives, with its request's index; up to `size` requests are open.
 
-    Where the pipeline is `overloaded` all the same, nothing is sent until another reply has come,
-    or, where none is open, for as long as it said. What is open when this ends early is aborted.
-    Raises RequestError.
+    If the pipeline is still `overloaded`, nothing is sent until another reply arrives. If no
+    request is open, nothing is sent for the time that the pipeline asked for. If the generator is
+    closed early, open requests are aborted. Raises RequestError.
     """
     waiting = enumerate(requests)
     refused: deque[tuple[int, Request]] = deque()
@@ -409,7 +412,7 @@ def submit_all(
             place, request = pair
             answer = open_answers[place] = client.ask(request)
             answer.on_change = partial(note_end, place)
-            note_end(place)  # what came while it was sent
+            note_end(place)  # replies that arrived while the request was sent
             num_free -= 1
 
     try:

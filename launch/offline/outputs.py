@@ -1,4 +1,4 @@
-"""Inputs and outputs of `LLM`, shaped as in vLLM."""
+"""Inputs and outputs of `LLM`, with the shapes of vLLM's."""
 
 import time
 from collections.abc import Sequence
@@ -16,32 +16,33 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.sampling import SamplingParams
 
-# token id → its logprob: the token that stands at a position, and the likeliest ones
+# token id → logprob, for the token at a position and the likeliest tokens
 ByToken = dict[int, Logprob | TokenLogprobs]
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 class CompletionOutput(Struct, kw_only=True):
-    """One answer to a prompt."""
+    """Answer to a prompt."""
 
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None  # the sum over `token_ids`, if `logprobs` were requested
-    logprobs: list[ByToken | None] | None  # one for each of `token_ids`, if they were requested
+    # sum of the logprobs of `token_ids`, if `logprobs` were requested
+    cumulative_logprob: float | None
+    logprobs: list[ByToken | None] | None  # for each of `token_ids`, if requested
     finish_reason: FinishReason
-    stop_reason: StopReason = None  # which of `stop` or `stop_token_ids` ended it; None for EOS
+    stop_reason: StopReason = None  # the matching `stop` or `stop_token_ids`; None for EOS
 
     def finished(self) -> bool:
-        """Return whether the answer has ended; the answers of `LLM` have."""
+        """Return whether the answer has ended, which is always true for `LLM`."""
         return True
 
 
 class RequestStateStats(Struct, kw_only=True):
-    """Moments of the first answer to a prompt: seconds, all but the first of `time.monotonic`."""
+    """Times of the first answer to a prompt, in seconds; most by `time.monotonic`."""
 
-    arrival_time: float  # of `time.time`
-    queued_ts: float  # at the scheduler
+    arrival_time: float  # by `time.time`
+    queued_ts: float  # arrival at the scheduler
     scheduled_ts: float
     first_token_ts: float
     last_token_ts: float
@@ -50,20 +51,20 @@ class RequestStateStats(Struct, kw_only=True):
 
 
 class RequestOutput(Struct, kw_only=True):
-    """One prompt with its answers."""
+    """Prompt with its answers."""
 
     request_id: str
-    prompt: str | None  # None where token ids or a conversation were given
+    prompt: str | None  # None for token ids or a conversation
     prompt_token_ids: list[int]
-    # one for each prompt token, None for the first, if requested
+    # for each prompt token, if requested; None for the first token
     prompt_logprobs: list[ByToken | None] | None = None
-    num_cached_tokens: int = 0  # of the prompt, from the prefix cache
-    outputs: list[CompletionOutput] = []  # as many as `n`, in order
-    finished: bool = False  # all of `outputs` are here
-    metrics: RequestStateStats | None = None  # None where no token has come
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    outputs: list[CompletionOutput] = []  # `n` answers in order
+    finished: bool = False  # True when all of `outputs` have arrived
+    metrics: RequestStateStats | None = None  # None if no token has arrived
 
     def add(self, index: int, reply: GenerateReply, n: int) -> None:
-        """Take answer `index` of `n`; they come in any order."""
+        """Add answer `index` of `n`; answers arrive in any order."""
         self.outputs.append(
             CompletionOutput(
                 index=index,
@@ -84,13 +85,13 @@ class RequestOutput(Struct, kw_only=True):
 
 
 class EmbeddingOutput(Struct, kw_only=True):
-    """Numbers of an embedding, of length 1."""
+    """Embedding, a vector of length 1."""
 
     embedding: list[float]
 
 
 class EmbeddingRequestOutput(Struct, kw_only=True):
-    """One prompt with its embedding."""
+    """Prompt with its embedding."""
 
     request_id: str
     outputs: EmbeddingOutput
@@ -100,13 +101,13 @@ class EmbeddingRequestOutput(Struct, kw_only=True):
 
 
 class ScoringOutput(Struct, kw_only=True):
-    """The score of a pair of texts."""
+    """Score of a pair of texts."""
 
     score: float
 
 
 class ScoringRequestOutput(Struct, kw_only=True):
-    """One pair of texts with its score."""
+    """Pair of texts with its score."""
 
     request_id: str
     outputs: ScoringOutput
@@ -114,24 +115,24 @@ class ScoringRequestOutput(Struct, kw_only=True):
 
 
 class BeamSearchSequence(Struct, kw_only=True):
-    """One of the best continuations of a prompt."""
+    """Continuation of a prompt found by beam search."""
 
-    tokens: list[int]  # of the prompt and of the output
-    logprobs: list[ByToken | None]  # of the output's tokens
+    tokens: list[int]  # tokens of prompt and output
+    logprobs: list[ByToken | None]  # for each token of the output
     cum_logprob: float
-    text: str  # of `tokens`
+    text: str  # text of `tokens`
     finish_reason: FinishReason
     stop_reason: int | None
 
 
 class BeamSearchOutput(Struct, kw_only=True):
-    """The best continuations of one prompt, the best one first."""
+    """The best continuations of a prompt in descending order."""
 
     sequences: list[BeamSearchSequence]
 
 
 def request_of(output: RequestOutput, params: SamplingParams) -> GenerateRequest:
-    """Return the request whose answers go into `output`."""
+    """Return the request whose answers are added to `output`."""
     fields = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
     return GenerateRequest(prompt=output.prompt_token_ids, request_id=output.request_id, **fields)
 
@@ -139,8 +140,8 @@ def request_of(output: RequestOutput, params: SamplingParams) -> GenerateRequest
 def prompts_of(prompts: Any) -> list[str | list[int]]:
     """Return a list of prompts.
 
-    Each is a text, token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`. Raises
-    TypeError and ValueError.
+    Each prompt is a text, token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`.
+    Raises TypeError and ValueError.
     """
     is_ids = isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
     several = [prompts] if is_ids or isinstance(prompts, str | dict) else prompts
@@ -188,12 +189,12 @@ def _sum(positions: list[TokenLogprobs | None] | None) -> float | None:
 
 
 def by_token(positions: list[TokenLogprobs | None] | None) -> list[ByToken | None] | None:
-    """Return the logprobs of consecutive tokens by token id; None without any."""
+    """Return the logprobs of consecutive tokens by token id, or None."""
     if positions is None:
         return None
     return [None if position is None else _tokens(position) for position in positions]
 
 
 def _tokens(position: TokenLogprobs) -> ByToken:
-    """Return the logprobs by token, the sampled token first."""
+    """Return the logprobs by token, starting with the sampled token."""
     return {candidate.token_id: candidate for candidate in position.candidates}
