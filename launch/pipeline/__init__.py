@@ -1,1 +1,1 @@
-"""Shared parts of commands, supervisor and offline inference: files and sockets of a pipeline."""
+"""Parts shared by commands, supervisor and offline inference: files and sockets of a pipeline."""

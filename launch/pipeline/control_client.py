@@ -20,14 +20,14 @@ from penstock.protocol.messages.supervisor import (
 from penstock.protocol.transport.context import Context
 
 TIMEOUT = 60  # seconds
-# seconds; a worker is back when it has loaded its model, and the next command waits for that
+# seconds; a restarted worker must first load its model, and the next command waits for it
 CHANGE_TIMEOUT = 600
 
 
 def request(pipeline: str, message: ControlRequest, timeout: int = TIMEOUT) -> ControlReply:
-    """Send a request and wait until it is done.
+    """Send a request and wait until it has been carried out.
 
-    Raises LaunchError if it failed, or the supervisor has ended.
+    Raises LaunchError if the request failed or the supervisor has exited.
     """
     running_config(pipeline)
     with Context() as context:
@@ -54,7 +54,7 @@ def request(pipeline: str, message: ControlRequest, timeout: int = TIMEOUT) -> C
 
 
 def list_processes(pipeline: str) -> list[ProcessStatus]:
-    """Return the processes that run. Raises LaunchError."""
+    """Return the running processes. Raises LaunchError."""
     return request(pipeline, ListProcesses()).processes
 
 
@@ -64,15 +64,15 @@ def send_signal(pipeline: str, name: str, pid: int, number: int) -> None:
 
 
 def scale(pipeline: str, kind: str, number: int) -> int:
-    """Change how many processes of a kind run; return their number. Raises LaunchError."""
+    """Change the number of processes of a kind; return the new number. Raises LaunchError."""
     return request(pipeline, ScaleProcesses(kind, number), CHANGE_TIMEOUT).number
 
 
 def restart(pipeline: str, target: str) -> Iterator[list[str]]:
-    """Restart what `target` names: a process, a kind, or `all`, one after the other.
+    """Restart a process, a kind of process, or `all` processes, one after the other.
 
-    Workers of a replica are restarted together: their group can't lose one. Yields the names of
-    restarted processes once they are ready. Raises LaunchError.
+    Workers of a replica are restarted together, since their group can't lose a worker. Yields the
+    names of restarted processes once they are ready. Raises LaunchError.
     """
     names = [process.name for process in list_processes(pipeline)]
     config = running_config(pipeline)

@@ -1,4 +1,4 @@
-"""The exception that commands raise for their user."""
+"""The exception that commands raise with a message for the user."""
 
 
 class LaunchError(Exception):
@@ -6,5 +6,5 @@ class LaunchError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a message, or the name of an exception without one."""
+    """Return the first line of an exception's message, or its class name without a message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""Models that are not a folder yet: names on the Hugging Face Hub, and GGUF files."""
+"""Models that are not yet folders: names on the Hugging Face Hub, and GGUF files."""
 
 import difflib
 import os
@@ -21,23 +21,23 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 class Downloaded(Struct):
-    """Result of the downloader."""
+    """Result of the downloader process."""
 
     folder: str = ""
     error: str = ""  # error message; empty if the folder was found
 
 
 class HubModel(NamedTuple):
-    """A repository of the hub."""
+    """Repository of the Hub."""
 
     name: str  # `Qwen/Qwen3-8B`
     revision: str = ""  # branch, tag or commit; empty: the main branch
 
     def folder(self, *, weights: bool = True) -> Path:
-        """Return the snapshot in the cache, after downloading what it lacks.
+        """Return the snapshot in the cache, after downloading missing files.
 
-        weights: also the safetensors, not the JSON files alone. The downloader is a process, which
-        Ctrl-C ends at once and which ends with this process. Raises LaunchError.
+        weights: also download safetensors, not only the JSON files. The downloader is a separate
+        process. Ctrl-C ends it at once, and it ends with this process. Raises LaunchError.
         """
         words = [self.name, self.revision, "weights" if weights else "config"]
         with subprocess.Popen(
@@ -61,9 +61,9 @@ class HubModel(NamedTuple):
 
 
 def hub_model(options: dict[str, Any]) -> HubModel | None:
-    """Return the repository that `model` names; None for a folder, which wins, or the demo model.
+    """Return the repository named by `model`; None for a folder, which wins, or the demo model.
 
-    Raises LaunchError where `model` is neither, and for a `revision` without a repository.
+    Raises LaunchError if `model` is neither, and for a `revision` without a repository.
     """
     model, revision = options.get("model", ""), options.get("revision", "")
     if _NAME.fullmatch(model) and not Path(model).exists():
@@ -84,8 +84,8 @@ def hub_model(options: dict[str, Any]) -> HubModel | None:
 def resolve(options: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
     """Return the options of a pipeline with a folder as `model`. Raises LaunchError.
 
-    The name on the hub becomes the name of the model over HTTP, as in vLLM. On Ray every node
-    resolves the name for itself: what starts `launch all` there passes the name on.
+    The name on the Hub becomes the name of the model over HTTP, as in vLLM. On Ray every node
+    resolves the name itself, so a caller of `launch all` passes the name on.
     """
     source = hub_model(options)
     if source is None:
@@ -102,9 +102,9 @@ def resolve(options: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
 
 
 def _folder_of_gguf(path: Path) -> Path:
-    """Return the checkpoint of a GGUF file, which is made at the first time.
+    """Return the checkpoint of a GGUF file, which is made at first use.
 
-    A file of another size or time of change is another file. Raises LaunchError.
+    A GGUF file with another size or modification time is another file. Raises LaunchError.
     """
     try:
         from penstock.launch.gguf import convert
@@ -127,7 +127,7 @@ def _folder_of_gguf(path: Path) -> Path:
     except ModelError as error:
         raise LaunchError(f"--model: {error}") from error
     except OSError as error:
-        if folder.exists():  # another process was faster
+        if folder.exists():  # another process has made it
             return folder
         raise LaunchError(f"--model: {path} can't be converted: {error}") from error
     return folder
@@ -145,7 +145,7 @@ def _key(path: Path) -> str:
 
 
 def near_folder(model: str) -> str:
-    """Return a hint at a folder of almost the same name, or at a broken link."""
+    """Return a hint about a folder with a similar name, or about a broken link."""
     path = Path(model)
     if path.is_symlink():
         return " (this is a symbolic link that leads nowhere)"

@@ -1,7 +1,7 @@
-"""The downloader: a process that brings a model of the Hugging Face Hub into the cache.
+"""The downloader: a process that downloads a model of the Hugging Face Hub into the cache.
 
-What is not served is refused before its weights are downloaded. An interrupted download continues
-where it stopped.
+Unsupported models are refused before their weights are downloaded. An interrupted download
+continues where it stopped.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def download(name: str, revision: str, *, weights: bool) -> Path:
-    """Return the folder of a snapshot that has all files. Raises ModelError with a sentence."""
+    """Return the folder of a complete snapshot. Raises ModelError with a sentence."""
     utils.disable_progress_bars()
     folder = _snapshot(name, revision, SMALL_FILES)
     if not (folder / "config.json").exists() and not constants.HF_HUB_OFFLINE:
@@ -49,7 +49,7 @@ def download(name: str, revision: str, *, weights: bool) -> Path:
                 print(f"launch: downloading {name} to {folder}", file=sys.stderr)
             if sys.stderr.isatty():
                 utils.enable_progress_bars()
-            # the commit: the branch may have moved in between
+            # the commit, since the branch may move in the meantime
             _snapshot(name, folder.name, files)
         if missing := [file for file in files if not (folder / file).exists()]:
             raise ModelError(
@@ -66,7 +66,7 @@ def _snapshot(name: str, revision: str, files: list[str]) -> Path:
 
 @contextlib.contextmanager
 def _sentences(name: str, revision: str) -> Iterator[None]:
-    """Raise ModelError with a sentence for the exceptions of huggingface_hub."""
+    """Raise ModelError with a sentence for an exception of huggingface_hub."""
     try:
         yield
     except (OSError, RuntimeError, ValueError, hub.HTTPError, hub.XetDownloadError) as error:
@@ -125,11 +125,11 @@ def _end_with_parent() -> None:
 
 
 def main() -> NoReturn:
-    """Download, and print the result as JSON."""
+    """Download the model and print the result as JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    warnings.filterwarnings("ignore", "Not enough free disk space")  # it fails with a sentence
-    utils.logging.set_verbosity_error()  # likewise
+    warnings.filterwarnings("ignore", "Not enough free disk space")  # reported as a sentence
+    utils.logging.set_verbosity_error()  # failures are reported as a sentence
     name, revision, what = sys.argv[1:]
     try:
         folder = download(name, revision, weights=what == "weights")

@@ -12,9 +12,9 @@ from penstock.protocol.transport.context import CLIENTS, SERVER
 
 
 def make_keys(folder: Path, client: str | None) -> list[Path]:
-    """Make a folder with the keys of a gateway and of one client, or add a client.
+    """Make a folder with the keys of a gateway and one client, or add a client.
 
-    Return the secret files that were made. Raises LaunchError; nothing is ever overwritten.
+    Return the paths of new secret files. Raises LaunchError; no file is ever overwritten.
     """
     try:
         if client is not None:
@@ -36,7 +36,7 @@ def make_keys(folder: Path, client: str | None) -> list[Path]:
 
 
 def _make_pair(folder: Path, name: str, public_folder: Path) -> Path:
-    """Make both files elsewhere: a running gateway finds the public key when it is whole."""
+    """Make both files elsewhere, so that a running gateway finds only whole public keys."""
     secret, public = folder / f"{name}.key_secret", public_folder / f"{name}.key"
     for path in (secret, public):
         if path.exists():

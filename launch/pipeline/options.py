@@ -1,4 +1,4 @@
-"""Flags of the command line, made from the fields of a struct."""
+"""Flags of the command line, derived from the fields of a struct."""
 
 import argparse
 import ast
@@ -17,10 +17,10 @@ from msgspec import Struct
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
 
-# what has parts, and so is written as JSON on the command line
+# types with parts, which are written as JSON on the command line
 PARTED = {msgspec.inspect.DictType, msgspec.inspect.ListType, msgspec.inspect.StructType}
 
-# names of some options in vLLM, SGLang or nano-vllm
+# options with other names in vLLM, SGLang or nano-vllm
 OTHER_NAMES = {
     "data_parallel_size": "dp",
     "host": "http_host",
@@ -45,9 +45,9 @@ def add_options(
     actions: Mapping[str, type[argparse.Action]] = MappingProxyType({}),
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Add a flag for each field, or for those named. What is not given is not set.
+    """Add a flag for each field, or for `fields`. Fields that are not given are not set.
 
-    actions: by field, in place of storing its value; names: second flags, by field.
+    actions: field → action instead of storing the value. names: field → additional flag.
     """
     hints = get_type_hints(struct, include_extras=True)
     for field in fields or struct.__struct_fields__:
@@ -63,17 +63,17 @@ def add_options(
 
 
 def add_name(command: argparse.ArgumentParser) -> None:
-    """Add `--name`, the name of a pipeline that runs."""
+    """Add `--name`, the name of a running pipeline."""
     add_options(command, Config, ["name"])
 
 
 def name_of(arguments: argparse.Namespace) -> str:
-    """Return the name of the pipeline, before or after the command, or the default."""
+    """Return the pipeline's name, given before or after the command, or the default name."""
     return str(getattr(arguments, "name", Config().name))
 
 
 def add_pipeline_options(parser: argparse.ArgumentParser, fields: Iterable[str]) -> None:
-    """Add options of a pipeline that a command starts, below its own in the help."""
+    """Add options of a pipeline that a command starts; in the help, they follow its own options."""
     group = parser.add_argument_group("options of the pipeline that it starts")
     add_options(group, Config, fields)
 
@@ -84,7 +84,7 @@ def given_options(arguments: argparse.Namespace, struct: type[Struct]) -> dict[s
 
 
 def as_flags(options: dict[str, Any]) -> Iterator[str]:
-    """Yield the options as `launch all` takes them."""
+    """Yield the options as flags of `launch all`."""
     for field, value in options.items():
         if isinstance(value, bool):
             yield flag(field) if value else f"--no-{flag(field)[2:]}"
@@ -103,7 +103,7 @@ def _bool_or_value(struct: type[Struct], field: str, hint: Any) -> dict[str, Any
     if get_origin(plain) is Literal:
         return {"choices": get_args(plain)}
     for kind in (plain, *get_args(plain)):
-        if get_origin(kind) is tuple:  # of any length
+        if get_origin(kind) is tuple:  # a tuple of any length
             item = _converter(field, get_args(kind)[0], is_json=False)
             return {"type": item, "nargs": "+", "metavar": field.upper()}
     kinds = _kinds(_fields(struct)[field].type)
@@ -131,7 +131,7 @@ def _converter(field: str, hint: Any, is_json: bool) -> Callable[[str], Any]:
             reason = re.sub(", got `[a-z]+`", "", str(error).partition(" - at ")[0])
             reason = reason.replace("Expected", "expected")
             raise LaunchError(f"{flag(field)}: got {text!r}, {reason}") from None
-        if isinstance(value, float) and math.isinf(value):  # which JSON does not have
+        if isinstance(value, float) and math.isinf(value):  # JSON lacks infinity
             raise LaunchError(f"{flag(field)}: got {text!r}, expected a finite number")
         return value
 
@@ -166,7 +166,7 @@ def _description(struct: type[Struct], field: str) -> str:
 
 @functools.cache
 def _docstrings(struct: type[Struct]) -> dict[str, str]:
-    """Return the strings that follow fields in the source of a struct."""
+    """Return the strings after fields in the source of a struct."""
     (definition,) = ast.parse(inspect.getsource(struct)).body
     assert isinstance(definition, ast.ClassDef)  # noqa: S101  for mypy
     found = {}

@@ -1,6 +1,6 @@
-"""Owner of a pipeline: the program that runs `launch all` for itself.
+"""Owner of a pipeline: the program that runs `launch all` for its own use.
 
-It is notified when the pipeline is ready, and the pipeline ends with it.
+The owner is notified when the pipeline is ready. The pipeline ends with its owner.
 """
 
 import asyncio
@@ -13,29 +13,29 @@ from collections.abc import Callable
 
 from penstock.protocol.transport.process import ProcessExit
 
-NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # of sd_notify(3), for systemd's `Type=notify`
-OWNER_VARIABLE = "PENSTOCK_OWNER"  # pid of the parent process with which the pipeline ends
+NOTIFY_VARIABLE = "NOTIFY_SOCKET"  # variable of sd_notify(3), for systemd's `Type=notify`
+OWNER_VARIABLE = "PENSTOCK_OWNER"  # pid of the parent process; the pipeline ends with it
 READY_VARIABLE = "PENSTOCK_READY"  # file descriptor of the pipe to the owner
 
 
 def notify_ready() -> None:
-    """Notify the owner and systemd, as far as the environment names them."""
+    """Notify the owner and systemd, if the environment names them."""
     if descriptor := os.environ.pop(READY_VARIABLE, ""):
         with os.fdopen(int(descriptor), "wb", 0) as pipe, contextlib.suppress(BrokenPipeError):
             pipe.write(b"1")
     address = os.environ.get(NOTIFY_VARIABLE, "")
     if not address:
         return
-    if address.startswith("@"):  # Linux's abstract names
+    if address.startswith("@"):  # Linux's abstract socket names
         address = "\0" + address[1:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
         notifier.sendto(b"READY=1", address)
 
 
 def watch_owner(on_exit: Callable[[], None]) -> None:
-    """Call `on_exit` once the owner has exited; needs the running event loop.
+    """Call `on_exit` once the owner has exited; requires a running event loop.
 
-    PR_SET_PDEATHSIG would be of the thread that started this process.
+    PR_SET_PDEATHSIG would follow the thread that started this process, not the owner's process.
     """
     if not (owner := int(os.environ.get(OWNER_VARIABLE, 0))):
         return
@@ -45,7 +45,7 @@ def watch_owner(on_exit: Callable[[], None]) -> None:
     except ProcessLookupError:
         on_exit()
         return
-    if os.getppid() != owner:  # it exited before, and another process may have its pid
+    if os.getppid() != owner:  # the owner has exited before, and another process may have its pid
         process.close()
         on_exit()
         return
@@ -59,27 +59,27 @@ def watch_owner(on_exit: Callable[[], None]) -> None:
 
 
 class ReadyPipe:
-    """The owner's end of the pipe into which `notify_ready` of its child process writes.
+    """Owner's end of the pipe into which `notify_ready` of its child process writes.
 
-    It has no name in a file system, so a killed owner leaves nothing.
+    The pipe has no name in a file system, so a killed owner leaves nothing.
     """
 
     def __init__(self) -> None:
         read, write = os.pipe()
-        # `write` is for the process to start
+        # `write` is passed to the process to be started
         self._read, self.write = os.fdopen(read, "rb", 0), os.fdopen(write, "wb", 0)
-        # variables of the process to start
+        # variables of the process to be started
         self.environment = {
             READY_VARIABLE: str(write),
             OWNER_VARIABLE: str(os.getpid()),
-            NOTIFY_VARIABLE: "",  # of the owner, which may be a service
+            NOTIFY_VARIABLE: "",  # the owner's variable; the owner may be a service
         }
 
     def wait(self, process: "subprocess.Popen[str]") -> bool:
         """Wait until a child process is ready; False if it exits before."""
         self.write.close()
         with contextlib.closing(ProcessExit(process.pid, process.wait)) as end:
-            # a fork of this process may hold `write`, so its end alone does not tell
+            # a fork of this process may hold `write`, so the pipe may stay open after the exit
             readable, _, _ = select.select([self._read.fileno(), end.fileno()], [], [])
         return self._read.fileno() in readable and bool(self._read.read(1))
 

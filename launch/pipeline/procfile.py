@@ -1,4 +1,4 @@
-"""The procfile: one line per kind of process, `name: command`; names and number of processes."""
+"""The procfile, with a line per kind of process, `name: command`; process names and numbers."""
 
 import re
 import resource
@@ -8,19 +8,19 @@ from pathlib import Path
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.config import Config
 
-# a link to the procfile at the top of the repository, a copy of it in an installed package
+# a link to the procfile at the top of the repository; a copy of it in an installed package
 PROCFILE = Path(__file__).parents[1] / "procfile"
 
-# kinds of processes that each model has for itself
+# kinds of processes that each model has separately
 OF_MODEL = ("tokenizer", "scheduler", "worker", "detokenizer")
-# descriptors of the supervisor, which has the most: sockets and connections of some clients; for
+# descriptors of the supervisor, which needs the most: sockets and connections of some clients; for
 # each process two pipes, a pidfd, a connection and kept memory
 BASE, PER_PROCESS = 128, 6
 _LINE = re.compile(r"([A-Za-z0-9_-]+):\s*(\S.*)")
 
 
 def read_procfile(path: Path = PROCFILE) -> dict[str, str]:
-    """Name → command, in the order of the file. Raises LaunchError."""
+    """Return a map from name to command, in the order of the file. Raises LaunchError."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -42,21 +42,21 @@ def read_procfile(path: Path = PROCFILE) -> dict[str, str]:
 
 
 def shell_line(command: str) -> str:
-    """Return a command for `sh -c` whose process takes the place of the shell, to get its signals.
+    """Return a command for `sh -c` whose process replaces the shell, so that it receives signals.
 
-    `env` takes the assignments that a command may begin with.
+    `env` handles the assignments at the begin of a command.
     """
     return f"exec env {command}"
 
 
 def process_names(config: Config, kinds: Iterable[str]) -> list[str]:
-    """Return the names of all processes at start."""
+    """Return the names of all processes that run at start."""
     numbers = numbers_at_start(config, kinds)
     return [f"{kind}.{i}" for kind, number in numbers.items() for i in range(1, number + 1)]
 
 
 def numbers_at_start(config: Config, kinds: Iterable[str]) -> dict[str, int]:
-    """Return how many processes of each kind there are, with several models `MODEL/worker`."""
+    """Return the number of processes of each kind; for several models, kind `MODEL/worker`."""
     return {
         f"{model.prefix}{kind}": _number(model, kind)
         for kind in kinds
@@ -76,7 +76,7 @@ def _number(config: Config, kind: str) -> int:
 
 
 def kind_of(name: str) -> str:
-    """Return the procfile's word for a process: `worker` for `worker.2` and `MODEL/worker.2`."""
+    """Return the procfile's kind of a process: `worker` for `worker.2` and `MODEL/worker.2`."""
     return name.rpartition("/")[2].partition(".")[0]
 
 
@@ -95,7 +95,7 @@ def check_open_files(num_processes: int) -> None:
 
 
 def check_descriptors(needed: int, advice: str) -> None:
-    """Raise LaunchError, which ends with `advice`, for a lower limit of open files."""
+    """Raise LaunchError, which ends with `advice`, if the limit of open files is lower."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         raise LaunchError(f"open files: got a limit of {soft}, expected {needed} or more{advice}")

@@ -1,4 +1,4 @@
-"""Run folders: the lock in the folder of a pipeline is held for as long as it runs."""
+"""Run folders: a running pipeline holds the lock in its folder."""
 
 import contextlib
 import fcntl
@@ -28,7 +28,8 @@ from penstock.protocol.transport.context import host_and_port
 from penstock.protocol.transport.process import ProcessExit
 
 LOCK_FILE = "lock"
-# of a run folder's file system: for the lock, `config.json` and its successor, and sockets
+# free bytes and files needed in a run folder's file system, for the lock, `config.json` and its
+# successor, and sockets
 NEEDED_BYTES, NEEDED_FILES = 1 << 16, 16
 
 
@@ -39,18 +40,18 @@ def control_endpoint(folder: Path) -> str:
 
 @contextlib.contextmanager
 def claim(config: Config) -> Iterator[Path]:
-    """Make the run folder, empty and ours alone, and remove it at the end.
+    """Make the run folder, empty and held by this process only, and remove it at the end.
 
-    The kernel drops the lock when its holder dies, so a folder left by a killed pipeline is free:
-    all such folders in which nobody listens are removed, since the names of private pipelines are
-    never used again.
+    The kernel releases the lock when its holder dies, so the folder of a killed pipeline is free.
+    All free folders in which no process listens are removed, since names of private pipelines are
+    never reused.
     """
     with starting_alone(config):
         for other in config.run_folder.parent.iterdir():
             _remove_if_left(other)
         lock = _lock(config)
     folder = os.open(config.run_folder, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_SH)  # systemd-tmpfiles cleans no folder that has a lock
+    fcntl.flock(folder, fcntl.LOCK_SH)  # systemd-tmpfiles does not clean locked folders
     try:
         for left in config.run_folder.iterdir():
             if left.is_dir() and not left.is_symlink():
@@ -66,7 +67,7 @@ def claim(config: Config) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def starting_alone(config: Config) -> Iterator[None]:
-    """Wait for other pipelines that start, which try the locks of all folders and remove some."""
+    """Wait for other pipelines that are starting, since they try the locks of all folders."""
     with _refusing_folder():
         parent = os.open(make_parent_folder(config), os.O_RDONLY)
     try:
@@ -77,13 +78,13 @@ def starting_alone(config: Config) -> Iterator[None]:
 
 
 def _remove_if_left(folder: Path) -> None:
-    """Remove what a killed pipeline left: its run folder, and the socket of its endpoint."""
+    """Remove the remains of a killed pipeline: its run folder, and the socket of its endpoint."""
     try:
         lock = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:  # no pipeline of `launch`
+    except OSError:  # not a folder of a `launch` pipeline
         return
     try:
-        # another runner's processes, which hold no lock, may use the folder of a killed pipeline
+        # the folder may be used by processes of another runner, which hold no lock
         if _try_lock(lock, fcntl.LOCK_EX) and not any(map(answers, folder.rglob("*"))):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 remove_socket(read_config(folder / CONFIG_FILE).endpoint)
@@ -93,14 +94,14 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def remove_socket(endpoint: str) -> None:
-    """Remove the file of an `ipc://` endpoint, which libzmq does not, unless someone listens."""
+    """Remove the file of an `ipc://` endpoint, unless a process listens; libzmq keeps the file."""
     path = Path(endpoint.removeprefix("ipc://"))
     if endpoint.startswith("ipc://") and path.is_socket() and not answers(path):
         path.unlink()
 
 
 def answers(path: str | Path) -> bool:
-    """Return whether someone listens there: ZeroMQ would silently take over the file."""
+    """Return whether a process listens on the socket: ZeroMQ would silently replace its file."""
     with socket.socket(socket.AF_UNIX) as client, contextlib.suppress(OSError):
         return client.connect_ex(str(path)) == 0
     return False
@@ -117,7 +118,7 @@ def configs_of_others(config: Config) -> Iterator[Config]:
 def restore_config(config: Config) -> None:
     """Write `config.json` again if it was removed or changed, before a process reads it.
 
-    Raises LaunchError if the run folder itself was removed: processes could not reach each other.
+    Raises LaunchError if the run folder was removed, since processes could not reach each other.
     """
     folder = config.run_folder
     if not (folder / LOCK_FILE).is_file():
@@ -139,9 +140,9 @@ def _lock(config: Config) -> int:
     if not _try_lock(lock, fcntl.LOCK_EX):
         if not _try_lock(lock, fcntl.LOCK_SH):
             raise LaunchError(f"a pipeline {config.name!r} runs already; --name gives another name")
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a command has looked for the pipeline at this moment
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a command tests the lock at this moment
     if not path.exists() or not os.path.samestat(os.fstat(lock), path.stat()):
-        os.close(lock)  # its last holder has just removed it
+        os.close(lock)  # its last holder has just removed the file
         return _lock(config)
     os.truncate(lock, 0)
     os.write(lock, str(os.getpid()).encode())
@@ -150,7 +151,7 @@ def _lock(config: Config) -> int:
 
 @contextlib.contextmanager
 def _refusing_folder() -> Iterator[None]:
-    """Raise LaunchError where a run folder can't be made."""
+    """Raise LaunchError if a run folder can't be made."""
     try:
         yield
     except OSError as error:
@@ -158,9 +159,9 @@ def _refusing_folder() -> Iterator[None]:
 
 
 def _check_space(folder: Path) -> None:
-    """Raise OSError where the files of a run folder have no room."""
+    """Raise OSError if there is no space for the files of a run folder."""
     facts = os.statvfs(folder)
-    has_files = not facts.f_files or facts.f_favail >= NEEDED_FILES  # 0: without a limit
+    has_files = not facts.f_files or facts.f_favail >= NEEDED_FILES  # 0: no limit
     if facts.f_bavail * facts.f_frsize < NEEDED_BYTES or not has_files:
         text = f"{folder} has no space left; set XDG_RUNTIME_DIR to another folder"
         raise OSError(text)
@@ -176,7 +177,7 @@ def _try_lock(lock: int, kind: int) -> bool:
 
 @contextlib.contextmanager
 def _open_lock(name: str) -> Iterator[int]:
-    """Open the lock of a pipeline that runs. Raises LaunchError if none does."""
+    """Open the lock of a running pipeline. Raises LaunchError if it does not run."""
     folder = run_folder(name)
     try:
         for path in (folder.parent, folder):
@@ -201,7 +202,7 @@ def _not_running(name: str) -> LaunchError:
 
 
 def running_config(name: str) -> Config:
-    """Return the configuration of a pipeline that runs. Raises LaunchError if none does."""
+    """Return the configuration of a running pipeline. Raises LaunchError if it does not run."""
     with _open_lock(name):
         try:
             return read_config(run_folder(name) / CONFIG_FILE)
@@ -219,7 +220,7 @@ def is_running(name: str) -> bool:
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Return the environment of the pipeline's processes: their `python` is this one."""
+    """Return the environment of the pipeline's processes, whose `python` is this Python."""
     path = os.environ.get("PATH", os.defpath)
     return {
         **os.environ,
@@ -229,16 +230,16 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def stop(name: str) -> None:
-    """Send SIGTERM to the supervisor and wait until its process has ended."""
+    """Send SIGTERM to the supervisor and wait until it has exited."""
     with _open_lock(name) as lock:
         try:
             supervisor = ProcessExit(int(os.pread(lock, 20, 0)))
-        except ProcessLookupError:  # it ends now, or is in a PID namespace that hides it
+        except ProcessLookupError:  # it is exiting, or a PID namespace hides it
             fcntl.flock(lock, fcntl.LOCK_SH)
             return
         with contextlib.closing(supervisor):
             supervisor.send_signal(signal.SIGTERM)
-            supervisor.wait()  # a large process frees its memory after its lock
+            supervisor.wait()  # a large process frees its memory only after releasing the lock
 
 
 def base_url(config: Config) -> str:
@@ -248,7 +249,7 @@ def base_url(config: Config) -> str:
 
 
 def model_name(config: Config) -> str:
-    """Return the name of the served model, or the names of several."""
+    """Return the name of the served model, or the names of several models."""
     models = config.by_model()
     if len(models) == 1 and not (config.model or config.served_model_name):
         return "Qwen3 demo"

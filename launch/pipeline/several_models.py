@@ -1,7 +1,7 @@
 """Options of several models.
 
-An option after a `--model` belongs to that model, one before the first `--model` to every model.
-Options of the pipeline (`--http-port`) belong to it wherever they are.
+An option after a `--model` belongs to that model. An option before the first `--model` belongs to
+every model. Options of the pipeline (`--http-port`) belong to the pipeline wherever they stand.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from penstock.protocol.config import MODEL_OPTIONS, Config
 
 
 class NextModel(argparse.Action):
-    """`--model`, which begins the options of a model."""
+    """Action of `--model`, which begins the options of a model."""
 
     def __call__(
         self,
@@ -40,9 +40,9 @@ def _model_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def options_by_model(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the options that were given, those of the pipeline for each model again.
+    """Return the given options of each model, including those of the pipeline.
 
-    Raises LaunchError for a model without `--model` next to another.
+    Raises LaunchError for a model without `--model` next to other models.
     """
     before: list[dict[str, Any]] = getattr(arguments, "before", [])
     if (model := getattr(arguments, "positional_model", None)) is not None:
@@ -59,7 +59,7 @@ def options_by_model(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def config_of(models: Sequence[dict[str, Any]]) -> Config:
-    """Return the configuration of a pipeline of several models. Raises LaunchError."""
+    """Return the configuration of a pipeline with several models. Raises LaunchError."""
     if models[0].get("backend") == "ray":
         raise LaunchError(f"--model: got {len(models)}, expected one with --backend ray")
     configs = [Config(**resolve(options)) for options in models]
@@ -76,9 +76,9 @@ def config_of(models: Sequence[dict[str, Any]]) -> Config:
 
 
 def check_names(config: Config, kinds: Iterable[str]) -> None:
-    """Raise LaunchError for a name that breaks lines and quotes, or means processes, too.
+    """Raise LaunchError for a name that breaks lines or quotes, or that also names processes.
 
-    kinds: of the procfile.
+    kinds: kinds of processes in the procfile.
     """
     words = {"all", *kinds}
     for model in config.by_model():

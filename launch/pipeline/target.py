@@ -1,4 +1,4 @@
-"""The pipeline that a command or a program uses: a running one, or one of its own."""
+"""The pipeline that a command or a program uses: a running pipeline, or a private one."""
 
 import contextlib
 import itertools
@@ -24,9 +24,9 @@ from penstock.protocol.client.client import Client
 from penstock.protocol.client.session import NoAnswer
 from penstock.protocol.config import Config, run_folder
 
-# options for others who might use it, unless they are given
+# options that only matter to other users of the pipeline; given options override them
 NOBODY_ELSE = {"http": 0, "drain_timeout": 0}
-# seconds without a sign of the pipeline after which a look is taken whether it is still there
+# seconds without a sign of the pipeline, after which the client checks whether it still runs
 SILENCE = 10.0
 _numbers = itertools.count()
 
@@ -35,11 +35,10 @@ _numbers = itertools.count()
 def target(
     options: dict[str, Any], prefix: str, defaults: dict[str, Any], *flags: str
 ) -> Iterator[Config]:
-    """Yield the running pipeline of `options["name"]`, or one that ends with the block.
+    """Yield the running pipeline of `options["name"]`, or a pipeline that ends with the block.
 
-    options: as given; prefix: of the name of a pipeline that is started; defaults: its options
-    where none are given; flags: further ones of `launch all`. Raises LaunchError for options that
-    can't be.
+    options: given options. prefix: start of the new pipeline's name. defaults: its options unless
+    given. flags: additional flags of `launch all`. Raises LaunchError for invalid options.
     """
     options = dict(options)
     if name := options.pop("name", None):
@@ -48,13 +47,13 @@ def target(
         return
     options = defaults | resolve(options)
     if hub_model(options) is None:
-        vocab_size(Config(**options))  # a wrong --model is one sentence, here
+        vocab_size(Config(**options))  # reports a wrong --model with one sentence, here
     with private_pipeline(prefix, options, *flags) as config:
         yield config
 
 
 def check_no_options(options: dict[str, Any]) -> None:
-    """Raise LaunchError if there is an option: a running pipeline takes none."""
+    """Raise LaunchError if there is an option, since a running pipeline accepts none."""
     if options:
         raise LaunchError(f"{flag(next(iter(options)))} is for a pipeline that is yet to start")
 
@@ -73,10 +72,10 @@ def private_pipeline(
 ) -> Iterator[Config]:
     """Run `launch all` with these options and flags until the block ends.
 
-    `prefix` begins its name; `commands` take the place of lines of the procfile. Raises LaunchError
-    with the pipeline's last words if it does not start; if it ends before the block they go to the
-    terminal. A terminal's Ctrl-C does not reach it: it is in a session of its own. It ends with
-    this process, too.
+    prefix: start of the pipeline's name. commands: replace lines of the procfile. Raises
+    LaunchError with the pipeline's last output if it does not start. If the pipeline ends before
+    the block, this output goes to the terminal. Ctrl-C in the terminal does not reach the pipeline,
+    which runs in a separate session. The pipeline also ends with this process.
     """
     name = f"{prefix}-{os.getpid()}-{next(_numbers)}"
     own = {"name": name, "endpoint": f"ipc://{run_folder(name)}/clients"}
@@ -97,8 +96,9 @@ def private_pipeline(
         ) as process,
     ):
         said: deque[str] = deque(maxlen=20)
-        # to the log's end, for a full pipe would stop the pipeline; Python does not wait for a
-        # daemon before it calls what is registered with `atexit`, as the end of a block may be
+        # read the log to its end, since a full pipe would stop the pipeline; Python does not wait
+        # for a daemon thread before it calls functions registered with `atexit`, such as the end of
+        # a block
         drain = threading.Thread(target=lambda: said.extend(process.stdout or ()), daemon=True)
         drain.start()
         is_ready = has_ended = False
@@ -117,7 +117,7 @@ def private_pipeline(
 
 @contextlib.contextmanager
 def _procfile(commands: dict[str, str]) -> Iterator[list[str]]:
-    """Yield the flags for a procfile with other commands than penstock's own."""
+    """Yield the flags for a procfile in which commands are replaced."""
     if not commands:
         yield []
         return
@@ -129,21 +129,21 @@ def _procfile(commands: dict[str, str]) -> Iterator[list[str]]:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free now."""
+    """Return a TCP port that is currently free."""
     with socket.create_server(("127.0.0.1", 0)) as trial:
         return int(trial.getsockname()[1])
 
 
 class LocalClient(Client):
-    """A client that notices when the pipeline has ended."""
+    """Client that notices when the pipeline has ended."""
 
     def __init__(self, endpoint: str, name: str | None, keys: str = "") -> None:
-        """name: of the pipeline; None for one on another machine, which is waited for."""
+        """Connect; name: the pipeline's name; None: it may be elsewhere, and is waited for."""
         super().__init__(endpoint, timeout=SILENCE, keys=keys)
         self._name = name
 
     def wait(self) -> None:
-        """Wait, however long an answer takes. Raises LaunchError if none can come."""
+        """Wait, with no limit for an answer. Raises LaunchError if no answer can come."""
         try:
             super().wait()
         except NoAnswer:

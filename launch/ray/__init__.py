@@ -1,1 +1,1 @@
-"""The supervisor's processes on a Ray cluster; imported for `--backend ray` alone."""
+"""The supervisor's processes on a Ray cluster; imported only for `--backend ray`."""

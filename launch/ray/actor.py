@@ -1,4 +1,4 @@
-"""Ray actor that runs one process of the pipeline as its child, on the node where Ray puts it."""
+"""Ray actor that runs a process of the pipeline as its child, on the node chosen by Ray."""
 
 import asyncio
 import os
@@ -27,36 +27,36 @@ from penstock.protocol.transport.process import (
 )
 
 PUBLIC_KEYS = "keys"
-# index of the GPU that Ray gives to a worker, among those that it sees
+# index of the GPU that Ray assigns to a worker, among its visible GPUs
 GPU_VARIABLE = "PENSTOCK_GPU"
-MAX_LINES = 10_000  # lines kept for a supervisor that does not come for them
-LOST = "its Ray actor"  # end of a process whose actor or node is lost
+MAX_LINES = 10_000  # maximum lines kept for a supervisor that does not fetch them
+LOST = "its Ray actor"  # reason for the end of a process whose actor or node is lost
 
 
 class Spec(NamedTuple):
     """Arguments of an actor."""
 
     name: str
-    command: str  # the procfile's
+    command: str  # command in the procfile
     config: Config
-    # from where the node downloads the model; None: the folder exists on every node
+    # where the node downloads the model from; None: the folder exists on every node
     source: HubModel | None
-    run: str  # of this pipeline in the cluster
-    fixed: dict[str, str]  # as `Node.fixed`
-    keys: dict[str, bytes]  # of the processes: content by path
-    public_keys: dict[str, bytes]  # of `--curve-keys`
+    run: str  # name of this pipeline in the cluster
+    fixed: dict[str, str]  # see `Node.fixed`
+    keys: dict[str, bytes]  # keys of the processes: path → content
+    public_keys: dict[str, bytes]  # files of `--curve-keys`
 
 
 class Started(NamedTuple):
-    """The process that runs now."""
+    """Running process."""
 
     pid: int
-    node: str  # name of its node
+    node: str  # name of the process's node
 
 
 @ray.remote
 class ProcessActor:
-    """Runs one process at a time, with the incarnation number that the supervisor assigned."""
+    """Actor that runs one process at a time, with the supervisor's incarnation number."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
@@ -73,16 +73,16 @@ class ProcessActor:
 
     @ray.method(max_task_retries=-1)
     async def id(self) -> str:
-        """Return an identifier that a replacement of this actor does not have."""
+        """Return an identifier that changes when this actor is replaced."""
         return self._id
 
     @ray.method(max_task_retries=-1)
     async def start(self, actor_id: str, number: int) -> Started | str | None:
-        """Start the process with this number, unless it is started; only the newest one runs.
+        """Start the process with this number, unless it has been started; only the newest one runs.
 
-        Return None if another actor was meant: its process may still run, unreachable, and no two
-        processes may have one number. Return a sentence if the node can't download the model.
-        Raises OSError.
+        Return None if the call was meant for another actor. That actor's process may still run,
+        unreachable, and no two processes may have the same number. Return a sentence if the node
+        can't download the model. Raises OSError.
         """
         if actor_id != self._id:
             return None
@@ -101,7 +101,7 @@ class ProcessActor:
         return Started(self._child.pid, self._node)
 
     async def follow(self, number: int) -> tuple[list[str], str | None]:
-        """Return new lines, or, once all were returned, how the process ended; waits for them."""
+        """Wait for new lines and return them, or after all lines how the process ended."""
         if number != self._number or self._child is None:  # Ray has restarted this actor
             return [], LOST
         while not self._output and not self._child.end.done():
@@ -115,7 +115,7 @@ class ProcessActor:
         return vitals(pid)
 
     async def signal(self, pid: int, number: int) -> None:
-        """Send a signal, if the process with this pid runs."""
+        """Send a signal if the process with this pid is running."""
         if self._child and self._child.pid == pid:
             self._child.signal(number)
 
@@ -127,7 +127,7 @@ class ProcessActor:
         return True
 
     async def leave(self) -> None:
-        """End the process and leave the node's run folder; nothing is called after this."""
+        """End the process and leave the node's run folder; no method is called after this."""
         await self._kill()
         self._folder.leave()
 
@@ -171,7 +171,7 @@ class ProcessActor:
             INCARNATION_VARIABLE: str(self._number),
             **_gpu(),
         }
-        variables.pop("OMP_NUM_THREADS", None)  # Ray's, for what itself computes in an actor
+        variables.pop("OMP_NUM_THREADS", None)  # set by Ray for actors that compute
         return variables
 
 

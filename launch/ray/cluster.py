@@ -1,4 +1,4 @@
-"""The Ray cluster that a pipeline is to run on, as the launcher sees it."""
+"""The Ray cluster on which a pipeline is to run, as seen by the launcher."""
 
 import contextlib
 import ipaddress
@@ -14,15 +14,15 @@ from penstock.launch.pipeline.procfile import process_names
 from penstock.launch.ray.placement import Machine, OnNode, Placement, place
 from penstock.protocol.config import Config
 
-TIMEOUT = 5.0  # seconds that the head of the cluster has to answer
+TIMEOUT = 5.0  # seconds within which the head of the cluster must answer
 
 
 class Joined(NamedTuple):
-    """The cluster, joined."""
+    """Joined cluster."""
 
     here: Machine  # the node of this process
-    machines: list[Machine]  # those that are alive now
-    run: str  # what no other pipeline of the cluster is called
+    machines: list[Machine]  # nodes that are alive now
+    run: str  # name of this pipeline, unique in the cluster
 
     def place(self, config: Config, kinds: list[str]) -> Placement:
         """Return a place for every process. Raises LaunchError."""
@@ -32,7 +32,7 @@ class Joined(NamedTuple):
         return place(config, process_names(config, kinds), self.machines, nodes)
 
     def is_here(self, at: OnNode | None) -> bool:
-        """Return whether a place is at this node and nowhere else."""
+        """Return whether a place is restricted to this node."""
         return at == OnNode(self.here.node_id, soft=False)
 
     def _http_node(self, config: Config) -> OnNode | None:
@@ -40,7 +40,7 @@ class Joined(NamedTuple):
         return None if at.soft else at
 
     def _node(self, given: str, host: str, flag: str) -> OnNode:
-        """Return the node that can bind an address; a wildcard is preferably bound here."""
+        """Return the node that can bind an address; for a wildcard, preferably this node."""
         if host in ("*", "0.0.0.0", "::"):  # noqa: S104
             return OnNode(self.here.node_id, soft=True)
         if _is_own(host):
@@ -66,7 +66,7 @@ def _resolved(host: str) -> str:
 
 
 def _is_own(host: str) -> bool:
-    """Return whether a socket of this machine could be bound to it."""
+    """Return whether a socket of this machine could bind to the host."""
     address = _resolved(host)
     try:
         is_ipv6 = ipaddress.ip_address(address).version == 6
@@ -79,7 +79,7 @@ def _is_own(host: str) -> bool:
 
 @contextlib.contextmanager
 def joined(config: Config) -> Iterator[Joined]:
-    """Join the cluster of `--address` for the block. Raises LaunchError if there is none."""
+    """Join the cluster of `--address` for the block. Raises LaunchError if it is unreachable."""
     try:
         _check_answers(config.address)
         ray.init(config.address, log_to_driver=False, logging_level=logging.ERROR)
@@ -99,7 +99,7 @@ def joined(config: Config) -> Iterator[Joined]:
 
 
 def _check_answers(address: str) -> None:
-    """Raise OSError where nobody listens: Ray itself waits for minutes."""
+    """Raise OSError if nothing listens at the address, since Ray itself would wait for minutes."""
     if address != "auto":
         host, _, port = address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), TIMEOUT).close()

@@ -1,4 +1,4 @@
-"""Shared by the processes of a pipeline: a directory of addresses, a run folder on each node."""
+"""Shared by the processes of a pipeline: a directory of addresses, and run folders on nodes."""
 
 import fcntl
 import os
@@ -23,19 +23,22 @@ LOCK_FILE = "lock"
 
 
 class FixedNetwork(Context):
-    """The context of sockets whose addresses are known before any process starts."""
+    """Context of sockets whose addresses are fixed before any process starts."""
 
     fixed: dict[str, str]  # name → `tcp://` address
     _folder: Path
 
     def __init__(self, host: str, folder: Path) -> None:
-        """host: address at which other machines reach this one; folder: with the keys in it."""
+        """Initialize.
+
+        host: address at which other machines reach this machine. folder: folder with the keys.
+        """
         super().__init__(host=host)
         self._folder, self.fixed = folder, {}
         self.admit(ZAP_DOMAIN, folder / KEYS_FOLDER)
 
     def bind_socket(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-        """Bind as `Context.bind_socket` does; a name is bound at a free port of `host`."""
+        """Bind like `Context.bind_socket`, with names bound to free ports of `host`."""
         if endpoint.startswith(CLUSTER):
             tcp = bind_tcp(socket, self.host, self._folder)
             self.fixed[endpoint.removeprefix(CLUSTER)] = tcp
@@ -44,7 +47,7 @@ class FixedNetwork(Context):
 
 
 class DirectoryServer:
-    """Server that collects announcements of processes, and sends the directory to all of them."""
+    """Server that collects announcements of processes and sends the directory to all of them."""
 
     def __init__(self, network: FixedNetwork, on_change: Callable[[Directory], None]) -> None:
         self.channel = network.bind(zmq.ROUTER, f"{CLUSTER}directory", Announcement)
@@ -53,7 +56,7 @@ class DirectoryServer:
         self._peers: set[bytes] = set()
 
     def handle(self) -> None:
-        """Every announcement that waits. Who announces itself knows nothing yet."""
+        """Handle all waiting announcements; an announcing process receives the whole directory."""
         for identity, announcement in self.channel.receive():
             self._peers.add(identity)
             if self._directory.add(announcement):
@@ -68,15 +71,16 @@ class DirectoryServer:
 
 
 class NodeFolder:
-    """Made by the first process of a node that enters it, removed with the last one that leaves.
+    """Folder created by a node's first process that enters, and removed when the last one leaves.
 
-    Each holds a shared lock on it, which the kernel drops when its holder dies: who could have the
-    folder alone removes it, also what a pipeline that was killed has left there.
+    Each process holds a shared lock on the folder, which the kernel releases when its holder dies.
+    A process that could lock the folder exclusively removes it, including the remains of a killed
+    pipeline.
     """
 
     def __init__(self, run: str) -> None:
-        """run: of the pipeline and the node, one that no other has."""
-        # a name that no pipeline can have
+        """Enter the folder; run: unique name for the pipeline on this node."""
+        # a name that pipelines can't have
         parent = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}" / ".ray"
         for path in (parent.parent, parent):
             make_own_folder(path)
@@ -89,12 +93,12 @@ class NodeFolder:
         _remove_if_left(self.path, self._lock)
 
     def write(self, path: str, content: bytes) -> Path:
-        """Write a file for this user only; readers see the old or the new content.
+        """Write a file that only this user can read; readers see the old or the new content.
 
-        Raises FileNotFoundError after `leave`: nobody would remove the folder again.
+        Raises FileNotFoundError after `leave`, since nothing would remove the folder again.
         """
         target = self.path / path
-        for parent in reversed(Path(path).parents[:-1]):  # the last one is the folder itself
+        for parent in reversed(Path(path).parents[:-1]):  # the last parent is the folder itself
             (self.path / parent).mkdir(mode=0o700, exist_ok=True)
         descriptor, new = tempfile.mkstemp(dir=target.parent)
         with os.fdopen(descriptor, "wb") as file:
@@ -106,7 +110,7 @@ def _enter(folder: Path) -> int:
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
         lock = _open(folder)
-    except FileNotFoundError:  # it was removed in this moment
+    except FileNotFoundError:  # another process has just removed it
         return _enter(folder)
     fcntl.flock(lock, fcntl.LOCK_SH)
     if (folder / LOCK_FILE).exists() and os.path.samestat(
@@ -122,7 +126,7 @@ def _open(folder: Path) -> int:
 
 
 def _remove_if_left(folder: Path, lock: int | None = None) -> None:
-    """With nobody in it but the holder of `lock`, which is let go of."""
+    """Remove the folder if only the holder of `lock` is in it, and release the lock."""
     try:
         lock = _open(folder) if lock is None else lock
     except FileNotFoundError:

@@ -1,9 +1,9 @@
 """Placement of processes on the nodes of a Ray cluster.
 
-A replica is a placement group, so that Ray reserves all of it or nothing: its first bundle is for
-the scheduler and the worker of rank 0, each further one for a worker. What is reached at an address
-of one node has a group, too, the first one, or a replica could take its place. Others are spread
-over the nodes.
+A replica is a placement group, so that Ray reserves all of it or nothing. Its first bundle is for
+the scheduler and the worker of rank 0, each further bundle is for a worker. Processes with an
+address on a particular node form a group as well. It is the first group, since a replica could
+otherwise take its place. All other processes are spread over the nodes.
 """
 
 from collections import Counter
@@ -15,47 +15,47 @@ from penstock.launch.pipeline.procfile import kind_of
 from penstock.protocol.config import Config, replica_of
 
 Resources = Counter[str]
-Free = dict[str, tuple[float, float]]  # CPUs and GPUs by node
+Free = dict[str, tuple[float, float]]  # node → CPUs and GPUs
 
 
 class Machine(NamedTuple):
-    """A node of the cluster, and what it has in all, whoever uses it now."""
+    """Node of the cluster with its total resources, whether they are in use or not."""
 
     node_id: str
     name: str
-    host: str  # the address at which the other nodes reach it
+    host: str  # address at which other nodes reach this node
     cpus: float
     gpus: float
 
 
 class Group(NamedTuple):
-    """Places that are reserved together, before those of the next group."""
+    """Places that are reserved together, before the places of the next group."""
 
     strategy: Literal["PACK", "STRICT_PACK"]
     bundles: list[dict[str, float]]
 
 
 class Bundle(NamedTuple):
-    """A place in a group."""
+    """Place in a group."""
 
     group: int
     number: int
 
 
 class OnNode(NamedTuple):
-    """A place at a node; `soft`: another one will do if that one is lost or full."""
+    """Place on a node; `soft`: Ray may choose another node if this node is lost or full."""
 
     node_id: str
     soft: bool
 
 
 class Placement(NamedTuple):
-    """The nodes and bundles of all processes."""
+    """Nodes and bundles of all processes."""
 
     device: Literal["cpu", "cuda"]
     groups: list[Group]
-    bundles: dict[str, Bundle]  # by name of the process
-    nodes: dict[str, OnNode]  # by kind of process; what is in neither is spread
+    bundles: dict[str, Bundle]  # by process name
+    nodes: dict[str, OnNode]  # by kind of process; processes in neither map are spread
 
     def num_gpus(self, name: str) -> int:
         return int(self.device == "cuda" and kind_of(name) == "worker")
@@ -64,9 +64,9 @@ class Placement(NamedTuple):
 def place(
     config: Config, names: list[str], machines: list[Machine], nodes: dict[str, OnNode]
 ) -> Placement:
-    """Find a place for each of `names`; nodes: as in `Placement`, chosen by the addresses.
+    """Find a place for each of `names`; nodes: see `Placement`, determined by the addresses.
 
-    Raises LaunchError where the cluster could not hold them even if nobody else used it.
+    Raises LaunchError if the cluster could not hold the processes even without other users.
     """
     device = _device(config, names, machines)
     placement = Placement(device, [], {}, nodes)
@@ -101,13 +101,13 @@ def _place_fixed(
         placement.bundles[name] = Bundle(0, list(bundles).index(at.node_id))
     if bundles:
         hosts = {machine.node_id: machine.host for machine in machines}
-        # Ray gives each node one of `node:HOST`
+        # Ray gives each node a resource `node:HOST`
         own = [{f"node:{hosts[node]}": 0.001, **bundle} for node, bundle in bundles.items()]
         placement.groups.append(Group("PACK", own))
 
 
 def _device(config: Config, names: list[str], machines: list[Machine]) -> Literal["cpu", "cuda"]:
-    """`auto` as `--device` has it: on GPUs if there is one for each worker."""
+    """Resolve `auto` like `--device`: GPUs are used if each worker can have one."""
     num_workers = sum(kind_of(name) == "worker" for name in names)
     if config.device == "auto":
         return "cuda" if 0 < num_workers <= sum(machine.gpus for machine in machines) else "cpu"
@@ -139,7 +139,7 @@ def _sum(machines: list[Machine]) -> str:
 
 
 def _bundles(placement: Placement, members: list[str]) -> list[Resources]:
-    """Note the places of a replica's processes; return what each bundle needs."""
+    """Record the places of a replica's processes; return the resources of each bundle."""
     workers = [name for name in members if kind_of(name) == "worker"]
     bundles: list[Resources] = [Counter() for _ in workers] or [Counter()]
     for name in members:
@@ -152,9 +152,10 @@ def _bundles(placement: Placement, members: list[str]) -> list[Resources]:
 def _reserve(
     free: Free, bundles: list[Resources], machines: list[Machine]
 ) -> Literal["PACK", "STRICT_PACK"]:
-    """Reserve the bundles on one node if they fit next to existing reservations."""
+    """Reserve the bundles on a single node if they fit in addition to existing reservations."""
     whole = sum(bundles, Counter[str]())
-    nodes = sorted(free, key=lambda node: free[node][::-1])  # GPUs count first, fewest first
+    # sorted by GPUs, then by CPUs, ascending
+    nodes = sorted(free, key=lambda node: free[node][::-1])
     if _take(free, nodes, whole):
         return "STRICT_PACK"
     for bundle in bundles:
@@ -171,7 +172,7 @@ def _words(resources: Resources) -> str:
 
 
 def _take(free: Free, nodes: Iterable[str], asked: Resources) -> bool:
-    """Take resources from the first of the nodes that has them."""
+    """Take resources from the first of the nodes that has enough."""
     for node in nodes:
         cpus = free[node][0] - asked["CPU"]
         gpus = free[node][1] - asked["GPU"]

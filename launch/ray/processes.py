@@ -1,8 +1,8 @@
 """Processes on the nodes of a Ray cluster.
 
-Ray places an actor for each, and restarts it, elsewhere if need be, when it or its node is lost;
-the actor runs the process as its child (`actor.py`). This module implements
-the supervisor's process interface.
+Ray places an actor for each process. When an actor or its node is lost, Ray restarts the actor, on
+another node if necessary. The actor runs the process as its child (`actor.py`). This module
+implements the supervisor's process interface.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
 from penstock.protocol.transport.context import CLIENTS, SERVER, attend, leave
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
 
-PING_TIMEOUT = 1.0  # seconds within which an actor that can be reached answers
-# of actors with a GPU: their process chooses it itself, and shares memory with the others
+PING_TIMEOUT = 1.0  # seconds within which a reachable actor answers
+# options of actors with a GPU: their process chooses the GPU itself, and shares memory with others
 ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
@@ -56,7 +56,7 @@ def on_cluster(
 ) -> Iterator[tuple[MakeProcesses, set[str]]]:
     """Join the cluster of `--address` for the block.
 
-    Yield what makes the processes, and the kinds of processes that run here and nowhere else.
+    Yield the factory of the processes, and the kinds of processes that run only on this node.
     Raises LaunchError.
     """
     with joined(config) as cluster:
@@ -66,7 +66,7 @@ def on_cluster(
 
 
 class RemoteProcess(ManagedProcess):
-    """One process, and its actor."""
+    """Process with its actor."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class RemoteProcess(ManagedProcess):
         make_actor: Callable[[str], Awaitable[Any]],
         on_line: Callable[[ManagedProcess, str], None],
     ) -> None:
-        """make_actor: makes the actor of a name, once the cluster has room for it."""
+        """Initialize; make_actor: makes the actor of a name once the cluster has room for it."""
         super().__init__(name)
         self._actor: Any = None
         self._incarnations = incarnations
@@ -84,7 +84,7 @@ class RemoteProcess(ManagedProcess):
         self._number = 0
 
     async def spawn(self) -> None:
-        """Spawn the process once Ray has placed its actor. Raises LaunchError, too."""
+        """Start the process once Ray has placed its actor. Raises OSError, LaunchError."""
         self._actor = self._actor or await self._make_actor(self.name)
         started: Started | str | None = None
         try:
@@ -97,7 +97,7 @@ class RemoteProcess(ManagedProcess):
         if isinstance(started, str):
             raise OSError(started)
         self.pid, self.node = started.pid, started.node
-        if not self.wanted.is_set():  # `stop` came while it was started
+        if not self.wanted.is_set():  # `stop` was called while the process was started
             self._actor.stop.remote(GRACE)
 
     async def wait(self) -> str:
@@ -135,7 +135,7 @@ class RemoteProcess(ManagedProcess):
 
 
 async def _reply(reply: Any, timeout: float) -> Any:
-    """Wait for the reply of an actor; None if it is unreachable."""
+    """Wait for an actor's reply; return None if the actor is unreachable."""
     with contextlib.suppress(TimeoutError, RayActorError):
         return await asyncio.wait_for(reply, timeout)
     return None
@@ -147,7 +147,7 @@ class _Nowhere(io.TextIOBase):
 
 
 class RayProcesses(Processes):
-    """`Processes` for a cluster."""
+    """Implementation of `Processes` for a cluster."""
 
     def __init__(
         self,
@@ -159,9 +159,10 @@ class RayProcesses(Processes):
         policy: Policy,
         tasks: Tasks,
     ) -> None:
-        """source: from where each node downloads the model; commands: by kind of process.
+        """Initialize. Raises LaunchError.
 
-        Raises LaunchError."""
+        source: where each node downloads the model from. commands: by kind of process.
+        """
         super().__init__(policy, tasks)
         self._joined = joined
         self._placement = placement
@@ -169,7 +170,7 @@ class RayProcesses(Processes):
         self._config = config
         self._commands = commands
         self._incarnations = count(1)
-        # Ray prints pages about every death; the policy reports it in a line
+        # Ray prints long reports about every death; the policy reports a death in one line
         self._printing = contextlib.redirect_stdout(_Nowhere())
         self._printing.__enter__()
         folder = config.run_folder
@@ -183,7 +184,7 @@ class RayProcesses(Processes):
 
     @functools.cached_property
     def context(self) -> Cluster:
-        """`Processes.context`; the watchdog's socket is bound before, at a fixed address."""
+        """Context of `Processes`; the watchdog's socket is already bound, at a fixed address."""
         here, folder = self._joined.here, self._config.run_folder
         node = Node(here.node_id, here.name, here.host, self._fixed.fixed)
         context = Cluster(node, folder)
@@ -202,7 +203,7 @@ class RayProcesses(Processes):
         self._printing.__exit__(None, None, None)
 
     async def _reserve(self) -> None:
-        """Until all groups have their places; Ray's own way to await one would start a process."""
+        """Wait until all groups have places; Ray's awaitable for a group would start a process."""
         for bundles, strategy in (
             (group.bundles, group.strategy) for group in self._placement.groups
         ):
@@ -214,13 +215,13 @@ class RayProcesses(Processes):
                 pass
 
     async def wait_spawned(self, names: Iterable[str]) -> None:
-        """Return at once: a process may wait for a machine."""
+        """Return immediately, since a process may wait for a machine."""
 
     def _make(self, name: str) -> RemoteProcess:
         return RemoteProcess(name, self._incarnations, self._make_actor, self._policy.take_line)
 
     async def _make_actor(self, name: str) -> Any:
-        await asyncio.shield(self._reserved)  # nobody else takes what a group needs
+        await asyncio.shield(self._reserved)  # no other process takes the resources of a group
         num_gpus = self._placement.num_gpus(name)
         options: dict[str, Any] = {"num_cpus": 1, "num_gpus": num_gpus, "max_restarts": -1}
         if num_gpus:
@@ -248,7 +249,7 @@ class RayProcesses(Processes):
         return "SPREAD"
 
     def _on_directory(self, directory: Directory) -> None:
-        """Write the gateway's address into the run folder, for clients of this machine."""
+        """Write the gateway's address into the run folder, for clients on this machine."""
         if (clients := directory.addresses.get("clients")) is None:
             return
         on = self._placement.nodes["gateway"]
@@ -261,7 +262,7 @@ class RayProcesses(Processes):
 
 
 def _make_keys(folder: Path) -> dict[str, bytes]:
-    """Make keys in this folder; return the files that processes need."""
+    """Make keys in this folder; return the files that the processes need."""
     make_keys(folder, None)
     make_keys(folder, KEYS_CLIENT)
     public = f"{CLIENTS}/{KEYS_CLIENT}.key"
@@ -270,7 +271,7 @@ def _make_keys(folder: Path) -> dict[str, bytes]:
 
 
 def _public_keys(keys: str) -> dict[str, bytes]:
-    """Return the files of `--curve-keys` that the gateway and our own clients need, by path."""
+    """Return the files of `--curve-keys`, by path, that the gateway and internal clients need."""
     if not keys:
         return {}
     folder = Path(keys)

@@ -1,8 +1,8 @@
-"""The one runner of child processes, and what SIGCHLD reports: stops, continuations and orphans.
+"""The runner of child processes, and SIGCHLD's reports of stops, continuations and orphans.
 
-Actors of a Ray cluster use the runner, too. Exits of known children are noticed by their pidfds.
-Orphans become children of this process while it is a subreaper (prctl(2)), or if it is the first
-process of a container.
+Actors of a Ray cluster also use the runner. The exits of known children are detected by their
+pidfds. Orphans become children of this process while it is a subreaper (prctl(2)), or if it is the
+first process of a container.
 """
 
 import asyncio
@@ -22,29 +22,30 @@ from penstock.launch.pipeline.procfile import shell_line
 from penstock.launch.supervisor.output import Log
 from penstock.protocol.transport.process import ProcessExit
 
-# it has a CPU or waits for one, or waits for a disk
+# states of a process that has a CPU or waits for one, or waits for a disk
 UNDERWAY = frozenset({psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP})
 _PR_SET_CHILD_SUBREAPER = 36
-MAX_LATE = 1.0  # seconds by which a timer may be late, if this process was not stopped itself
+MAX_LATE = 1.0  # seconds by which a timer may be late if this process itself was not stopped
 
 
 class ChildProcess:
-    """One run of a process, in a session and process group of its own."""
+    """One run of a process, in a separate session and process group."""
 
     def __init__(self, pid: int, wait: Callable[[], int], log: Log) -> None:
-        """Take over a child, in a running event loop; wait: collects it and returns its exit code.
+        """Take over a child, in a running event loop.
 
-        log: its standard output. Raises OSError; the child is then killed.
+        wait: collects the child and returns its exit code. log: the child's standard output. Raises
+        OSError; the child is then killed.
         """
         self.pid = pid
         self._wait = wait
         self._log = log
         self._loop = asyncio.get_running_loop()
-        # how the process ended, set after all its lines were passed on
+        # how the process ended; set after all its lines were passed on
         self.end: asyncio.Future[str] = self._loop.create_future()
         try:
             self._exit = ProcessExit(pid, wait)
-        except OSError:  # no descriptor is left
+        except OSError:  # no descriptors are left
             os.kill(pid, signal.SIGKILL)
             wait()
             raise
@@ -60,8 +61,8 @@ class ChildProcess:
     ) -> Self:
         """Start a command of the procfile.
 
-        descriptors: that it inherits, by the environment variables for their numbers. Raises
-        OSError.
+        descriptors: environment variable → descriptor that the process inherits; the variable
+        contains its number. Raises OSError.
         """
         numbers = {variable: str(number) for variable, number in descriptors.items()}
         popen = subprocess.Popen(
@@ -77,21 +78,21 @@ class ChildProcess:
 
     @classmethod
     def adopt(cls, pid: int, log: Log) -> Self:
-        """Take over a child that the fork server has forked. Raises OSError."""
+        """Take over a child forked by the fork server. Raises OSError."""
 
-        @cache  # waitpid works once, and without pidfds a thread has called it before
+        @cache  # waitpid works only once, and without pidfds a thread has already called it
         def wait() -> int:
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
         return cls(pid, wait, log)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process; without effect after its end."""
+        """Send a signal to the process; no effect after its end."""
         if not self.end.done():
             self._exit.send_signal(number)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group; without effect after the end of the process."""
+        """Send SIGKILL to the process group; no effect after the end of the process."""
         if not self.end.done():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -123,9 +124,9 @@ def describe_exit(exit_code: int) -> str:
 
 
 def vitals(pid: int) -> tuple[float, bool]:
-    """Return the CPU seconds that a process has used, and whether it is about to use more.
+    """Return a process's CPU seconds, and whether the process is about to use more.
 
-    (0, False) for a process that has ended, or belongs to another user.
+    Returns (0, False) for a process that has exited or belongs to another user.
     """
     try:
         process = psutil.Process(pid)
@@ -140,10 +141,10 @@ class ChildEvents:
     """Receiver of SIGCHLD in the running event loop of the main thread."""
 
     def __init__(self, max_stop: float, on_stopped: Callable[[int], None]) -> None:
-        """on_stopped: called with the pid of a child that was stopped for `max_stop` seconds."""
+        """Initialize; on_stopped: receives the pid of a child stopped for `max_stop` seconds."""
         self._max_stop = max_stop
         self._on_stopped = on_stopped
-        self._timers: dict[int, asyncio.TimerHandle] = {}  # of stopped children, by pid
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # timers of stopped children, by pid
         self._session = os.getsid(0)
         self._loop = asyncio.get_running_loop()
         self._loop.add_signal_handler(signal.SIGCHLD, self.receive)
@@ -154,8 +155,8 @@ class ChildEvents:
         self._loop.remove_signal_handler(signal.SIGCHLD)
 
     def receive(self) -> None:
-        """Note stops and continuations, and collect orphans that have exited."""
-        with contextlib.suppress(ChildProcessError):  # none runs
+        """Record stops and continuations, and collect orphans that have exited."""
+        with contextlib.suppress(ChildProcessError):  # no child is running
             while event := os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WCONTINUED | os.WNOHANG):
                 if timer := self._timers.pop(event.si_pid, None):
                     timer.cancel()
@@ -165,7 +166,7 @@ class ChildEvents:
         with contextlib.suppress(ChildProcessError):  # this process has no children
             while event := os.waitid(os.P_ALL, 0, exits | os.WNOWAIT):
                 if not self._is_orphan(event.si_pid):
-                    break  # whoever started it collects it
+                    break  # collected by the code that started it
                 os.waitid(os.P_PID, event.si_pid, exits)
 
     def _begin(self, pid: int) -> None:
@@ -173,7 +174,7 @@ class ChildEvents:
         self._timers[pid] = self._loop.call_at(due, self._judge, pid, due)
 
     def _judge(self, pid: int, due: float) -> None:
-        """Report a child, unless all stood still; it then may have continued, too."""
+        """Report a stopped child, unless the machine was suspended: the child may continue."""
         if self._loop.time() > due + MAX_LATE:
             self._begin(pid)
         else:
@@ -181,19 +182,19 @@ class ChildEvents:
             self._on_stopped(pid)
 
     def _is_orphan(self, pid: int) -> bool:
-        """Return whether a process belongs to a session of one of our children."""
+        """Return whether a process belongs to a session of a child of this process."""
         return os.getsid(pid) not in (pid, self._session)
 
 
 class _Subreaper:
-    """The number of holders that want orphans of this process's descendants."""
+    """Number of holders that want to adopt orphans of this process's descendants."""
 
     num_holders = 0
 
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Make this process the parent of its descendants' orphans meanwhile (Linux)."""
+    """Make this process the parent of its descendants' orphans during the block (Linux)."""
     prctl = ctypes.CDLL(None).prctl
     _Subreaper.num_holders += 1
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

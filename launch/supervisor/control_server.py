@@ -36,7 +36,7 @@ Step = Callable[[], Awaitable[None]]
 
 
 class Report:
-    """Sends the state of the supervisor's processes to the gateway every heartbeat."""
+    """Sender of the state of the supervisor's processes to the gateway, once a heartbeat."""
 
     def __init__(
         self,
@@ -46,20 +46,20 @@ class Report:
         watchdog: Watchdog,
         poison: PoisonList,
     ) -> None:
-        """kinds: of processes, in the order of the procfile."""
+        """Initialize; kinds: kinds of processes in the order of the procfile."""
         self.kinds = kinds
         self._processes = processes
         self._watchdog = watchdog
         self._poison = poison
         self._loop = asyncio.get_running_loop()
         at = endpoints(config.by_model()[0]).results
-        # one report waits at most for a gateway that is not there; newer ones are dropped
+        # at most one report waits for an unavailable gateway; newer reports are dropped
         self._channel = processes.context.connect(zmq.PUSH, at, max_queue=1, wait=False)
         self._is_draining = False
         self._timer = self._loop.call_later(HEARTBEAT_INTERVAL, self._send)
 
     def drain(self) -> None:
-        """Report from now on that the pipeline is to stop."""
+        """Report from now on that the pipeline is about to stop."""
         self._is_draining = True
         self._timer.cancel()
         self._send()
@@ -69,7 +69,7 @@ class Report:
         self._channel.socket.close(linger=0)
 
     def processes(self) -> list[ProcessStatus]:
-        """Return the processes that run, in the order of the procfile, and their usage now."""
+        """Return the running processes in the order of the procfile, with their current usage."""
         running = [process for process in self._processes.by_name.values() if process.pid]
         running.sort(key=lambda process: self.kinds.index(kind_of(process.name)))
         return [self._status(process) for process in running]
@@ -94,9 +94,9 @@ class Report:
 
 
 class ControlServer:
-    """Runs each request in a task, and replies when it is done.
+    """Server of the control socket: runs each request in a task, and replies when it is done.
 
-    Requests that change processes of one kind run one after the other.
+    Requests that change processes of the same kind run one after the other.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class ControlServer:
     ) -> None:
         """Bind the socket in the run folder.
 
-        connect: returns a client of the pipeline; end: done when the pipeline is to end, which ends
-        requests, too; tasks: reports exceptions.
+        connect: returns a client of the pipeline. end: completes when the pipeline is to end, which
+        also ends requests. tasks: reports exceptions.
         """
         self._config = config
         self._processes = processes
@@ -119,7 +119,7 @@ class ControlServer:
         self._connect = connect
         self._end = end
         self._tasks = tasks
-        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by kind
+        self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by kind of process
         self._watchers: set[bytes] = set()
         self._context: Context = Context()
         endpoint = control_endpoint(config.run_folder)
@@ -133,7 +133,7 @@ class ControlServer:
         drain(self._handlers)  # sending may have consumed what the descriptor signals
 
     async def close(self) -> None:
-        """Send the last replies, and close the socket; `end` is done."""
+        """Send the last replies and close the socket; `end` is already done."""
         await self._tasks.wait()
         leave(self._handlers)
         self._channel.socket.close()
@@ -203,7 +203,7 @@ class ControlServer:
         await restart(self._connect, set(names), stop, start)
         await self._processes.wait_spawned(names)
         for name in names:
-            if kind_of(name) == "http":  # the pipeline is ready without it
+            if kind_of(name) == "http":  # the pipeline can be ready without HTTP processes
                 await self._processes.by_name[name].has_started.wait()
         return ControlReply()
 
@@ -211,35 +211,35 @@ class ControlServer:
 async def restart(
     connect: Callable[[], AsyncClient], names: set[str], stop: Step, start: Step
 ) -> None:
-    """Stop and start processes of one kind; return when they are back and all is ready.
+    """Stop and start processes of a kind; return when they are back and the pipeline is ready.
 
-    Only the pipeline knows that processes are back, and it knows them by the names of their
-    predecessors. So each kind needs a sign that can't be a predecessor's.
+    The pipeline identifies processes by the names of their predecessors. So each kind of process
+    needs a sign that can't come from a predecessor.
     """
     async with connect() as client:
         match kind_of(min(names)):
-            case "tokenizer" | "detokenizer":  # the names go, and come back
+            case "tokenizer" | "detokenizer":  # the names disappear, and come back
                 await stop()
                 await _until(client, lambda present: not names & present)
                 await start()
                 await _until(client, lambda present: names <= present)
-            case "scheduler" | "worker":  # without them nothing is ready
+            case "scheduler" | "worker":  # without these processes nothing is ready
                 await stop()
-                # the next report misses them: one before their end would not
+                # the next report lacks these names; a report before the processes' end would not
                 answer = client.ask(StatusRequest(wait=True, fresh=True))
-                await client.status()  # sent after it: the gateway has both
+                await client.status()  # sent after the report, so the gateway has both
                 await start()
                 while not answer.final:
                     await client.change(answer)
             case _:
                 await stop()
                 await start()
-    async with connect() as client:  # a connection that its predecessor never had
+    async with connect() as client:  # a new connection, which the predecessor never had
         await client.status(wait=True)
 
 
 async def _until(client: AsyncClient, found: Callable[[set[str]], bool]) -> None:
-    """Look at every report of the scheduler until its names are as wanted."""
+    """Wait for a report of the scheduler whose names fulfil the condition."""
     while not found(registered(await client.status(fresh=True))):
         pass
 

@@ -1,4 +1,4 @@
-"""Processes of this machine: children of the supervisor."""
+"""Processes on this machine: children of the supervisor."""
 
 import asyncio
 import contextlib
@@ -48,20 +48,21 @@ from penstock.protocol.transport.socket_pairs import (
     socket_pair,
 )
 
-# in which the last user of memory must have exited, or the memory is dropped
+# seconds within which the last user of memory must have exited; otherwise the memory is dropped
 MAX_EXIT_SECONDS = 5.0
-# ends of processes that have written nothing wrong before; a shell reports crashes as 128 + N
+# reasons for exits of processes that wrote no invalid data before; a shell reports crashes as 128 +
+# N
 ORDERLY = ("exit code 0", "exit code 1", "signal 9", "signal 15")
-MAX_FORK_SECONDS = 5.0  # in which a fork server that is ready must reply
+MAX_FORK_SECONDS = 5.0  # seconds within which a ready fork server must reply
 KILLED = describe_exit(-signal.SIGKILL)
 MAX_KILLS = 5
-# NumPy would start threads when it is imported, and a process with threads should not fork
+# NumPy would start threads when it is imported; a process with threads should not fork
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 SERVE_FORKS = "python -P -m penstock.services"  # command of a fork server, without its services
 # services of each fork server; only the worker imports torch
 FORKED = (("gateway", "tokenizer", "scheduler", "detokenizer", "http"), ("worker",))
-# of --hang-timeout: seconds after which a process that was stopped (SIGSTOP) is killed
+# share of --hang-timeout after which a stopped process (SIGSTOP) is killed
 STOPPED_SHARE = 1 / 100
 KEEPERS = ("worker", "scheduler")  # kinds of processes with memory that outlives them
 
@@ -74,21 +75,21 @@ class _Peer(NamedTuple):
 class _Region(NamedTuple):
     manifest: bytes
     descriptor: int
-    user: "asyncio.Future[str]"  # the end of the process that uses it, or used it last
+    user: "asyncio.Future[str]"  # end of the process that uses the memory, or used it last
 
 
 class MemoryServer:
-    """Persistent memory by name, in the running event loop."""
+    """Server of named persistent memory, in the running event loop."""
 
     def __init__(self, tasks: Tasks, say: Callable[[str], None]) -> None:
-        """tasks: reports exceptions. say: takes a line for the log."""
+        """Initialize; tasks: reports exceptions; say: receives lines for the log."""
         self._tasks = tasks
         self._say = say
         self._regions: dict[str, _Region] = {}
         self._peers: set[_Peer] = set()
 
     def serve(self, connection: socket.socket, end: "asyncio.Future[str]") -> None:
-        """Serve a process over its socket pair; end: of the process."""
+        """Serve a process over its socket pair; end: completes when the process ends."""
         peer = _Peer(connection, end)
         self._peers.add(peer)
         asyncio.get_running_loop().add_reader(connection, self._receive, peer)
@@ -121,15 +122,15 @@ class MemoryServer:
                 self._reply(peer)
             case _:
                 self._leave(peer)
-        for descriptor in descriptors:  # that no message may have
+        for descriptor in descriptors:  # such messages may not have descriptors
             os.close(descriptor)
 
     async def _pass_on(self, name: str, peer: _Peer) -> None:
-        """Reply with the memory, if its last user has exited and can't have damaged it."""
+        """Reply with the memory if its last user has exited and can't have damaged it."""
         while (region := self._regions.get(name)) and region.user is not peer.end:
             await asyncio.wait([region.user], timeout=MAX_EXIT_SECONDS)
             if self._regions.get(name) is not region:
-                continue  # dropped, or passed on to another process
+                continue  # dropped, or given to another process
             how = region.user.result() if region.user.done() else "no exit"
             if how in ORDERLY:
                 self._regions[name] = region._replace(user=peer.end)
@@ -139,12 +140,12 @@ class MemoryServer:
         self._reply(peer, region)
 
     def _reply(self, peer: _Peer, region: _Region | None = None) -> None:
-        """Reply, with memory if there is some to pass on."""
+        """Reply, with memory if there is memory to pass on."""
         reply = MemoryReply(region.manifest if region else b"")
         descriptors = [region.descriptor] if region else []
         try:
             socket.send_fds(peer.socket, [msgspec.msgpack.encode(reply)], descriptors)
-        except OSError:  # it has exited
+        except OSError:  # the process has exited
             self._leave(peer)
 
     def _drop(self, name: str) -> None:
@@ -159,15 +160,15 @@ class MemoryServer:
 
 
 class ForkServer:
-    """Fork server of some services, restarted when it dies; in the running event loop."""
+    """Fork server of some services, which is restarted when it dies; in the running event loop."""
 
     def __init__(
         self, command: str, environment: Mapping[str, str], tasks: Tasks, say: Callable[[str], None]
     ) -> None:
-        """Prepare it; the first `fork` starts it.
+        """Prepare the fork server, which starts at the first `fork`.
 
-        command: of the fork server. environment: the processes share it. tasks: reports
-        exceptions. say: takes a line for the log.
+        command: command of the fork server. environment: shared by the processes. tasks: reports
+        exceptions. say: receives lines for the log.
         """
         self._command = command
         self._environment = {**environment, **SINGLE_THREADED}
@@ -186,8 +187,8 @@ class ForkServer:
     async def fork(
         self, service: str, environment: Mapping[str, str], log: Log, descriptors: Mapping[str, int]
     ) -> ChildProcess | None:
-        """Return a process as `ChildProcess.start` does; None: it must be started that way."""
-        # the caller closes its own when it is cancelled
+        """Return a process like `ChildProcess.start`; None if it must be started by that method."""
+        # a cancelled caller closes its own descriptors
         numbers = [os.dup(number) for number in (log.writer, *descriptors.values())]
         changes = dict(environment.items() - self._environment.items())
         request = ForkRequest(service, changes, list(descriptors))
@@ -239,7 +240,7 @@ class ForkServer:
         return reply.pid if reply else 0
 
     async def _receive(self) -> Forked | None:
-        """Return the next reply; None when the fork server has exited."""
+        """Return the next reply, or None when the fork server has exited."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
             if data := await loop.sock_recv(self._socket, MAX_FORK_MESSAGE):
@@ -256,16 +257,16 @@ class ForkServer:
             self._child = start(self._command, self._environment, self._log, descriptors)
 
     async def _keep(self) -> None:
-        """Start another fork server when one has died.
+        """Start a new fork server when the old one has died.
 
-        If its imports fail, or it was killed MAX_KILLS times in a row before it was ready, there is
-        none.
+        No fork server is started if its imports fail, or if it was killed MAX_KILLS times in a row
+        before it was ready.
         """
         num_kills = 0
         while self._child and not self._is_useless:
             await asyncio.wait([self._child.end])
             async with self._turn:
-                # it may have been ready without a request
+                # it may have become ready without a request
                 was_ready = self._is_ready or await self._receive() is not None
                 self._socket.close()
                 how = self._child.end.result()
@@ -282,14 +283,14 @@ class ForkServer:
 
 
 def _kill_forked(asking: "asyncio.Future[int]") -> None:
-    """Kill a process for which nobody waits any more."""
+    """Kill a process whose caller has stopped waiting."""
     if not asking.cancelled() and not asking.exception() and (pid := asking.result()):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
 class LocalProcess(ManagedProcess):
-    """One process of this machine; all its runs write to one log."""
+    """Process on this machine; all its runs write to one log."""
 
     def __init__(
         self,
@@ -300,9 +301,9 @@ class LocalProcess(ManagedProcess):
         memory: MemoryServer | None = None,
         forks: tuple[ForkServer, str] | None = None,
     ) -> None:
-        """memory: serves the process, if it may have memory that outlives it.
+        """Initialize; memory: serves the process if its memory may outlive it.
 
-        forks: its fork server, and its service.
+        forks: the process's fork server, and its service.
         """
         super().__init__(name)
         self._memory = memory
@@ -329,7 +330,7 @@ class LocalProcess(ManagedProcess):
         if self._forks:
             fork_server, service = self._forks
             forked = await fork_server.fork(service, environment, self.log, inherited)
-            if forked and not self.wanted.is_set():  # stopped meanwhile
+            if forked and not self.wanted.is_set():  # the process was stopped meanwhile
                 forked.kill()
             if forked:
                 return forked
@@ -356,14 +357,14 @@ class LocalProcess(ManagedProcess):
         return vitals(pid)
 
     def owns(self, pid: int) -> bool:
-        """Return whether a pid is in the session of the process: a command may be a wrapper."""
+        """Return whether a pid is in the process's session, since a command may be a wrapper."""
         with contextlib.suppress(OSError):
             return bool(self.pid) and os.getsid(pid) == self.pid
         return False
 
 
 class LocalProcesses(Processes):
-    """`Processes` of this machine; needs the running event loop."""
+    """Implementation of `Processes` for this machine; requires a running event loop."""
 
     def __init__(
         self,
@@ -373,7 +374,7 @@ class LocalProcesses(Processes):
         tasks: Tasks,
         gpus: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """commands: by kind of process. gpus: CUDA_VISIBLE_DEVICES by the model of processes."""
+        """Initialize; commands: by kind of process; gpus: CUDA_VISIBLE_DEVICES by model."""
         super().__init__(policy, tasks)
         self._gpus = gpus
         self.watchdog_context = Context()

@@ -1,7 +1,7 @@
-"""Output of the processes and of the supervisor, which never waits for its readers.
+"""Output of the supervisor and its processes, which never waits for its readers.
 
-Lines of processes come through pipes; each gets the name of its process as prefix, or in a JSON
-map.
+Lines of processes arrive through pipes. Each line is prefixed with the name of its process, or has
+the name in a JSON map.
 """
 
 import asyncio
@@ -21,28 +21,29 @@ import msgspec
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.protocol.transport.process import json_line
 
-MAX_WAITING_BYTES = 1 << 24  # of lines that wait for a reader; newer ones are dropped
-LAST_SECONDS = 5.0  # for which a reader may take the last lines at the end
-# errors of a file without room, which may get some later
+# maximum bytes of lines that wait for a reader; newer lines are dropped
+MAX_WAITING_BYTES = 1 << 24
+LAST_SECONDS = 5.0  # seconds for a reader to take the last lines at the end
+# errors of a full disk, which may have space later
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 NAME_WIDTH = len("detokenizer.1")
 NUM_LAST_LINES = 10
-MAX_LINE = 1 << 16  # bytes: of a line in one piece, and of what a pipe of Linux holds
+MAX_LINE = 1 << 16  # bytes of a line in one piece; also the capacity of a Linux pipe
 
 
 class Output:
-    """Writes lines to standard output and error, in their order, from a thread of its own.
+    """Writer of lines to standard output and error, in order, from a separate thread.
 
-    Where nobody reads (`launch all | less`, a terminal after Ctrl-S), lines wait, and beyond
-    MAX_WAITING_BYTES are dropped until all that wait are written. Then their number is. Lines for a
-    full disk are dropped, too.
+    If the reader is slow (`launch all | less`, a terminal after Ctrl-S), lines wait. Beyond
+    MAX_WAITING_BYTES, lines are dropped until all waiting lines are written. The number of dropped
+    lines is then written. Lines for a full disk are dropped as well.
     """
 
     def __init__(self, on_closed: Callable[[], None], dropped: Callable[[int], str]) -> None:
         """Start the thread.
 
-        on_closed: called in the thread when the reader has closed its end; dropped: returns the
+        on_closed: called in the thread when the reader has closed its end. dropped: returns the
         line that reports a number of dropped lines.
         """
         self._on_closed = on_closed
@@ -57,7 +58,7 @@ class Output:
         self._thread.start()
 
     def write(self, text: str, is_error: bool = False) -> None:
-        """Take lines, for standard error if `is_error`."""
+        """Accept lines, for standard error if `is_error`."""
         with self._changed:
             if self._num_dropped or self._num_bytes > MAX_WAITING_BYTES:
                 self._num_dropped += text.count("\n")
@@ -68,7 +69,7 @@ class Output:
             self._changed.notify()
 
     def close(self) -> None:
-        """Return when all is written, or LAST_SECONDS are over."""
+        """Wait until all lines are written, or LAST_SECONDS are over."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -110,7 +111,7 @@ class Output:
 
 
 class LogToOutput(logging.Handler):
-    """Passes on what libraries log, which would else wait for the reader of standard error."""
+    """Handler of log records of libraries, which would otherwise wait for the reader of stderr."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -123,39 +124,39 @@ class LogToOutput(logging.Handler):
 
 
 class Log:
-    """Pipe that the runs of one process write to, read line by line.
+    """Pipe to which the runs of a process write, read line by line.
 
-    The supervisor holds both ends, so the pipe outlives the process: the last lines of a crashed
+    The supervisor holds both ends, so the pipe outlives the process. The last lines of a crashed
     process are still read, and its successor writes to the same pipe.
     """
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
         self._on_line = on_line
-        self._begun = b""  # a line without its end
+        self._begun = b""  # an incomplete line
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
         asyncio.get_running_loop().add_reader(self._reader, self._read)
 
     def finish(self) -> None:
-        """Pass on what is in the pipe now, also a line without an end."""
+        """Pass on all current content of the pipe, including an incomplete line."""
         self._read()
         if self._begun:
             self._take(b"\n")
 
     def close(self) -> None:
-        """Pass on what is left, and close the pipe."""
+        """Pass on the remaining content, and close the pipe."""
         self.finish()
         asyncio.get_running_loop().remove_reader(self._reader)
         os.close(self._reader)
         os.close(self.writer)
 
     def _read(self) -> None:
-        """Take all that is in the pipe, which holds up to MAX_LINE bytes."""
+        """Read the whole content of the pipe, which holds up to MAX_LINE bytes."""
         with contextlib.suppress(BlockingIOError):
             self._take(os.read(self._reader, MAX_LINE))
 
     def _take(self, data: bytes) -> None:
-        """Pass on lines that end with `data`, or are too long to wait for their end."""
+        """Pass on lines that end in `data`, or that are too long to wait for their end."""
         *lines, self._begun = (self._begun + data).split(b"\n")
         if len(self._begun) > MAX_LINE:
             lines, self._begun = [*lines, self._begun], b""
@@ -164,12 +165,15 @@ class Log:
 
 
 def at_node(name: str, node: str) -> str:
-    """Return the name of a process, with its node if there are several."""
+    """Return the name of a process, including its node if there are several nodes."""
     return f"{name}@{node}" if node else name
 
 
 def prefixed(text: str, name: str, index: int, node: str = "") -> str:
-    """Return a line after `worker.2      | `, in colour on a terminal; index: of its kind."""
+    """Return a line with a prefix such as `worker.2 | `, coloured on a terminal.
+
+    index: determines the colour, by kind of process.
+    """
     width = NAME_WIDTH + len(at_node("", node))
     prefix = f"{at_node(name, node):<{width}} | "
     if sys.stdout.isatty():
@@ -178,9 +182,9 @@ def prefixed(text: str, name: str, index: int, node: str = "") -> str:
 
 
 def as_json(text: str, name: str, node: str = "") -> str:
-    """Return a line as a JSON map with the node.
+    """Return a line as a JSON map that includes the node.
 
-    A line that is not a map, such as a traceback's, becomes the message of one.
+    A line that is not a map, such as a line of a traceback, becomes the message of a new map.
     """
     try:
         fields = msgspec.json.decode(text, type=dict[str, Any])

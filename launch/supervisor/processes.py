@@ -1,6 +1,6 @@
-"""Processes of a pipeline by their names: started, restarted and stopped, whatever runs them.
+"""Processes of a pipeline by name: started, restarted and stopped, independent of the runner.
 
-The supervisor decides (`Policy`); `Processes` carries out.
+The supervisor decides (`Policy`); `Processes` carries out its decisions.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 class Tasks:
-    """The one way in which the supervisor starts tasks: it holds them until they end."""
+    """Starter of the supervisor's tasks, which holds tasks until they end."""
 
     def __init__(self, on_error: OnError) -> None:
-        """on_error: takes every exception that ends a task, except its cancellation."""
+        """Initialize; on_error: receives every exception that ends a task, except cancellation."""
         self._on_error = on_error
         self._running: set[asyncio.Task[None]] = set()
 
@@ -54,34 +54,34 @@ def traceback_lines(error: BaseException) -> list[str]:
 
 
 class ManagedProcess(ABC):
-    """One process by its name, over its restarts."""
+    """Process with a name, across its restarts."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.pid = 0  # 0: it does not run
-        self.last_pid = 0  # of the run that ended last
-        self.node = ""  # name of its machine; empty where there is only this one
+        self.pid = 0  # 0: not running
+        self.last_pid = 0  # pid of the previous run
+        self.node = ""  # name of the process's machine; empty with a single machine
         self.num_starts = 0
         self.started_at = 0.0  # by time.monotonic()
-        self.end = ""  # reason of its last end: `exit code 1`
-        self.is_restart_requested = False  # no death precedes its next start
-        # pid that the watchdog killed because another process of its group was lost
+        self.end = ""  # reason for the last end: `exit code 1`
+        self.is_restart_requested = False  # True if the next start does not follow a death
+        # pid of a run killed by the watchdog because another process of its group was lost
         self.killed_with_group = 0
         self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self.wanted = asyncio.Event()
         self.wanted.set()
-        self.idle = asyncio.Event()  # it neither runs nor is being started
-        self.spawned = asyncio.Event()  # it was started, or is not to be started
-        self.has_started = asyncio.Event()  # it has sent a heartbeat since then
+        self.idle = asyncio.Event()  # neither running nor being started
+        self.spawned = asyncio.Event()  # started, or not to be started
+        self.has_started = asyncio.Event()  # a heartbeat has arrived since the start
         self.task: asyncio.Task[None]
 
     @abstractmethod
     async def spawn(self) -> None:
-        """Start it, and set `pid` and `node`. Raises OSError."""
+        """Start the process, and set `pid` and `node`. Raises OSError."""
 
     @abstractmethod
     async def wait(self) -> str:
-        """Wait for its end and return the reason; all its lines come before."""
+        """Wait for the end of the process and return the reason, after all its lines."""
 
     @abstractmethod
     async def terminate(self) -> None:
@@ -89,26 +89,26 @@ class ManagedProcess(ABC):
 
     @abstractmethod
     async def release(self) -> None:
-        """Free what its runs shared; it is not started again."""
+        """Free resources shared by the runs; the process is not started again."""
 
     @abstractmethod
     def signal(self, number: int) -> None:
-        """Send a signal to the process that runs."""
+        """Send a signal to the running process."""
 
     @abstractmethod
     async def kill(self) -> bool:
-        """Send SIGKILL to the process that runs; False if its machine is unreachable."""
+        """Send SIGKILL to the running process; False if its machine is unreachable."""
 
     @abstractmethod
     async def vitals(self, pid: int) -> tuple[float, bool]:
         """Return `child_process.vitals` of the process with this pid."""
 
     def owns(self, pid: int) -> bool:
-        """Return whether a pid is of the process that runs."""
+        """Return whether a pid belongs to the running process."""
         return pid == self.pid
 
     async def stop(self) -> None:
-        """End it, if it can be reached; it is not restarted until it is `wanted`."""
+        """Stop the process, if reachable; no restart follows until the process is `wanted`."""
         self.wanted.clear()
         await self.terminate()
         with contextlib.suppress(TimeoutError):
@@ -116,31 +116,31 @@ class ManagedProcess(ABC):
 
 
 class Policy(Protocol):
-    """Decisions about processes, and reports of them."""
+    """Decisions and reports about processes."""
 
     def may_spawn(self, process: ManagedProcess) -> bool:
-        """Decide before every start and restart."""
+        """Decide before every start or restart whether the process may run."""
 
     def spawned(self, process: ManagedProcess) -> None:
-        """Take note of a start."""
+        """Handle the start of a process."""
 
     def exited(self, process: ManagedProcess) -> None:
-        """Take note of an end."""
+        """Handle the end of a process."""
 
     def stopped(self, process: ManagedProcess) -> None:
-        """Take note of a process that was stopped (SIGSTOP) and did not continue."""
+        """Handle a process that was stopped (SIGSTOP) and did not continue."""
 
     def take_line(self, process: ManagedProcess, text: str) -> None:
-        """Take a line that the process wrote."""
+        """Handle a line written by the process."""
 
     def say(self, text: str) -> None:
-        """Take a line for the log that belongs to no process."""
+        """Handle a line for the log that belongs to no process."""
 
 
 class Processes(ABC):
-    """Starts, restarts and stops processes, each by its name."""
+    """Container that starts, restarts and stops processes by name."""
 
-    watchdog_context: Context  # of the socket that all processes connect to
+    watchdog_context: Context  # context of the socket to which all processes connect
 
     def __init__(self, policy: Policy, tasks: Tasks) -> None:
         self.by_name: dict[str, ManagedProcess] = {}
@@ -154,7 +154,7 @@ class Processes(ABC):
 
     @abstractmethod
     def _make(self, name: str) -> ManagedProcess:
-        """Return a process that is not started yet."""
+        """Return a process that has not been started."""
 
     async def add(self, names: list[str]) -> None:
         for name in names:
@@ -164,10 +164,10 @@ class Processes(ABC):
 
     @abstractmethod
     async def wait_spawned(self, names: Iterable[str]) -> None:
-        """Wait until processes were started, where this takes a moment only."""
+        """Wait until processes were started, if this takes only a moment."""
 
     async def remove(self, names: list[str]) -> None:
-        # first what does not run: it may wait for the place of what does
+        # processes that do not run come first: they may wait for the places of running processes
         for does_run in (False, True):
             chosen = [name for name in names if bool(self.by_name[name].pid) == does_run]
             await self._each(chosen, self._remove)
@@ -187,7 +187,7 @@ class Processes(ABC):
         await self.remove(list(self.by_name))
 
     async def _keep(self, process: ManagedProcess) -> None:
-        """Run a process, and again after every end, as long as the policy permits."""
+        """Run a process, and restart it after every end, as long as the policy permits."""
         while await self._may_start(process):
             try:
                 await process.spawn()

@@ -36,22 +36,22 @@ from penstock.protocol.transport.context import endpoints
 from penstock.protocol.transport.process import text_line
 
 CRASH_WINDOW = 60.0  # seconds within which deaths are counted
-MAX_DEATHS = 1 << 10  # deaths whose suspects are remembered, the newest
-MAX_EARLY_DEATHS = 3  # deaths of one process that stop a pipeline which was never ready
+MAX_DEATHS = 1 << 10  # newest deaths whose suspects are remembered
+MAX_EARLY_DEATHS = 3  # deaths of a process that stop a pipeline which was never ready
 
 
 class Deaths:
-    """Counts of deaths. A death that a request may explain does not count."""
+    """Counter of deaths; deaths that a request may explain do not count."""
 
     def __init__(self) -> None:
-        self.poison = PoisonList()  # requests that were given up
+        self.poison = PoisonList()  # poison requests
         # name → times and pids
         self._recent: defaultdict[str, deque[tuple[float, int]]] = defaultdict(deque)
-        # name and pid → digests of the suspects that are not cleared
+        # (name, pid) → digests of suspects that are not cleared
         self._suspects: OrderedDict[tuple[str, int], set[bytes]] = OrderedDict()
 
     def count(self, name: str, pid: int) -> int:
-        """Count a death; return how many of this process within the window have no explanation."""
+        """Count a death; return the process's number of unexplained deaths within the window."""
         now, recent = time.monotonic(), self._recent[name]
         recent.append((now, pid))
         while recent[0][0] < now - CRASH_WINDOW:
@@ -71,7 +71,8 @@ class Deaths:
                     if not left:
                         del self._suspects[death]
             case PoisonFound(digest):
-                self.poison.put(digest, 1)  # it is never cleared: the death stays explained
+                # this count is never cleared, so the death stays explained
+                self.poison.put(digest, 1)
 
 
 class Supervisor:
@@ -94,12 +95,12 @@ class Supervisor:
         self._started = time.monotonic()
 
     async def run(self) -> int:
-        """Run until a signal or a process that can't be kept alive ends it: the exit code."""
+        """Run until a signal or a process failure ends the pipeline; return the exit code."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_loop_error)
         self._end: asyncio.Future[int] = loop.create_future()
 
-        def closed() -> None:  # by `launch all | head`
+        def closed() -> None:  # called for `launch all | head`
             loop.call_soon_threadsafe(self._stop, 0)
 
         self._output = Output(closed, self._dropped)
@@ -114,7 +115,7 @@ class Supervisor:
     async def _run(self, loop: asyncio.AbstractEventLoop) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._drain)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # unless started by nohup
             loop.add_signal_handler(signal.SIGHUP, self._stop, 0)
         watch_owner(partial(self._stop, 0))
         config, survived, fatal = self._config, Tasks(self._say_error), Tasks(self._fail)
@@ -131,7 +132,8 @@ class Supervisor:
         kinds = list(self._commands)
         report = Report(config, kinds, processes, self._watchdog, self._deaths.poison)
         self._control = ControlServer(config, processes, report, self._client, self._end, survived)
-        self._report = report  # before the first process runs: a signal may follow at once
+        # set before the first process runs, since a signal may follow at once
+        self._report = report
         await processes.add(process_names(config, self._commands))
         announcing = fatal.start(self._announce())
         try:
@@ -168,7 +170,7 @@ class Supervisor:
         return AsyncClient(at, context=self._processes.context)
 
     def may_spawn(self, process: ManagedProcess) -> bool:
-        """Decide as `Policy.may_spawn`; the first start is not a restart."""
+        """Decide like `Policy.may_spawn`; the first start does not count as a restart."""
         process.num_starts += 1
         if not self._has_config():
             return False
@@ -180,7 +182,8 @@ class Supervisor:
             return True
         is_gateway = kind_of(process.name) == "gateway"
         if self._draining and is_gateway and process.end == describe_exit(0):
-            self._stop(0)  # nothing is open; one that was killed is restarted, and drained on
+            # no request is open; a killed gateway is restarted and continues to drain
+            self._stop(0)
             return False
         if process.last_pid and process.last_pid == process.killed_with_group:
             self.say(f"{process.name} restarted with its group")
@@ -199,7 +202,7 @@ class Supervisor:
         return False
 
     def _has_config(self) -> bool:
-        """Restore the configuration in the run folder; on failure end the pipeline."""
+        """Restore the configuration in the run folder; if this fails, end the pipeline."""
         if self._config.backend == "local":
             try:
                 restore_config(self._config)
@@ -211,7 +214,8 @@ class Supervisor:
         return True
 
     def spawned(self, process: ManagedProcess) -> None:
-        if kind_of(process.name) in read_procfile():  # others in a --procfile send no heartbeats
+        # other processes in a --procfile send no heartbeats
+        if kind_of(process.name) in read_procfile():
             self._watchdog.spawned(process)
         self._control.spawned(process)
 
@@ -236,7 +240,10 @@ class Supervisor:
         self._stop(1)
 
     def _drain(self) -> None:
-        """On a signal: the gateway ends when nothing is open, and we then; or now, on the next."""
+        """Drain the gateway on the first signal; on the next signal, stop at once.
+
+        The gateway exits when no request is open, and the pipeline then stops.
+        """
         if self._draining or "gateway" not in self._commands or self._report is None:
             self._stop(0)
             return
@@ -251,14 +258,14 @@ class Supervisor:
         self._write(self._line(text if is_json else text_line(text)))
 
     def _line(self, text: str, name: str = "launch", node: str = "") -> str:
-        """Return what is printed for a line of a process, or of the supervisor."""
+        """Return the text printed for a line of a process, or of the supervisor."""
         if self._config.log_format == "json":
             return as_json(text, name, node)
         kinds = [*self._commands, name]
         return prefixed(text, name, kinds.index(kind_of(name)), node)
 
     def _plain(self, text: str) -> str:
-        """Return a line of the supervisor that has a prefix in JSON only."""
+        """Return a line of the supervisor that has a prefix only in JSON."""
         return self._line(text) if self._config.log_format == "json" else f"{text}\n"
 
     def _write(self, text: str) -> None:
@@ -272,7 +279,7 @@ class Supervisor:
             self._end.set_result(exit_code)
 
     def _fail(self, error: BaseException) -> None:
-        """End the pipeline with an exception, without whose task it can't be kept."""
+        """End the pipeline with the exception of a task without which it can't run."""
         if self._end.done():
             self._say_error(error)
         else:

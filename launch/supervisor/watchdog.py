@@ -1,16 +1,19 @@
-"""Watchdog over the processes: it kills what hangs, and what depends on a dead process.
+"""Watchdog over the processes: it kills hanging processes and those that depend on dead ones.
 
-A process sends a heartbeat every half second, the first one when it has started, for which it has
-as long as a step may take. One that sends none is killed when it was stopped or has used no CPU
-time for the hang timeout; as long as it uses some (a call of C that holds the interpreter's lock)
-it has as long as a step. One that says it has been at one step for too long is killed as well. All
-are restarted as any that died. When a worker dies, so do the others of its group: they may be
-waiting for it in a collective. The same happens when a worker is unreachable; the worker itself is
-left alone, because its machine may be cut off. A worker that dies before its heartbeat names the
-group leaves others that wait for it: a group that lacks ranks for the hang timeout is killed, too.
+A process sends a heartbeat every half second. The first must arrive within the time that a step may
+take. A process without heartbeats is killed if it was stopped or has used no CPU time for the hang
+timeout. As long as it uses CPU time (a call of C that holds the interpreter's lock), it has the
+time of a step. A process that reports to be at one step for too long is killed as well. Killed
+processes are restarted like any dead process.
 
-A supervisor that did not run itself (all of the machine stood still) can't know who was silent: all
-have their time once more.
+When a worker dies, the other workers of its group are killed: they may be waiting for it in a
+collective. The same happens when a worker is unreachable. The unreachable worker itself is left
+alone, because its machine may be cut off. A worker that dies before its heartbeat names the group
+leaves workers that wait for it. A group that lacks ranks for the hang timeout is therefore killed
+as well.
+
+A supervisor that was itself suspended (the whole machine stood still) can't know which processes
+were silent. All processes then have their full time again.
 """
 
 import asyncio
@@ -32,7 +35,7 @@ from penstock.protocol.messages.supervisor import (
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.context import Context, attend, endpoints, leave
 
-# seconds by which the supervisor's own timer may be late, if it was not stopped itself
+# seconds by which the supervisor's own timer may be late if the supervisor was not stopped
 MAX_LATE = 2 * HEARTBEAT_INTERVAL
 
 
@@ -40,19 +43,19 @@ class _Watched:
     """State of one run of a process."""
 
     def __init__(self, process: ManagedProcess, now: float) -> None:
-        """now: by the event loop's clock, as all times."""
+        """Initialize; now: time by the event loop's clock, like all times here."""
         self.process = process
-        self.heartbeat = SupervisorHeartbeat(process.name, process.pid)  # the newest one
-        self.has_started = False  # it has sent a heartbeat
-        self.heard_at = now  # the time of the newest heartbeat; at first, of the start
-        self.worked_at = now  # the latest time at which it was seen to use a CPU since then
-        self.cpu_seconds = 0.0  # at the last examination
+        self.heartbeat = SupervisorHeartbeat(process.name, process.pid)  # the newest heartbeat
+        self.has_started = False  # a heartbeat has arrived
+        self.heard_at = now  # time of the newest heartbeat; initially of the start
+        self.worked_at = now  # latest time since then at which the process was seen to use a CPU
+        self.cpu_seconds = 0.0  # CPU seconds at the last examination
         self.is_being_examined = self.is_being_killed = self.has_exited = False
-        self.is_unreachable = False  # since the newest heartbeat
+        self.is_unreachable = False  # unreachable since the newest heartbeat
 
 
 class Watchdog:
-    """Receives the heartbeats of the supervisor's processes, in its event loop."""
+    """Receiver of heartbeats of the supervisor's processes, in its event loop."""
 
     def __init__(
         self,
@@ -65,16 +68,16 @@ class Watchdog:
     ) -> None:
         """Bind the socket.
 
-        say: takes a line for the log; processes: by name, the only ones that may be killed;
-        on_deaths: called with messages about deaths.
+        say: receives lines for the log. processes: by name; only these may be killed. on_deaths:
+        called with messages about deaths.
         """
         self._on_deaths = on_deaths
         self._hang_timeout = config.hang_timeout
         self._step_timeout = config.step_timeout
         self._say = say
         self._processes = processes
-        self._watched: dict[str, _Watched] = {}  # by name
-        self._lacking: dict[str, float] = {}  # groups that lack ranks, and since when
+        self._watched: dict[str, _Watched] = {}  # by process name
+        self._lacking: dict[str, float] = {}  # group that lacks ranks → time since when
         self._tasks = tasks
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -92,7 +95,7 @@ class Watchdog:
         self._channel.socket.close()
 
     def spawned(self, process: ManagedProcess) -> _Watched:
-        """Watch a process from its start, which may hang, too."""
+        """Watch a process from its start, which may also hang."""
         watched = self._watched[process.name] = _Watched(process, self._loop.time())
         return watched
 
@@ -108,7 +111,7 @@ class Watchdog:
             self._kill(watched, "was stopped")
 
     def newest_heartbeat(self, name: str) -> SupervisorHeartbeat:
-        """Return the last heartbeat of a process that runs, an empty one without any."""
+        """Return the last heartbeat of a running process, or an empty heartbeat."""
         watched = self._watched.get(name)
         return watched.heartbeat if watched else SupervisorHeartbeat(name, 0)
 
@@ -120,7 +123,7 @@ class Watchdog:
                 self._on_heartbeat(watched, message)
 
     def _find(self, heartbeat: SupervisorHeartbeat) -> _Watched | None:
-        """Return the state of a process that is ours and runs: a frame may hold any name."""
+        """Return the state of a running process of this pipeline; a frame may hold any name."""
         process, watched = self._processes.get(heartbeat.name), self._watched.get(heartbeat.name)
         if watched and watched.heartbeat.pid == heartbeat.pid:
             return watched
@@ -129,7 +132,7 @@ class Watchdog:
         return watched or self.spawned(process)
 
     def _judge(self) -> None:
-        """Examine who is silent, after the heartbeats that wait were read."""
+        """Examine silent processes, after waiting heartbeats were read."""
         due = self._timer.when() if self._timer else math.inf
         now = self._loop.time()
         self._timer = self._loop.call_at(now + self._interval, self._judge)
@@ -146,14 +149,14 @@ class Watchdog:
                 self._tasks.start(self._examine(watched, now))
 
     async def _examine(self, watched: _Watched, now: float) -> None:
-        """Kill a process that was silent for too long at the time `now`."""
+        """Kill a process that has been silent for too long at time `now`."""
         known = max(watched.heartbeat.cpu_seconds, watched.cpu_seconds)
         used, is_underway = await watched.process.vitals(watched.heartbeat.pid)
         watched.cpu_seconds = max(known, used)
         watched.is_being_examined = False
         if is_underway or used > known:
             watched.worked_at = now
-        silent_seconds = now - watched.heard_at  # less than 0 if a heartbeat has come meanwhile
+        silent_seconds = now - watched.heard_at  # less than 0 if a heartbeat arrived meanwhile
         idle_seconds = now - max(watched.heard_at, watched.worked_at)
         most = max(self._step_timeout, self._hang_timeout * watched.has_started)
         if silent_seconds > most:
@@ -169,7 +172,7 @@ class Watchdog:
             self._kill(watched, f"has been at one step for {heartbeat.busy_seconds:.0f} s")
 
     def _kill_lacking(self, now: float) -> None:
-        """Kill groups that have lacked ranks for long."""
+        """Kill groups that have lacked ranks for too long."""
         living = Counter(watched.heartbeat.group for watched in self._watched.values())
         sizes = {
             watched.heartbeat.group: watched.heartbeat.group_size
@@ -187,7 +190,8 @@ class Watchdog:
 
     def _kill_ranks(self, group: str, reason: str, lost: _Watched | None = None) -> None:
         for watched in self._watched.values():
-            is_stopped = not watched.process.wanted.is_set()  # on request, perhaps all of the group
+            # on request, perhaps with its whole group
+            is_stopped = not watched.process.wanted.is_set()
             if not group or watched is lost or watched.heartbeat.group != group or is_stopped:
                 continue
             if not watched.is_being_killed:
