@@ -1,1 +1,1 @@
-"""Attention, cache and sampling kernels, each with a torch reference."""
+"""Attention, cache and sampling kernels, each with a reference in torch."""

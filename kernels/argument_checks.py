@@ -1,4 +1,4 @@
-"""Checks of kernel arguments: on a GPU a wrong shape is a wild read, not an exception."""
+"""Checks of kernel arguments: on a GPU a wrong shape causes an invalid read, not an exception."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """Back ends that a process has chosen in place of the portable kernels; none by default.
 
-`penstock.kernels.extras` lists them. They are chosen before the first step: CUDA graphs keep the
-kernels with which they were captured.
+`penstock.kernels.extras` lists the back ends. A process chooses them before the first step: CUDA
+graphs keep the kernels with which they were captured.
 """
 
 from collections.abc import Callable
@@ -15,44 +15,45 @@ from penstock.kernels.layouts.step import Slots, StepBuffers
 
 
 class CompiledStep(NamedTuple):
-    """Functions of a CPU around the layers of a step, in place of torch and numpy."""
+    """CPU functions around the layers of a step, in place of torch and numpy."""
 
-    # as `penstock.kernels.step.apply_plan`
+    # like `penstock.kernels.step.apply_plan`
     apply_plan: Callable[[Tensor, Slots, StepBuffers, BatchShape, int], None]
-    # as `penstock.kernels.sampling.reference.sample`
+    # like `penstock.kernels.sampling.reference.sample`
     sample: Callable[[Tensor, Tensor, Tensor, SamplingTensors], Tensor]
 
 
 class SharedRanks(Protocol):
-    """A rank's view of memory that it shares with the other ranks of its machine."""
+    """View that a rank has of memory shared with the other ranks of its machine."""
 
-    part_bytes: int  # of a rank
+    part_bytes: int  # bytes of a rank's part
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's x, up to `part_bytes`; views until the next call."""
+        """Return every rank's x, of up to `part_bytes`; the views are valid until the next call."""
 
     def end(self) -> None:
-        """Let every rank's calls fail from now on."""
+        """Let the calls of every rank fail from now on."""
 
 
 class RankMemory(NamedTuple):
     """Memory in which ranks on CPUs of one machine exchange tensors, in place of sockets."""
 
-    num_bytes: Callable[[int, int], int]  # of the number of ranks, and of a rank's part
-    # the view of a rank, from the memory, the rank, and the number of ranks
+    # total bytes, from the number of ranks and the bytes of a rank's part
+    num_bytes: Callable[[int, int], int]
+    # a rank's view, from the memory, the rank, and the number of ranks
     view: Callable[[Tensor, int, int], SharedRanks]
 
 
 class Deterministic(NamedTuple):
-    """Kernels of a GPU that compute each row with the same bits in every batch."""
+    """GPU kernels that compute each row with the same bits in every batch."""
 
-    multiply: Callable[..., Tensor]  # as `penstock.kernels.linear.small_m_gemm.multiply`
+    multiply: Callable[..., Tensor]  # like `penstock.kernels.linear.small_m_gemm.multiply`
     decode: Callable[..., Any]  # makes a `penstock.kernels.attention.triton_decode.DecodeAttention`
-    prefill: Callable[..., None]  # as `penstock.kernels.attention.backends.triton_prefill`
+    prefill: Callable[..., None]  # like `penstock.kernels.attention.backends.triton_prefill`
 
 
 class BackEnds:
-    """The choice of this process."""
+    """Back ends chosen by this process."""
 
     compiled_step: CompiledStep | None = None
     rank_memory: RankMemory | None = None

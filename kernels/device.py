@@ -1,4 +1,4 @@
-"""Properties of the GPU from which launches are chosen: shared memory, SMs, and instructions."""
+"""Properties of the GPU by which launches are chosen: shared memory, SMs and instructions."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-# environment variable with a smaller GPU to be simulated, such as `sm_89,shared=99,sms=84`
+# environment variable that describes a smaller GPU to simulate, such as `sm_89,shared=99,sms=84`
 SIMULATED_GPU = "PENSTOCK_SIMULATED_GPU"
 T = TypeVar("T")
 
@@ -17,10 +17,11 @@ class Device(NamedTuple):
     """A GPU; the default is an H200, for which the launches were measured."""
 
     capability: tuple[int, int] = (9, 0)
-    shared_bytes: int = 227 << 10  # maximum shared memory of a block
+    shared_bytes: int = 227 << 10  # maximum bytes of shared memory of a block
     num_sms: int = 132
-    name: str = ""  # as the driver reports it; "": simulated, or no GPU
-    memory_bytes: int | None = None  # limit of a simulated GPU's memory; None: that of the real GPU
+    name: str = ""  # name reported by the driver; empty for a simulated GPU, or without a GPU
+    # memory limit of a simulated GPU; None: the limit of the real GPU
+    memory_bytes: int | None = None
 
     @property
     def has_pdl(self) -> bool:
@@ -34,15 +35,15 @@ class Device(NamedTuple):
 
     @property
     def is_measured(self) -> bool:
-        """True if the tables of measured tile sizes hold."""
+        """True if the measured tile sizes apply to this GPU."""
         return self.capability == (9, 0) and self.shared_bytes >= Device().shared_bytes
 
     def fitting(self, launches: Iterable[T], shared_bytes: Callable[[T], int]) -> T:
         """Return the first launch whose estimated shared memory fits a block.
 
-        shared_bytes: exact for synchronous tensor cores. Asynchronous tensor cores (compute
-        capability 9.0 and 10.0) hold one more stage, and have 227 KB. Raises ValueError if no
-        launch fits.
+        shared_bytes: returns the exact bytes of a launch for synchronous tensor cores. Asynchronous
+        tensor cores (compute capability 9.0 and 10.0) hold one more stage, and have 227 KB. Raises
+        ValueError if no launch fits.
         """
         for launch in launches:
             if shared_bytes(launch) <= self.shared_bytes:
@@ -54,7 +55,7 @@ class Device(NamedTuple):
 
 @cache
 def this_device() -> Device:
-    """Return the current GPU, or the simulated one; without a GPU, an H200.
+    """Return the current GPU or the simulated one; without a GPU, an H200.
 
     Raises ValueError for an invalid SIMULATED_GPU.
     """

@@ -22,15 +22,15 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def silu_and_mul_reference(x: Tensor) -> Tensor:
     """Compute `silu_and_mul` on any device."""
     gate, up = x.float().chunk(2, dim=-1)
-    # torch's silu on a CPU rounds elements outside a whole vector differently, and which elements
+    # On a CPU, torch's silu rounds elements outside a whole vector differently. Which elements
     # these are depends on the number of rows. torch.exp gives the same bits everywhere.
     return (gate / (1 + torch.exp(-gate)) * up).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute `x / rms(x) * weight` over the last dimension; weight [x.shape[-1]].
+    """Compute `x / rms(x) * weight` over the last dimension; weight: [x.shape[-1]].
 
-    On a GPU x is contiguous [num_rows, size], of up to 16384 columns.
+    On a GPU x is contiguous [num_rows, size] with up to 16384 columns.
     """
     check_tensor("weight", weight, (x.shape[-1],), x.dtype)
     if not x.is_cuda:
@@ -74,7 +74,7 @@ def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
 def quantize(
     x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0, *, swiglu: bool = False
 ) -> Quantized:
-    """Quantize x [num_rows, num_columns], `rms_norm(x)` or `silu_and_mul(x)` by rows.
+    """Quantize by rows: x [num_rows, num_columns], `rms_norm(x)` or `silu_and_mul(x)`.
 
     On a GPU x is contiguous and the result has at most 32768 columns.
     """
@@ -96,7 +96,7 @@ def quantize(
 
 
 def quantize_blocks(x: Tensor) -> Quantized:
-    """Quantize x [num_rows, num_columns] by blocks of 128 by 128."""
+    """Quantize x [num_rows, num_columns] with a scale for each block of 128 by 128."""
     rows, columns = x.shape
     padded = functional.pad(x.float().abs(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     largest = padded.view(len(padded) // BLOCK, BLOCK, -1, BLOCK).amax((1, 3))
@@ -106,7 +106,7 @@ def quantize_blocks(x: Tensor) -> Quantized:
 
 
 def copy_into(target: Rows, source: Rows) -> None:
-    """Copy `source` into `target`, quantizing a tensor if `target` is a `Quantized`."""
+    """Copy `source` into `target`; a tensor is quantized if `target` is a `Quantized`."""
     if isinstance(target, Tensor):
         target.copy_(source if isinstance(source, Tensor) else source.dequantized())
         return

@@ -12,7 +12,7 @@ INSTALL = "`pip install 'penstock-llm[cpu]'` installs the compiler"
 
 
 def use_deterministic_kernels(enabled: bool) -> None:
-    """Choose the kernels of GPUs whose rows do not depend on other rows."""
+    """Choose the GPU kernels whose rows do not depend on other rows."""
     CHOSEN.deterministic = None
     if enabled:
         from penstock.kernels.deterministic import triton_attention, triton_linear
@@ -25,7 +25,7 @@ def use_deterministic_kernels(enabled: bool) -> None:
 
 
 def use_rank_memory() -> None:
-    """Let ranks on CPUs of a machine share memory, if code can be compiled."""
+    """Let ranks on CPUs of one machine share memory, if code can be compiled."""
     try:
         from penstock.kernels.cpu.shared_memory import SharedMemory, shared_bytes
     except ImportError:
@@ -34,7 +34,7 @@ def use_rank_memory() -> None:
 
 
 def use_compiled_step() -> None:
-    """Compile the functions around the layers of a step on this CPU, if that is possible."""
+    """Compile the CPU functions around the layers of a step, if this is possible."""
     try:
         from penstock.kernels.cpu.compiled_step import compiled_step
 

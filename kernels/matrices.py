@@ -1,6 +1,6 @@
 """Matrices in 8 bits (e4m3: Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433).
 
-Each row has its own scale. The rows of a weight are output features, quantized once. The rows of
+Each row has a scale. The rows of a weight are output features, quantized once. The rows of
 activations are tokens, quantized in each step. Weights of Qwen3-*-FP8 checkpoints keep the scales
 of their blocks of 128 by 128.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
-BLOCK = 128  # rows, and columns, of a block with one scale
+BLOCK = 128  # rows and columns of a block with one scale
 SMALLEST = 1e-12  # lower bound of a row's largest element, so that a row of zeros has a scale
 
 
@@ -26,7 +26,7 @@ class Quantized:
     values: Tensor  # float8_e4m3fn [..., num_rows, num_columns]
     # float32 [..., num_rows], or for blocks of 128 by 128 [..., row blocks, column blocks]
     scale: Tensor
-    # of the numbers before, if they are activations, and of products with them
+    # dtype of activations before quantization, and of products with the matrix
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -57,14 +57,14 @@ class Quantized:
         return len(self.values)
 
     def __getitem__(self, index: int | slice) -> "Quantized":
-        """Return a view of one matrix, or of a range of rows, which must be whole blocks."""
+        """Return a view of one matrix, or of a range of rows of whole blocks."""
         if self.in_blocks and self.values.ndim == 2 and isinstance(index, slice):
             begin, end, _ = index.indices(len(self))
             return Quantized(self.values[index], self.scale[begin // BLOCK : -(-end // BLOCK)])
         return Quantized(self.values[index], self.scale[index])
 
     def split(self, sizes: list[int]) -> "list[Quantized]":
-        """Return views of N rows each, whole blocks where blocks have the scales."""
+        """Return views of N rows each; with block scales, N must be whole blocks."""
         return [self[begin:end] for begin, end in pairwise([0, *accumulate(sizes)])]
 
 
@@ -72,7 +72,7 @@ Rows = Tensor | Quantized  # activations, or a weight that is not packed
 
 
 class CustomMatrix(Protocol):
-    """A weight in a format that an extra brings, with the products that it takes."""
+    """Weight in a format defined by an extra, with the products that support it."""
 
     @property
     def shape(self) -> torch.Size:
@@ -90,7 +90,7 @@ class CustomMatrix(Protocol):
         """Return a view of one matrix, or of a range of rows of a matrix."""
 
     def split(self, sizes: list[int]) -> "Sequence[CustomMatrix]":
-        """Return views of N rows each, of a matrix."""
+        """Return views of N rows of a matrix."""
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ValueError unless the weight has this shape (-1: any size)."""
@@ -107,10 +107,10 @@ class CustomMatrix(Protocol):
         residual: Tensor | None,
         out: Tensor | None,
     ) -> Tensor | None:
-        """Compute `penstock.kernels.linear.small_m_gemm.multiply`; None: `rounded` is faster."""
+        """Compute `penstock.kernels.linear.small_m_gemm.multiply`; None if `rounded` is faster."""
 
     def pairs_of_tile(self, num_pairs: int, num_experts: int) -> int:
-        """Return the pairs of a token and an expert in a tile of `grouped`."""
+        """Return the number of (token, expert) pairs in a tile of `grouped`."""
 
     def grouped(self, x: Tensor, sources: Tensor, tiles: Tensor, swiglu: bool, bm: int) -> Tensor:
         """Compute `penstock.kernels.triton_moe.grouped` with tiles of bm pairs."""
@@ -120,12 +120,12 @@ Matrix = Rows | CustomMatrix
 
 
 def parts(matrix: Rows) -> tuple[Tensor, Tensor | None]:
-    """Return the values, and the scales of a `Quantized`."""
+    """Return the values, and the scales of a `Quantized` or None."""
     return (matrix.values, matrix.scale) if isinstance(matrix, Quantized) else (matrix, None)
 
 
 def scale_shape(matrix: Quantized) -> tuple[int, ...]:
-    """Return the required shape of the scales, of rows or of blocks."""
+    """Return the required shape of the scales of rows or of blocks."""
     *others, rows, columns = matrix.shape
     if matrix.in_blocks:
         return (*others, -(-rows // BLOCK), -(-columns // BLOCK))

@@ -22,7 +22,7 @@ def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
 def experts_outputs(
     x: Tensor, experts: Tensor, weights: Tensor, gate_up: Matrix, down: Matrix
 ) -> Tensor:
-    """Sum the weighted outputs of the experts in [0, len(gate_up)); others are on other ranks."""
+    """Sum the weighted outputs of the experts in [0, len(gate_up)); other ranks have the others."""
     outputs = x.new_zeros(*experts.shape, x.shape[1])
     for expert in sorted(set(experts.flatten().tolist())):
         if 0 <= expert < len(gate_up):
@@ -54,9 +54,10 @@ def norm_moe(
     A token's experts are the `top_k` experts of largest probability. Their weights are the softmax
     of the token's products with `router` [num_experts, hidden_size]. An expert is a SwiGLU.
 
-    gate_up: [local experts, 2 * size, hidden_size], gate's rows, then up's. down: [local experts,
-    hidden_size, size]. The local experts start at `first_expert`; others count as zero. normalize:
-    scales a token's weights to sum 1. add: adds x. out: contiguous memory of the result.
+    gate_up: [local experts, 2 * size, hidden_size], the rows of gate, then of up. down: [local
+    experts, hidden_size, size]. The local experts start at `first_expert`; other experts count as
+    zero. normalize: scales a token's weights to sum 1. add: adds x. out: contiguous memory of the
+    result.
     """
     _check(x, norm_weight, router, gate_up, down, out)
     last_expert = first_expert + len(down) - 1

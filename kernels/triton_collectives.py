@@ -8,9 +8,9 @@ buffers.
 All-reduce has one trip and no barrier. Every rank writes its message into the inboxes of all ranks,
 and adds the messages in its own inbox. A word that has not arrived reads as `_MISSING`, which is
 never sent: no other flag is needed (NCCL's low-latency protocol and TensorRT-LLM's "Lamport"
-all-reduce work alike). A rank has three inboxes, used in turn. One is read. One, which the previous
-call has read, is cleared. To the third, peers that are a call ahead may already write. Peers can't
-be two calls ahead, since they would need this rank's next message.
+all-reduce work alike). A rank has three inboxes, used in turn. The first is read. The second, read
+by the previous call, is cleared. Peers that are one call ahead may already write to the third.
+Peers can't be two calls ahead, since they would need this rank's next message.
 """
 
 from collections.abc import Sequence
@@ -26,19 +26,20 @@ from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 
 class Shards(NamedTuple):
-    """Shards of the vocabulary as one rank addresses them."""
+    """Shards of the vocabulary, as addressed by one rank."""
 
-    runs_per_shard: int  # runs of every rank; the last ranks may have fewer or none
+    runs_per_shard: int  # runs per rank; the last ranks may have fewer or none
     num_shards: int = 1
     rank: int = 0
-    # int64 [num_shards]: from this rank's buffer to each rank's buffer, in units of 4 bytes
+    # int64 [num_shards]: distance from this rank's buffer to each rank's buffer, in units of 4
+    # bytes
     distances: Tensor | None = None
 
 
 def distances_to(addresses: Sequence[int], rank: int, device: torch.device) -> Tensor:
     """Return `Shards.distances` from the addresses of all ranks' buffers. Raises ValueError.
 
-    addresses: as this rank's device reaches them; kernels load 16 bytes at once.
+    addresses: as seen by this rank's device; kernels load 16 bytes at once.
     """
     if wrong := [address for address in addresses if address % 16]:
         raise ValueError(f"addresses: got {wrong[0]:#x}, expected a multiple of 16")
@@ -55,19 +56,19 @@ def shift(index, shards, per_run: tl.constexpr):
     moved = index * 0
     if shards[2] > 1:
         shard = tl.minimum(index // (shards[1] * per_run), shards[2] - 1)
-        # Buffers are aligned to 16 bytes: loads are then as wide as from one buffer.
+        # Buffers are aligned to 16 bytes, so that loads are as wide as from a single buffer.
         distance = tl.multiple_of(tl.load(shards[0] + shard), 4)
         moved = distance - shard * (shards[1] * per_run)
     return moved
 
 
-_BLOCK = tl.constexpr(512)  # words of a program: four per thread, so that a store has 16 bytes
+_BLOCK = tl.constexpr(512)  # words per program: four per thread, so that a store has 16 bytes
 _TURNS = tl.constexpr(3)
 _MISSING = tl.constexpr(-(2**31) + 2**15)  # two -0.0 of bfloat16 or float16; a -0.0 is sent as 0.0
 
 
 def inbox_size(max_elements: int, num_ranks: int) -> int:
-    """Return int32 words of each rank's inboxes, for messages of up to `max_elements`."""
+    """Return the int32 words of each rank's inboxes, for messages of up to `max_elements`."""
     capacity = -(-max_elements // (2 * _BLOCK.value)) * _BLOCK.value
     return int(_TURNS.value * num_ranks * capacity)
 
@@ -80,7 +81,8 @@ class PushAllReduce:
     ) -> None:
         """Clear this rank's inbox, int32 [inbox_size(...)]. Raises ValueError.
 
-        addresses: of all ranks' inboxes. A barrier of all ranks must follow before the first call.
+        addresses: addresses of all ranks' inboxes. A barrier of all ranks must follow before the
+        first call.
         """
         check_tensor("inbox", inbox, (inbox_size(max_elements, len(addresses)),), torch.int32)
         self.max_elements = max_elements
@@ -90,14 +92,14 @@ class PushAllReduce:
         self._num_ranks = len(addresses)
         # maximum words of a message
         self._capacity = inbox.numel() // (_TURNS.value * len(addresses))
-        # number of calls of each program
+        # number of calls per program
         self._calls = inbox.new_zeros(self._capacity // _BLOCK.value)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Overwrite x, contiguous, of 16 bits and an even size, with the sum over the ranks.
+        """Overwrite x with the sum over the ranks; x is contiguous, 16-bit, and has an even size.
 
-        residual: of x's shape, the same on all ranks, is added to the sum. The sum is computed in
-        float32, in the same order on all ranks, and rounded once. Raises ValueError.
+        residual: tensor of x's shape, equal on all ranks, which is added to the sum. The sum is
+        computed in float32, in the same order on all ranks, and rounded once. Raises ValueError.
         """
         check_tensor("x", x, tuple(x.shape), torch.bfloat16, torch.float16)
         check_contiguous("x", x)
@@ -179,5 +181,5 @@ def _high(words, dtype: tl.constexpr):
 
 @triton.jit
 def _bits(value, dtype: tl.constexpr):
-    """Return the bits of the nearest number of this type as int32."""
+    """Return the bits of the nearest number of this dtype as int32."""
     return value.to(dtype).to(tl.uint16, bitcast=True).to(tl.int32)

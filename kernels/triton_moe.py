@@ -1,15 +1,15 @@
 """A mixture of experts in Triton: route, sort, two grouped products, and the sum.
 
 The host never waits, and no shape depends on the router's choice, so that a CUDA graph can hold all
-kernels. With few tokens, reading the weights of the chosen experts takes nearly all of the time:
-they are read once, in tiles narrow enough to keep all SMs busy. Many tokens are multiplied in large
-tiles on the tensor cores.
+kernels. With few tokens, reading the weights of the chosen experts takes nearly all of the time.
+These weights are read once, in tiles narrow enough to keep all SMs busy. Many tokens are multiplied
+in large tiles on the tensor cores.
 
 A pair is a token and one of its experts. Pairs are sorted by expert, so that a tile of pairs is
 multiplied with the weights of one expert. The tiles are listed on the device, since their number
-depends on the router's choice. Megatron-Core and vLLM sort with atomics. Here a pair's index
-follows from the chosen experts as a 0/1 matrix [tokens, experts]: the sum of the columns to the
-left, and of the rows above in its own column. The order is therefore always the same.
+depends on the router's choice. Megatron-Core and vLLM sort with atomics. Here the chosen experts
+are a 0/1 matrix [tokens, experts]. A pair's index is the sum of the columns to the left, plus the
+rows above in its own column. The order is therefore always the same.
 """
 
 from functools import partial
@@ -30,7 +30,7 @@ from penstock.kernels.triton_elementwise import as_operand
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 _BLOCK = tl.constexpr(BLOCK)
-TILE = tl.constexpr(4)  # int32 of a tile in the list: expert, first pair, end of the pairs, unused
+TILE = tl.constexpr(4)  # int32 values of a tile: expert, first pair, end of the pairs, unused
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _top_k(
     logits, token, exists, E, NORMALIZE: tl.constexpr,
     K: tl.constexpr, KB: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
-    """Return the K experts of largest probability of each row, and these, [tokens, KB]."""
+    """Return the K likeliest experts of each row, and their probabilities, [tokens, KB]."""
     expert, place = tl.arange(0, EB)[None, :], tl.arange(0, KB)[None, :]
     inside = exists[:, None] & (expert < E)
     rest = tl.load(logits + token[:, None] * E + expert, inside, float("-inf"))
@@ -61,7 +61,7 @@ def _top_k(
 
 @triton.jit
 def _hits(ids, k, exists, first, L, KB: tl.constexpr, LB: tl.constexpr):
-    """Return True at a token's k-th expert if it is local, [tokens, LB]."""
+    """Return True where a token's k-th expert is local, [tokens, LB]."""
     place, expert = tl.arange(0, KB)[None, :], tl.arange(0, LB)[None, :]
     chosen = tl.sum(tl.where(place == k, ids, 0), 1) - first
     return (chosen[:, None] == expert) & (expert < L) & exists[:, None]
@@ -99,7 +99,7 @@ def _place(
     ids, chosen, begin, token, exists, first, L, sources, places,
     K: tl.constexpr, KB: tl.constexpr, LB: tl.constexpr,
 ):  # fmt: skip
-    """Store each pair's token, and each token's pairs: -1 if the expert is not local.
+    """Store each pair's token, and each token's pairs, with -1 if the expert is not local.
 
     begin: [LB], index of each expert's first pair among these tokens.
     """
@@ -118,8 +118,8 @@ def route(
 ):  # fmt: skip
     """Choose the experts of CHUNK tokens in each program.
 
-    ALL: one program has all tokens, and sorts their pairs. Otherwise their experts and the number
-    of pairs of each expert are stored for `sort`.
+    ALL: one program processes all tokens and sorts their pairs. Otherwise the program stores
+    experts and the number of pairs of each expert for `sort`.
     """
     launch_dependents()
     wait()
@@ -147,7 +147,7 @@ def sort(
     CHUNK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, LB: tl.constexpr,
     COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """Sort the pairs of CHUNK tokens in each program; COUNTS: chunks counted at once."""
+    """Sort the pairs of CHUNK tokens in each program; COUNTS: chunks counted at a time."""
     launch_dependents()
     wait()
     chunk, num_chunks = tl.program_id(0), tl.num_programs(0)
@@ -223,9 +223,10 @@ def multiply(
 ):  # fmt: skip
     """Compute BN columns of one tile's pairs, out [num_pairs, N], in each program.
 
-    SWIGLU: computes gate and up from the rows of x of the pairs' tokens; otherwise x has a row for
-    each pair. The grid suffices for any choice of the router. EVEN: BK divides K. scale: of each
-    row of the weights in 8 bits, which are converted to x's type in registers; BLOCKS: of blocks.
+    SWIGLU: compute gate and up from the rows of x of the pairs' tokens; otherwise x has a row for
+    each pair. The grid suffices for any choice of the router. EVEN: BK divides K. scale: scale of
+    each row of 8-bit weights, which are converted to x's type in registers. BLOCKS: scales belong
+    to blocks.
     """
     wait()
     columns = tl.cdiv(N, BN)
@@ -259,16 +260,16 @@ def combine(
     tl.store(out + token * N + column, acc.to(out.dtype.element_ty), exists)
 
 
-# tile sizes for few rows, unless `choose` knows better
+# tile sizes for few rows, unless `choose` returns others
 ROUTER = GemmConfig("mma", 16, 128, 4, 4, 3, 512)
 COUNTS = 32
-COMBINED = 512  # columns of a program of `combine`
+COMBINED = 512  # columns per program of `combine`
 
 
 class GemmTile(NamedTuple):
     """Tile sizes of a grouped product."""
 
-    bn: int  # columns of a tile, in gate and up each
+    bn: int  # columns of a tile, for each of gate and up
     bk: int  # elements of the inner dimension per iteration
     num_warps: int
     num_stages: int
@@ -277,21 +278,21 @@ class GemmTile(NamedTuple):
 class MoeTuning(NamedTuple):
     """Tile sizes of both products."""
 
-    bm: int  # pairs of a token and an expert in a tile
+    bm: int  # (token, expert) pairs in a tile
     gate_up: GemmTile
     down: GemmTile
 
 
-# for weights in 16 bits if wider tiles leave SMs idle
+# for 16-bit weights if wider tiles would leave SMs idle
 NARROW = MoeTuning(16, GemmTile(16, 128, 2, 4), GemmTile(32, 128, 4, 4))
-# (maximum pairs of an expert on average, tile sizes)
+# (maximum average pairs per expert, tile sizes)
 TUNINGS = (
     (8, MoeTuning(16, GemmTile(32, 128, 4, 3), GemmTile(32, 256, 4, 3))),
     (24, MoeTuning(32, GemmTile(64, 64, 4, 4), GemmTile(64, 128, 4, 3))),
     (96, MoeTuning(64, GemmTile(64, 64, 4, 4), GemmTile(128, 64, 4, 4))),
     (1 << 30, MoeTuning(128, GemmTile(128, 64, 8, 4), GemmTile(256, 64, 8, 4))),
 )
-# for weights in 8 bits
+# for 8-bit weights
 FP8_TUNINGS = (
     (8, MoeTuning(16, GemmTile(32, 128, 4, 3), GemmTile(64, 128, 4, 3))),
     (24, MoeTuning(32, GemmTile(64, 128, 4, 3), GemmTile(128, 64, 4, 3))),
@@ -300,7 +301,7 @@ FP8_TUNINGS = (
 
 
 def gemm_shared_bytes(tile: GemmTile, bm: int, num_weights: int, is_fp8: bool) -> int:
-    """Return a grouped product's shared memory: tiles of x and of num_weights weights in flight."""
+    """Return the bytes of shared memory of a grouped product: tiles of x and weights in flight."""
     columns = 2 * bm + num_weights * tile.bn * (1 if is_fp8 else 2)
     dequantization = 1024 if is_fp8 else 0
     return (tile.num_stages - 1) * columns * tile.bk + dequantization
@@ -315,8 +316,8 @@ def choose_tuning(
 ) -> MoeTuning:
     """Return the tile sizes for pairs over `num_experts` experts of `size` inner features.
 
-    device: default `this_device`. Tiles measured on an H200 have fewer stages where they would not
-    fit.
+    device: default `this_device`. Tiles measured on an H200 have fewer stages on devices where they
+    would not fit.
     """
     device = device or this_device()
     per_expert = num_pairs / num_experts
@@ -340,9 +341,9 @@ class Routing(NamedTuple):
 
     weights: Tensor  # float32 [num_tokens, top_k]
     sources: Tensor  # int32 [pairs]: the token of each pair
-    # int32 [num_tokens, top_k]: indices of a token's pairs; -1: the expert is not local
+    # int32 [num_tokens, top_k]: indices of a token's pairs; -1 if the expert is not local
     places: Tensor
-    tiles: Tensor  # int32 [1 + maximum tiles, TILE]: the number of tiles, then the tiles
+    tiles: Tensor  # int32 [1 + maximum tiles, TILE]: number of tiles, then the tiles
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -361,12 +362,12 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 def sort_by_expert(
     logits: Tensor, top_k: int, normalize: bool, first: int, num_here: int, bm: int
 ) -> Routing:
-    """Route float32 logits [num_tokens, num_experts] to local experts, `first` and after."""
+    """Route float32 logits [num_tokens, num_experts] to local experts, which start at `first`."""
     num_tokens, num_experts = logits.shape
     num_pairs = num_tokens * top_k
-    used = min(num_pairs, num_here)  # each expert has one tile that may not be full
+    used = min(num_pairs, num_here)  # each expert may have one partial tile
     most_tiles = used + (num_pairs - used) // bm
-    # threads share the sum of a token's probabilities by the size of the chunk
+    # the chunk's size determines how threads share the sum of a token's probabilities
     chunk = 16 if num_tokens <= 16 and not is_deterministic() else 64
     num_chunks = triton.cdiv(num_tokens, chunk)
     here = triton.next_power_of_2(num_here)
@@ -399,8 +400,8 @@ def grouped(
 ) -> Tensor:
     """Return each pair's product with its expert's weight: [pairs, columns].
 
-    swiglu: x has a row for each token, weight has the gate's rows and up's; otherwise x has a row
-    for each pair.
+    swiglu: x has a row for each token, and weight has the rows of gate and of up; otherwise x has a
+    row for each pair.
     """
     if not isinstance(weight, Tensor | Quantized):
         return weight.grouped(x, routing.sources, routing.tiles, swiglu, bm)
@@ -430,7 +431,7 @@ def experts(
     out: Tensor | None = None,
     tuning: MoeTuning | None = None,
 ) -> Tensor:
-    """Compute `norm_moe` after the router; x is the norm, and the residual is added."""
+    """Compute `norm_moe` after the router; x is already normalized, and the residual is added."""
     num_tokens, hidden_size = x.shape
     out = torch.empty_like(x) if out is None else out
     if not num_tokens:
@@ -438,7 +439,7 @@ def experts(
     is_custom = not isinstance(gate_up, Tensor | Quantized)
     if is_custom and not isinstance(down, Tensor | Quantized) and tuning is None:
         bm = down.pairs_of_tile(num_tokens * top_k, logits.shape[1])
-        tuning = NARROW._replace(bm=bm)  # of which only bm is used
+        tuning = NARROW._replace(bm=bm)  # only its bm is used
     if tuning is None:
         is_fp8 = isinstance(down, Quantized)
         tuning = choose_tuning(num_tokens * top_k, logits.shape[1], down.shape[2], is_fp8)

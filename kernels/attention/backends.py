@@ -18,7 +18,7 @@ from penstock.kernels.back_ends import CHOSEN
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 
-FLASH_BLOCK = 256  # tokens; flash-attn's paged KV cache takes this or a multiple
+FLASH_BLOCK = 256  # tokens; flash-attn's paged KV cache needs blocks of a multiple of this size
 DEFAULT_BLOCK = 16
 TRITON_BLOCK = 128  # tokens; the largest tile of keys, so that a tile lies in one block
 
@@ -29,20 +29,20 @@ class AttentionBackend(Protocol):
     name: str
     block_size: int
     scale: float
-    # True if decode can be captured in a CUDA graph: the host reads nothing from the device
+    # True if a CUDA graph can capture decode: the host reads nothing from the device
     can_be_captured: bool
-    # True if prefill can be captured too, in a graph whose rows prefill or decode
+    # True if a CUDA graph whose rows prefill or decode can capture prefill as well
     can_capture_prefill: bool
 
     def begin(self, batch: ForwardBatch) -> None:
-        """Prepare a step, before its layers."""
+        """Prepare a step before its first layer."""
 
     def __call__(self, q: Tensor, kv_cache: KVCache, batch: ForwardBatch) -> Tensor:
-        """Attend the tokens of the step, whose KV is stored."""
+        """Compute attention for the tokens of the step, whose keys and values are stored."""
 
 
 class TorchAttention:
-    """The reference, on any device."""
+    """Reference backend, for any device."""
 
     name = "torch"
     can_be_captured = can_capture_prefill = False
@@ -51,7 +51,7 @@ class TorchAttention:
         self.block_size, self.scale = block_size, scale
 
     def begin(self, batch: ForwardBatch) -> None:
-        """Do nothing."""
+        """Do nothing: the reference needs no preparation."""
 
     def __call__(self, q: Tensor, kv_cache: KVCache, batch: ForwardBatch) -> Tensor:
         return attend(
@@ -66,7 +66,7 @@ class TorchAttention:
 
 
 class GpuAttention:
-    """A kernel for the rows that decode and a kernel for the rows that prefill."""
+    """Backend that runs one kernel for decoding rows and another for prefilling rows."""
 
     can_be_captured = True
 
@@ -77,7 +77,7 @@ class GpuAttention:
         self._prefill = prefill
 
     def begin(self, batch: ForwardBatch) -> None:
-        """Plan the split of the KV cache for the rows that decode."""
+        """Plan the split of the KV cache for decoding rows."""
         if batch.shape.num_decode:
             self._decode.plan(batch.decode_lens)
 
@@ -99,10 +99,10 @@ class GpuAttention:
 
 
 class FlashDecode:
-    """Decode attention of flash-attn, whose split follows from the shapes."""
+    """Decode attention of flash-attn, which chooses its split from the shapes."""
 
     def plan(self, context_lens: Tensor) -> None:
-        """Do nothing."""
+        """Do nothing: the split follows from the shapes."""
 
     def __call__(
         self,
@@ -114,7 +114,7 @@ class FlashDecode:
         scale: float,
         out: Tensor,
     ) -> None:
-        """Compute `penstock.kernels.attention.triton_decode.DecodeAttention`."""
+        """Compute the same as `penstock.kernels.attention.triton_decode.DecodeAttention`."""
         from flash_attn import flash_attn_with_kvcache
 
         attended = flash_attn_with_kvcache(
@@ -132,7 +132,7 @@ class FlashDecode:
 def flash_prefill(
     q: Tensor, kv_cache: KVCache, batch: ForwardBatch, scale: float, out: Tensor
 ) -> None:
-    """Write flash-attn's result for the rows that prefill into `out`."""
+    """Write flash-attn's result for the prefilling rows into `out`."""
     from flash_attn import flash_attn_varlen_func
 
     shape, first = batch.shape, batch.shape.num_decode
@@ -155,7 +155,7 @@ def flash_prefill(
 def triton_prefill(
     q: Tensor, kv_cache: KVCache, batch: ForwardBatch, scale: float, out: Tensor
 ) -> None:
-    """Write the Triton kernel's result for the rows that prefill into `out`."""
+    """Write the Triton kernel's result for the prefilling rows into `out`."""
     from penstock.kernels.attention.triton_prefill import prefill_attention
 
     prefill_attention(
@@ -191,8 +191,8 @@ def choose_attention(
 ) -> AttentionBackend:
     """Return the backend `name` (auto, triton, flash-attn or torch).
 
-    block_size: tokens of a KV block, 0: backend default. kv_cache_dtype: auto or fp8. Raises
-    ValueError if the backend is not available for these arguments.
+    block_size: tokens of a KV block; 0 chooses the backend's default. kv_cache_dtype: auto or fp8.
+    Raises ValueError if the backend is not available for these arguments.
     """
     scale = head_dim**-0.5
     if name == "auto":

@@ -1,12 +1,12 @@
 """Attention over a paged KV cache in torch, for any mix of prefill chunks and decode.
 
-Causal softmax attention (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762) in which groups of
-query heads share a key-value head (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245); keys
-and values lie in blocks (Kwon et al. 2023, https://arxiv.org/abs/2309.06180). The arguments have
+Causal softmax attention (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762). Groups of query
+heads share a key-value head (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245). Keys and
+values lie in blocks (Kwon et al. 2023, https://arxiv.org/abs/2309.06180). The arguments have
 flash-attn's names and meaning.
 
-A token's result has the same bits for every batch and every chunking of its sequence: keys are
-taken in tiles of a fixed length, and the tiles are added in order. Keys beyond a token's own
+A token's result has the same bits for every batch and every chunking of its sequence. Keys are
+processed in tiles of a fixed length, and the tiles are added in order. Keys beyond a token's own
 position have weight 0, which changes no bit.
 """
 
@@ -89,11 +89,14 @@ def _check_lengths(seq: int, num_tokens: int, context_len: int, capacity: int) -
 class _Tiles:
     """Tiles of KEY_TILE tokens of a cache, as [num_kv_heads, KEY_TILE, head_dim].
 
-    A tile consists of pieces, whose number of tokens divides both a block and a tile.
+    A tile consists of pieces. The number of tokens of a piece divides both a block and a tile.
     """
 
     def __init__(self, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
-        """Prepare a buffer; scale: of a cache in FP8; dtype: of the tiles."""
+        """Allocate a buffer.
+
+        scale: scales of an FP8 cache, or None. dtype: element type of the tiles.
+        """
         num_blocks, block_size, num_kv_heads, head_dim = cache.shape
         self._piece = math.gcd(block_size, KEY_TILE)
         self._pieces_per_block = block_size // self._piece
@@ -106,7 +109,7 @@ class _Tiles:
         self._tile = self._buffer.view(KEY_TILE, num_kv_heads, head_dim).transpose(0, 1)
 
     def pieces(self, block_tables: Tensor) -> Tensor:
-        """Return indices of pieces, int64 [num_seqs, num_tiles, pieces per tile].
+        """Return the indices of the pieces, int64 [num_seqs, num_tiles, pieces per tile].
 
         The last tile is padded with piece 0, whose keys are masked.
         """
@@ -128,7 +131,7 @@ class _Tiles:
 def _attend_tile(
     q: Tensor, keys: _Tiles, values: _Tiles, tiles: tuple[Tensor, ...], position: int, out: Tensor
 ) -> None:
-    """Compute attention of successive tokens of one sequence, the first at `position`.
+    """Compute attention for successive tokens of one sequence, the first at `position`.
 
     q, out: [num_kv_heads, num_tokens, group, head_dim]. tiles: the pieces of each key tile.
     """
@@ -145,15 +148,18 @@ def _attend_tile(
     weighted = torch.zeros_like(rows)
     for tile_weights, pieces in zip(weights.unbind(0), tiles, strict=True):
         batched_product(tile_weights, values.read(pieces), weighted, add=True)
-    # cumsum adds in order; sum would choose an order by the number of tiles.
+    # cumsum adds in order; the order of sum would depend on the number of tiles.
     total = weights.sum(-1, keepdim=True).cumsum(0)[-1]
     out.copy_((weighted / total)[:, :num_rows].view_as(out))
 
 
 def _mask_later_keys(scores: Tensor, position: int) -> None:
-    """Mask scores [num_tiles, num_kv_heads, num_tokens, group, KEY_TILE] from `position` on."""
+    """Mask scores [num_tiles, num_kv_heads, num_tokens, group, KEY_TILE] of later keys.
+
+    position: position of the first token in its sequence.
+    """
     num_tiles, _, num_tokens, _, _ = scores.shape
-    first_tile = position // KEY_TILE  # earlier tiles have no later key
+    first_tile = position // KEY_TILE  # earlier tiles contain no later key
     keys = torch.arange(first_tile * KEY_TILE, num_tiles * KEY_TILE, device=scores.device)
     queries = torch.arange(position, position + num_tokens, device=scores.device)
     later = keys.view(-1, 1, 1, 1, KEY_TILE) > queries.view(-1, 1, 1)

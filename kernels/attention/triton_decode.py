@@ -1,8 +1,8 @@
 """Attention of one new token per sequence over a paged KV cache, split over the keys.
 
 Flash-decoding (Dao et al. 2023, https://pytorch.org/blog/flash-decoding/): several programs share
-the keys of a long sequence, and the last program to finish merges their results. The work list is
-made on the device once a step, because lengths differ between replays of a CUDA graph.
+the keys of a long sequence, and the last program to finish merges their results. The device makes
+the work list once a step, because lengths differ between replays of a CUDA graph.
 
 A row's sums are taken in one order, whichever program finishes last. The split of a row, and with
 it the last bits of its result, depends on the lengths of the other rows.
@@ -24,16 +24,16 @@ from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.triton_elementwise import as_operand, widen
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
-# int32 per item, 32 bytes so that one sector holds an item: row (-1: no item), first key, end of
-# keys, the row's first item, number of the row's items, and with fixed splits the place of the
-# row's first split and the row's length
+# int32 values per item; 32 bytes, so that one sector holds an item: row (-1: no item), first key,
+# end of the keys, the row's first item, number of items of the row, and with fixed splits the index
+# of the row's first split and the row's length
 ITEM_INTS = tl.constexpr(8)
 
-FEW_ROWS = 32  # maximum rows for which splits, rather than rows, fill a GPU
+FEW_ROWS = 32  # up to this number of rows, splits fill the GPU; with more, the rows themselves do
 
 
 class DecodeTuning(NamedTuple):
-    """Parameters chosen by measurement."""
+    """Launch parameters chosen by measurement."""
 
     block_n: int = 64  # keys per tile, a power of two of at least 16
     num_warps: int = 4
@@ -42,12 +42,12 @@ class DecodeTuning(NamedTuple):
     min_split: int = 64  # minimum keys of a split, rounded up to tiles
 
 
-# for GPUs on which the measured tuning does not fit
+# for GPUs without enough shared memory for the measured tuning
 SMALLER = (DecodeTuning(64, 4, 3, 1, min_split=64), DecodeTuning(32, 4, 2, 2, min_split=32))
 
 
 def decode_shared_bytes(tuning: DecodeTuning, head_dim: int, *, is_fp8: bool = False) -> int:
-    """Return the kernel's shared memory: keys and values in flight, queries and weights."""
+    """Return the bytes of shared memory: keys and values in flight, queries and weights."""
     key_bytes = head_dim + 4 if is_fp8 else 2 * head_dim
     in_flight = (tuning.num_stages - 1) * 2 * tuning.block_n * key_bytes
     return in_flight + 16 * 2 * (head_dim + tuning.block_n)
@@ -89,7 +89,7 @@ def _measured_tuning(num_rows: int, group: int, is_fp8: bool) -> DecodeTuning:
 
 @triton.jit
 def _split_tiles(tiles, target_items, min_tiles):
-    """Return the shortest split, in tiles, whose number of items is within the limit.
+    """Return the length in tiles of the shortest split that keeps the items within the limit.
 
     tiles: int32 [ROWS]. If the rows alone exceed the target, half of them may be split once, so
     that no program works much longer than the others.
@@ -113,7 +113,8 @@ def plan_kernel(
 ):  # fmt: skip
     """Cut every row into items of equal length, the longest items first, in one program.
 
-    CAPACITY: of splits, of BLOCK_N keys, whose results are stored; a row without room has one item.
+    CAPACITY: number of splits of BLOCK_N keys whose results can be stored. A row without room for
+    its splits has one item.
     """
     launch_dependents()
     wait()
@@ -149,8 +150,8 @@ def plan_kernel(
         tl.store(items_ptr + (unused + index) * ITEM_INTS, -1, unused + index < max_items)
 
 
-# factor of a weight times its value's scale, which would be too small for float16; values may still
-# reach 28,000
+# factor of the product of a weight and its value's scale, which would underflow float16; the values
+# may still reach 28,000
 WEIGHT_FACTOR = tl.constexpr(1024.0)
 
 
@@ -160,10 +161,10 @@ def attend_keys(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Attend q [16, HEAD_DIM] over keys `begin` to `end` of a sequence.
+    """Compute the attention of q [16, HEAD_DIM] over keys `begin` to `end` of a sequence.
 
-    slots: of the first tile; head: of keys. Returns float32 [16, HEAD_DIM] and the base 2 logarithm
-    of the sum of the weights, [16].
+    slots: slots of the first tile. head: index of the KV head. Returns float32 [16, HEAD_DIM] and
+    the base 2 logarithm of the sum of the weights, [16].
     """
     FP8: tl.constexpr = k_scale_ptr is not None
     stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
@@ -172,7 +173,7 @@ def attend_keys(
     top = tl.full([16], float("-inf"), tl.float32)
     total = tl.zeros([16], tl.float32)
     if FP8:
-        # float16 holds 8 bits and a normed query, and one instruction converts 8 bits to float16
+        # float16 can hold 8-bit keys and a normed query, and one instruction converts them
         q = q.to(tl.float32 if q.dtype == tl.float32 else tl.float16)
         k_scale_ptr += head * BLOCK_SIZE
         v_scale_ptr += head * BLOCK_SIZE
@@ -194,7 +195,7 @@ def attend_keys(
             v_scale = tl.load(v_scale_ptr + places, there, 0.0)
         else:
             v = tl.load(v_ptr + offsets, there[:, None], 0.0)
-        # One tile ahead; otherwise the compiler spends a pipeline stage on the slots.
+        # Slots are loaded one tile ahead; otherwise the compiler spends a pipeline stage on them.
         slots = slots_from(block_table_ptr, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         scores = tl.dot(q, tl.trans(widen(k).to(q.dtype)), input_precision="ieee")
         scores *= (k_scale * scale_log2)[None, :] if FP8 else scale_log2
@@ -219,7 +220,7 @@ def attend_keys(
 
 @triton.jit
 def slots_from(block_table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return slots of the keys from `start`, int64 [BLOCK_N]: block * BLOCK_SIZE + offset."""
+    """Return the slots of the keys from `start`, int64 [BLOCK_N]: block * BLOCK_SIZE + offset."""
     tokens = start + tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:  # the tile lies in one block
         block = tl.load(block_table_ptr + start // BLOCK_SIZE, start < end, 0).to(tl.int64)
@@ -229,16 +230,16 @@ def slots_from(block_table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: t
 
 
 MAX_ROWS = 4096
-MAX_GROUP = 16  # query heads per KV head: the rows of one tensor core instruction
-MERGED_FLOATS = 4096  # elements of partial results that are merged in one iteration
+MAX_GROUP = 16  # maximum query heads per KV head: the rows of one tensor core instruction
+MERGED_FLOATS = 4096  # elements of partial results merged in one iteration
 
 
 class PagedDecode:
     """Decode attention with its work list and workspace, shared by all layers and CUDA graphs.
 
-    Subclasses allocate the results of rows with several items, cut rows into items, and attend.
+    Subclasses allocate memory for partial results, cut rows into items, and compute the attention.
 
-    Calls must not overlap: `plan` once a step, then the layers of this step in turn.
+    Calls must not overlap: `plan` runs once a step, then the layers of this step in turn.
     """
 
     def __init__(
@@ -253,7 +254,10 @@ class PagedDecode:
         is_fp8: bool = False,
         tuning: DecodeTuning | None = None,
     ) -> None:
-        """Allocate the workspace; is_fp8: of the KV cache. Raises ValueError for invalid sizes."""
+        """Allocate the workspace. Raises ValueError for invalid sizes.
+
+        is_fp8: True for a KV cache in FP8.
+        """
         self._fixed_tuning, self._group = tuning, num_heads // num_kv_heads
         self._is_fp8, self._head_dim, self._block_size = is_fp8, head_dim, block_size
         _check_sizes(max_rows, num_heads, num_kv_heads, head_dim, block_size, self._tuning(1))
@@ -267,15 +271,15 @@ class PagedDecode:
         self._arrived = torch.zeros((max_rows, num_kv_heads), dtype=torch.int32, device=device)
 
     def _allocate(self, max_items: int, device: torch.device | str) -> None:
-        """Allocate memory for the results of rows with several items."""
+        """Allocate memory for the partial results of rows with several items."""
         raise NotImplementedError
 
     def _splits(self, num_rows: int) -> tuple[int, int, int]:
-        """Return the fewest splits of an item, the keys of a split, and the splits stored."""
+        """Return the minimum splits per item, the keys per split and the stored splits."""
         raise NotImplementedError
 
     def max_items(self, num_rows: int) -> int:
-        """Return the maximum number of items of `num_rows` rows of any lengths."""
+        """Return the maximum number of items of `num_rows` rows of arbitrary lengths."""
         return max(self._target_items(num_rows), num_rows + num_rows // 2)
 
     def _tuning(self, num_rows: int) -> DecodeTuning:
@@ -291,8 +295,8 @@ class PagedDecode:
     def plan(self, context_lens: Tensor) -> None:
         """Make the work list of a step from context_lens, int32 [num_rows], 0 for a padded row.
 
-        A kernel without programmatic dependent launch, such as the embedding, must follow before
-        the first layer: the layers read the list before they wait.
+        A kernel without programmatic dependent launch, such as the embedding, must run before the
+        first layer: the layers read the list before they wait.
         """
         num_rows = context_lens.shape[0]
         check_tensor("context_lens", context_lens, (-1,), torch.int32)
@@ -316,11 +320,11 @@ class PagedDecode:
         scale: float,
         out: Tensor,
     ) -> None:
-        """Write the attention of every row to `out`; nothing for a padded row.
+        """Write the attention of every row to `out`, except for padded rows.
 
         q: [num_rows, num_heads, head_dim], with any row stride. kv_cache: includes this step's
         tokens. context_lens: as in `plan`. block_tables: int32 [num_rows, max_blocks]. scale:
-        factor of the scores. out: like q, contiguous.
+        factor of the scores. out: contiguous, of q's shape.
         """
         num_rows = q.shape[0]
         self._check_rows(num_rows)
@@ -414,7 +418,7 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MERGED_SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Attend one item with one KV head in each program; the heads of an item are adjacent.
+    """Compute one item with one KV head in each program; the heads of an item are adjacent.
 
     The next kernel is not launched early: its reads of the output projection's weights would
     precede the reads of keys and values (8B, batch 16: 132 instead of 120 µs a layer).
@@ -445,7 +449,7 @@ def _decode_kernel(
         part = (item.to(tl.int64) * NUM_KV_HEADS + head) * GROUP
         tl.store(partials_ptr + part * HEAD_DIM + tile, acc, real)
         tl.store(lses_ptr + part + query, lse, query < GROUP)
-        # Every thread's stores come before the counter's addition, which releases them.
+        # Every thread stores its results before the counter's addition, which releases them.
         tl.debug_barrier()
         counter_ptr = arrived_ptr + row * NUM_KV_HEADS + head
         if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_splits - 1:
@@ -464,7 +468,7 @@ def _merge(
 ):  # fmt: skip
     """Write the mean of a row's partial results, weighted by 2 ** lse, in the splits' order.
 
-    The first GROUP heads of partials [num_splits, SPLIT_HEADS, HEAD_DIM] and of lses
+    Only the first GROUP heads of partials [num_splits, SPLIT_HEADS, HEAD_DIM] and of lses
     [num_splits, SPLIT_HEADS] are used.
     """
     FILLED: tl.constexpr = triton.next_power_of_2(GROUP)
@@ -473,13 +477,13 @@ def _merge(
     top = tl.full([FILLED], float("-inf"), tl.float32)
     total = tl.zeros([FILLED], tl.float32)
     acc = tl.zeros([FILLED, HEAD_DIM], tl.float32)
-    # Heads come first: the warps share them, and no sum over splits crosses warps.
+    # Heads are the first dimension: the warps share them, and no sum over splits crosses warps.
     for turn in range(0, num_splits, MERGED_SPLITS):
         splits = turn + tl.arange(0, MERGED_SPLITS)[None, :]
         there = splits < num_splits
         rows = splits * SPLIT_HEADS + heads[:, None]
         cells = rows[:, :, None] * HEAD_DIM + dims[None, None, :]
-        # Before the lses, or some of these loads wait for them.
+        # These loads come before the loads of lses; otherwise some of them would wait.
         partials = tl.load(partials_ptr + cells, there[:, :, None], 0.0)
         lses = tl.load(lses_ptr + rows, there, float("-inf"))
         new_top = tl.maximum(top, tl.max(lses, 1))

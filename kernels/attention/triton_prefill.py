@@ -23,17 +23,17 @@ MIN_HEAD_DIM = 16
 
 
 class PrefillTuning(NamedTuple):
-    """Tile sizes of the kernel, which change its speed only."""
+    """Tile sizes of the kernel; they change only its speed."""
 
-    block_n: int  # keys of one iteration
+    block_n: int  # keys per iteration
     num_warps: int
-    num_stages: int  # iterations whose keys and values are loaded at once
+    num_stages: int  # iterations whose keys and values are loaded at the same time
 
 
 def prefill_shared_bytes(
     tuning: PrefillTuning, tile_size: int, head_dim: int, *, is_fp8: bool = False
 ) -> int:
-    """Return the kernel's shared memory: keys and values in flight, queries and weights."""
+    """Return the bytes of shared memory: keys and values in flight, queries and weights."""
     key_bytes = head_dim + 4 if is_fp8 else 2 * head_dim
     in_flight = (tuning.num_stages - 1) * 2 * tuning.block_n * key_bytes
     weights = tuning.block_n if tile_size <= SMALL_TILE else 0  # in registers with large tiles
@@ -48,9 +48,9 @@ def default_tuning(
     is_fp8: bool = False,
     device: Device | None = None,
 ) -> PrefillTuning:
-    """Return the tuning for KV blocks of block_size tokens that fits the device.
+    """Return the tuning for KV blocks of block_size tokens that fits the device's shared memory.
 
-    device: default `this_device`. Raises ValueError if nothing fits.
+    device: default `this_device`. Raises ValueError if no tuning fits.
     """
     device = device or this_device()
     tunings = [PrefillTuning(64, 8, 3), PrefillTuning(64, 8, 2), PrefillTuning(32, 8, 2)]
@@ -81,10 +81,11 @@ def prefill_attention(
 ) -> None:
     """Write the attention of the tiles' tokens into `out`; other rows of `out` keep their values.
 
-    tiles: int32 [num_tiles, 2], sequence and first of `tile_size` tokens (a power of two) in the
-    sequence's chunk, or -1. Other arguments as in penstock.kernels.attention.reference.attend.
-    q, out: contiguous [num_tokens, num_heads, head_dim]. Each row of block_tables is contiguous,
-    and scale > 0. Raises ValueError if head_dim is not a power of two, or below MIN_HEAD_DIM.
+    tiles: int32 [num_tiles, 2]: sequence, and index of the first of `tile_size` tokens (a power of
+    two) in the sequence's chunk; -1 for padding. Other arguments are as in
+    penstock.kernels.attention.reference.attend. q, out: contiguous [num_tokens, num_heads,
+    head_dim]. Each row of block_tables is contiguous, and scale > 0. Raises ValueError if head_dim
+    is not a power of two, or below MIN_HEAD_DIM.
     """
     _, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_cache.k.shape[1:3]
@@ -107,11 +108,11 @@ def prefill_attention(
 def _prefill_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, out_ptr,
     tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr, block_tables_ptr, max_blocks,
-    scale,  # of the scores, as powers of 2
+    scale,  # factor of the scores, for powers of 2
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attend BLOCK_M queries of one head in each program; heads of a group are neighbors."""
+    """Compute BLOCK_M queries of one head in each program; heads of a group are neighbors."""
     launch_dependents()
     wait()
     head, tile = tl.program_id(0), tl.program_id(1)
@@ -134,7 +135,7 @@ def _prefill_attention_kernel(
         k_scale_ptr += kv_head * BLOCK_SIZE
         v_scale_ptr += kv_head * BLOCK_SIZE
         q = q.to(tl.float32 if q.dtype == tl.float32 else tl.float16)  # as in decode attention
-    position = context_len - num_queries + first  # of the first query
+    position = context_len - num_queries + first  # position of the first query
     positions = position + rows
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -162,7 +163,8 @@ def _attend_keys(
 ):  # fmt: skip
     """Add the keys from `begin`, a multiple of BLOCK_N, to `end` to the running softmax.
 
-    MASKED: a query precedes a key, or `end` lies within a tile. positions: of the queries.
+    MASKED: True if a query precedes a key, or if `end` lies within a tile. positions: positions of
+    the queries.
     """
     row_size: tl.constexpr = NUM_KV_HEADS * q.shape[1]
     slots = slots_of(table, begin, end, BLOCK_SIZE, BLOCK_N)
@@ -173,7 +175,7 @@ def _attend_keys(
             places = offsets_of(places, 1, 1, BLOCK_N)
         slots = slots_of(table, key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         key_positions = key + tl.arange(0, BLOCK_N)
-        # memory after the last key may hold NaN, which a weight of 0 would not remove
+        # memory after the last key may hold NaN; a weight of 0 would not remove it
         stored = (key_positions < end)[:, None] if MASKED else None
         k = tl.load(k_ptr + offsets, stored)
         v = tl.load(v_ptr + offsets, stored, 0.0 if MASKED else None)
@@ -192,7 +194,7 @@ def _attend_keys(
 
 @triton.jit
 def slots_of(table, key, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return slots of the keys from `key` on, int64 [BLOCK_N], or the first of adjacent slots.
+    """Return the slots of the keys from `key`: int64 [BLOCK_N], or only the first if adjacent.
 
     Slots are read one iteration ahead, so that no key waits for its slot.
     """
@@ -207,7 +209,7 @@ def slots_of(table, key, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def offsets_of(slots, ROW_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return offsets of the keys in `slots` within a head's cache: [BLOCK_N, HEAD_DIM]."""
+    """Return the offsets of the keys in `slots` within a head's cache: [BLOCK_N, HEAD_DIM]."""
     columns = tl.arange(0, HEAD_DIM)[None, :]
     if len(slots.shape) == 0:
         return slots * ROW_SIZE + (tl.arange(0, BLOCK_N)[:, None] * ROW_SIZE + columns)
@@ -217,7 +219,7 @@ def offsets_of(slots, ROW_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def _add_tile(acc, highest, total, scores, v, scale):
-    """Add a tile to the running softmax: scores float32 [BLOCK_M, BLOCK_N] and values v."""
+    """Add a tile to the running softmax; scores: float32 [BLOCK_M, BLOCK_N]; v: its values."""
     higher = tl.maximum(highest, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - higher[:, None])
     correction = tl.exp2(highest - higher)

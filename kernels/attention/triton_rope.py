@@ -1,6 +1,6 @@
 """RMSNorm per head, RoPE and the store into the paged KV cache, in one Triton kernel.
 
-A KV cache in 8 bits (e4m3) has scales, which these functions place, store and read.
+An 8-bit KV cache (e4m3) has scales; these functions locate, store and read them.
 """
 
 import triton
@@ -14,7 +14,8 @@ from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# PTX that converts two pairs (cvt, prmt): the two lower numbers, then the two upper numbers
+# PTX that converts two pairs of numbers (cvt, prmt): first both lower numbers, then both upper
+# numbers
 _HALVES = tl.constexpr("""{
     .reg .b16 first, second;
     .reg .b32 x, y;
@@ -28,7 +29,7 @@ _HALVES = tl.constexpr("""{
 
 @triton.jit
 def scale_places(slots, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return offsets of head 0's scales in [num_blocks, NUM_KV_HEADS, BLOCK_SIZE]."""
+    """Return the offsets of head 0's scales in [num_blocks, NUM_KV_HEADS, BLOCK_SIZE]."""
     return slots + slots // BLOCK_SIZE * ((NUM_KV_HEADS - 1) * BLOCK_SIZE)
 
 
@@ -36,7 +37,7 @@ def scale_places(slots, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 def store_scales(
     scale_ptr, absmax, slot, heads, stored, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """Store the scales of heads whose largest numbers are absmax; return the inverse scales."""
+    """Store the scales of heads with the absolute maxima `absmax`; return the inverse scales."""
     absmax = tl.maximum(absmax, _SMALLEST)
     places = scale_places(slot, NUM_KV_HEADS, BLOCK_SIZE) + heads * BLOCK_SIZE
     tl.store(scale_ptr + places, absmax / _LARGEST, stored)
@@ -45,10 +46,12 @@ def store_scales(
 
 @triton.jit
 def halves(pairs, AS_UINT8: tl.constexpr):
-    """Return the lower and the upper numbers of int16 pairs as float16, the hardware's target.
+    """Return the lower and the upper numbers of int16 pairs as float16.
 
-    AS_UINT8: by integer operations. A tensor core's operand is transposed in pairs; single numbers
-    would be read one by one.
+    The hardware converts to float16 only.
+
+    AS_UINT8: convert by integer operations. A tensor core's operand is transposed in pairs; single
+    numbers would be read individually.
     """
     if AS_UINT8:
         return widen((pairs & 255).to(tl.uint8)), widen(((pairs >> 8) & 255).to(tl.uint8))
@@ -65,7 +68,7 @@ def _number(bits):
     return (bits & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
-HEADS = 8  # heads of one kind in a program
+HEADS = 8  # heads of one kind per program
 MIN_HEAD_DIM = 16
 
 
@@ -78,9 +81,10 @@ def qk_norm_rope_store(
     kv_cache: KVCache,
     eps: float,
 ) -> Tensor:
-    """Compute `penstock.kernels.attention.rope.qk_norm_rope_store`; weights: of queries, of keys.
+    """Compute `penstock.kernels.attention.rope.qk_norm_rope_store`.
 
-    Raises ValueError if head_dim is not a power of two, or below MIN_HEAD_DIM.
+    weights: norm weights of queries and of keys. Raises ValueError if head_dim is not a power of
+    two, or below MIN_HEAD_DIM.
     """
     block_size, num_kv_heads, head_dim = kv_cache.k.shape[1:]
     if head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1):
@@ -94,7 +98,7 @@ def qk_norm_rope_store(
             qkv, q, as_operand(kv_cache.k), as_operand(kv_cache.v),
             *(kv_cache.scales or (None, None)), *weights, rope, positions, slot_mapping, eps,
             num_heads, num_kv_heads, head_dim, block_size, HEADS,
-            num_warps=max(1, HEADS * head_dim // 512),  # 16 bytes of each half for a thread
+            num_warps=max(1, HEADS * head_dim // 512),  # each thread loads 16 bytes of each half
             **LAUNCH,
         )  # fmt: skip
     return q
@@ -107,7 +111,7 @@ def _qk_norm_rope_store_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Prepare HEADS heads of one token, all queries, keys or values, in each program."""
+    """Process HEADS heads of one token, all queries, keys or values, in each program."""
     launch_dependents()
     q_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     kv_groups: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -153,7 +157,7 @@ def _qk_norm_rope_store_kernel(
 
 @triton.jit
 def _norm_and_rotate(in_row, weight_ptr, rope_row, eps, heads, stored, HEAD_DIM: tl.constexpr):
-    """Return the float32 halves of some heads of one token; heads, stored: [number, 1]."""
+    """Return the float32 halves of some heads of one token; heads, stored: [number of heads, 1]."""
     half: tl.constexpr = HEAD_DIM // 2
     columns = tl.arange(0, half)[None, :]
     offsets = heads * HEAD_DIM + columns

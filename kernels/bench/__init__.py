@@ -1,1 +1,1 @@
-"""Measurements of kernels on a GPU, by which `launch tune` chooses tile sizes."""
+"""Measurements of kernels on a GPU, with which `launch tune` chooses tile sizes."""

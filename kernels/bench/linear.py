@@ -3,11 +3,11 @@
     python -m penstock.kernels.bench.linear [--sizes 0.6B 8B] [--rows 1 16] [--write FILE | --cache]
         [--layer HIDDEN INTERMEDIATE HEADS KV_HEADS] [--tp N] [--dtype fp8] [--head]
 
-The four products of a layer are tuned in turn, timed within a layer; the figures are of the whole
-layer: the time of a product depends on its neighbors, such as a kernel that starts early, a kernel
-that can't overlap, or an input that was just written. FILE is a table of `kernels/linear/tuning`;
-other sizes and rows keep their entries. --cache writes the table of the user's cache (`launch
-tune`). With fp8 the weights have 8 bits, and cuBLAS multiplies 8 bits.
+The four products of a layer are tuned in turn, timed within a layer. The figures are those of the
+whole layer, since the time of a product depends on its neighbors, such as a kernel that starts
+early, a kernel that can't overlap, or an input that was just written. FILE is a table of
+`kernels/linear/tuning`; other sizes and rows keep their entries. --cache writes the table of the
+user's cache (`launch tune`). With fp8 the weights have 8 bits, and cuBLAS multiplies 8 bits.
 """
 
 import argparse
@@ -60,13 +60,13 @@ from penstock.kernels.linear.tuning_tables import (
 )
 from penstock.kernels.matrices import FP8, Quantized, Rows, parts
 
-CONTEXT = 384  # tokens: the middle of 256 in, 256 out
+CONTEXT = 384  # tokens; the middle of a request with 256 input and 256 output tokens
 BLOCK_SIZE = 128
 EPS = 1e-6
 
 
 def separately(product: Product, dtype: torch.dtype = torch.bfloat16) -> Rows:
-    """Multiply by cuBLAS, with separate kernels for norm, activation and sum."""
+    """Compute the product by cuBLAS, with separate kernels for norm, activation and sum."""
     if product.norm_weight is None:
         if product.residual is None:
             raise ValueError("product: got neither norm nor residual, expected one of them")
@@ -77,7 +77,7 @@ def separately(product: Product, dtype: torch.dtype = torch.bfloat16) -> Rows:
 
 
 def cut(pool: Tensor, shape: GemmShape, begin: int = 0) -> Rows:
-    """Return a weight of the pool's elements from `begin` on, Quantized if in 8 bits."""
+    """Return a weight cut from the pool at `begin`, as a Quantized if the pool has 8 bits."""
     values = pool[begin : begin + shape.num_weights * shape.inner].view(-1, shape.inner)
     if pool.dtype != FP8:
         return values
@@ -85,10 +85,10 @@ def cut(pool: Tensor, shape: GemmShape, begin: int = 0) -> Rows:
 
 
 class Layers:
-    """Layers of one published size that decode `rows` rows, with weights beyond the L2 cache."""
+    """Decoding layers of one published size for `rows` rows, with weights beyond the L2 cache."""
 
     def __init__(self, size: str, rows: int, pool: Tensor) -> None:
-        """Cut weights from `pool`, random numbers in bfloat16 or 8 bits."""
+        """Cut the weights from `pool`, random numbers in bfloat16 or 8 bits."""
         hidden, _, self.heads, self.kv_heads = SIZES[size]
         self.shapes = shapes(size)[:4]
         num_weights = sum(shape.num_weights * shape.inner for shape in self.shapes)
@@ -111,11 +111,11 @@ class Layers:
         torch.cuda.synchronize()
 
     def us(self, configs: Configs) -> float:
-        """Return microseconds of a layer; a config of None is cuBLAS."""
+        """Return the microseconds of a layer; None as a config stands for cuBLAS."""
         return graph_us([lambda: self.run(configs)], 3, 400) / self.num_layers
 
     def run(self, configs: Configs) -> Tensor:
-        residual = self.x.clone()  # cuBLAS adds to it in place
+        residual = self.x.clone()  # cuBLAS changes it in place
         for layer in range(self.num_layers):
             qkv_proj, o_proj, gate_up_proj, down_proj = self.weights[4 * layer : 4 * layer + 4]
             qkv, o, gate_up, down = (configs[shape] for shape in self.shapes)
@@ -162,7 +162,7 @@ class Layers:
 
 
 def _cut_all(pool: Tensor, wanted: list[GemmShape]) -> list[Rows]:
-    """Return adjacent weights, starting over at the end of the pool."""
+    """Return adjacent weights cut from the pool; they wrap around at its end."""
     begin, weights = 0, []
     for shape in wanted:
         size = shape.num_weights * shape.inner
@@ -175,11 +175,11 @@ def _cut_all(pool: Tensor, wanted: list[GemmShape]) -> list[Rows]:
 ROWS = (1, 16, 32, 64)
 MAX_ERROR = 1e-2
 NUM_PROCESSES = min(16, len(os.sched_getaffinity(0)))
-POOL = 1 << 30  # random weights from which all shapes are cut, more than the largest needs
+POOL = 1 << 30  # random elements from which all shapes are cut; more than the largest shape needs
 
 
 def operands(shape: GemmShape, rows: int, weight: Rows) -> Product:
-    """Return random x, norm weight and residual for this weight."""
+    """Return the operands of a product of this weight with random x, norm weight and residual."""
     x, norm_weight, residual = (
         numbers.to("cuda", torch.bfloat16)
         for numbers in (
@@ -194,7 +194,7 @@ def operands(shape: GemmShape, rows: int, weight: Rows) -> Product:
 
 
 def expected(product: Product) -> Tensor:
-    """Compute the result in float32."""
+    """Compute the product in float32."""
     x = product.x.float()
     if product.norm_weight is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * product.norm_weight.float()
@@ -222,15 +222,15 @@ def compile_some(dtype: torch.dtype, work: Sequence[tuple[GemmShape, int, GemmCo
 
 
 def compile_all(measured: Sequence[tuple[GemmShape, int]], dtype: torch.dtype) -> None:
-    """Compile every kernel once, in a process for each core: N and K are not constants."""
+    """Compile every kernel once, in one process per core: N and K are not constants."""
     unique: dict[object, tuple[GemmShape, int, GemmConfig]] = {}
     for shape, rows in measured:
         for candidate in candidates(shape, rows, dtype.itemsize):
             small = _small(shape, candidate, dtype)
-            config = candidate._replace(split_k=min(candidate.split_k, 2))  # no constant either
+            config = candidate._replace(split_k=min(candidate.split_k, 2))  # not a constant either
             small = small._replace(inner=small.inner // candidate.split_k * config.split_k)
             block = row_block(rows)
-            fewest = 1 if rows == 1 else block // 2 + 1  # rows of such a block
+            fewest = 1 if rows == 1 else block // 2 + 1  # minimum rows that use this block
             unique.setdefault((small, block, config), (small, fewest, config))
     work = list(unique.values())
     begin = time.monotonic()
@@ -246,7 +246,7 @@ def compile_all(measured: Sequence[tuple[GemmShape, int]], dtype: torch.dtype) -
 def _small(shape: GemmShape, config: GemmConfig, dtype: torch.dtype) -> GemmShape:
     """Return a small shape that compiles to the same kernel."""
     inner = config.bk if shape.inner % config.bk == 0 else config.bk - 16
-    if -(-shape.inner // config.bk) > config.split_k:  # else one tile is all
+    if -(-shape.inner // config.bk) > config.split_k:  # otherwise one tile suffices
         inner += config.bk
     inner *= config.split_k
     most = EARLY // dtype.itemsize
@@ -255,7 +255,7 @@ def _small(shape: GemmShape, config: GemmConfig, dtype: torch.dtype) -> GemmShap
 
 
 def is_right(first: Product, config: GemmConfig, wanted: Tensor) -> bool:
-    """Return True if the result is right; False if wrong, or with too little shared memory."""
+    """Return True if the result is right; False if it is wrong or shared memory is too small."""
     first.out.fill_(torch.nan)
     try:
         launch(first, config)
@@ -269,7 +269,7 @@ def is_right(first: Product, config: GemmConfig, wanted: Tensor) -> bool:
 
 
 def right_candidates(shape: GemmShape, rows: int, pool: Tensor) -> list[GemmConfig]:
-    """Return the candidates with the right result."""
+    """Return the candidates that compute the right result."""
     first = operands(shape, rows, cut(pool, shape))
     wanted = expected(first)
     ways = candidates(shape, rows, pool.itemsize)
@@ -313,7 +313,7 @@ def _readable(config: GemmConfig | None) -> str:
 
 
 class Output(NamedTuple):
-    """The path of the tables to be written, and the tables that it has."""
+    """Path of the tables to be written, and the tables already in the file."""
 
     path: Path | None
     origin: Origin | None
@@ -325,7 +325,7 @@ class Output(NamedTuple):
 
 
 def output_of(path: Path | None, in_cache: bool) -> Output:
-    """Return the output; entries of an earlier run are kept if they still hold."""
+    """Return the output; entries of an earlier run are kept if they are still valid."""
     tables: Tables = {"bfloat16": {}, "fp8": {}}
     if not in_cache:
         return Output(

@@ -10,15 +10,16 @@ from penstock.kernels.linear.tile_sizes import GemmConfig, GemmShape
 
 
 def l2_bytes() -> int:
-    """Return more than the L2 of the GPU; rotate over more data than this."""
+    """Return a number of bytes larger than the GPU's L2; measurements rotate over more data."""
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     return max(64 << 20, int(found.L2_cache_size) * 5 // 4)
 
 
 def graph_us(work: Sequence[Callable[[], object]], repeats: int = 5, min_us: float = 2000) -> float:
-    """Return microseconds of one call, the median of `repeats` measurements.
+    """Return the microseconds of one call, the median of `repeats` measurements.
 
-    work: calls with different data, more than `l2_bytes` in all, so that caches are not measured.
+    work: calls with different data. All data together exceeds `l2_bytes`, so that caches are not
+    measured.
     """
     for call in work:
         call()
@@ -48,7 +49,7 @@ def _event() -> Any:
 
 
 Configs = dict[GemmShape, GemmConfig | None]
-FINALISTS = 3  # candidates that are measured again, for longer
+FINALISTS = 3  # number of candidates that are measured again, for longer
 ROUNDS = 2
 
 
@@ -57,10 +58,11 @@ def fastest_in_turn(
     right: Callable[[GemmShape], Sequence[GemmConfig]],
     us: Callable[[Configs], float],
 ) -> tuple[Configs, float, float]:
-    """Tune the products in turn, each among the best so far; None: cuBLAS is faster.
+    """Tune the products in turn, each with the best tile sizes so far; None stands for cuBLAS.
 
-    right: the candidates whose result is right. us: microseconds of all products with these tile
-    sizes. Returns the tile sizes, and the times of cuBLAS alone and of the result.
+    right: returns the candidates that compute the right result. us: returns the microseconds of all
+    products with these tile sizes. Returns the tile sizes, the time of cuBLAS alone and the time of
+    the result.
     """
     configs: Configs = dict.fromkeys(shapes)
     found: dict[GemmShape, Sequence[GemmConfig]] = {}

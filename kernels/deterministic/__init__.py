@@ -1,1 +1,1 @@
-"""Kernels for GPUs whose rows have the same bits in every batch."""
+"""GPU kernels whose rows have the same bits in every batch."""

@@ -1,14 +1,15 @@
-"""Attention whose rows have the same bits in every batch and chunk, decoding or prefilling.
+"""Attention whose rows have the same bits in every batch and chunk, in decode and prefill.
 
-The keys of a sequence are cut into splits of SPLIT keys, from its beginning. A split is attended
-from its front, in tiles of BLOCK_N keys, and the splits' sums are added in turn. A token's sums
-thus depend on its position only. Prefill adds the splits in registers, and so does decode where one
-program has a row. Where several have it, they store the sums of each split, and the last program to
-finish adds these. The splits of a program follow from the batch, and change no bit.
+The keys of a sequence are cut into splits of SPLIT keys, from its beginning. Each split is read in
+tiles of BLOCK_N keys, from its first key, and the splits' sums are added in order. A token's sums
+thus depend only on its position. Prefill adds the splits in registers. Decode does the same if one
+program computes a whole row. If several programs share a row, they store the sums of each split,
+and the last program to finish adds these sums. The assignment of splits to programs depends on the
+batch, but changes no bit.
 
-Sums over keys are computed by tensor cores, the sum of the weights too: the order of other sums in
-a tile depends on how the threads share it. The kernels are compiled without fusing multiplications
-and additions, which the compiler may choose otherwise in another kernel.
+Tensor cores compute the sums over keys, including the sum of the weights: the order of other sums
+in a tile depends on how the threads share it. The kernels are compiled without fusing
+multiplications and additions, because the compiler may fuse differently in another kernel.
 """
 
 import math
@@ -37,13 +38,13 @@ from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.triton_elementwise import as_operand, widen
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
-MASSES = tl.constexpr(8)  # columns with the same sum of weights; tensor cores compute no fewer
-UNROLLED = tl.constexpr(4)  # splits whose results are read at once
+MASSES = tl.constexpr(8)  # columns with the same sum of weights; a tensor core computes at least 8
+UNROLLED = tl.constexpr(4)  # number of splits whose results are read at once
 
 
 @triton.jit
 def _empty(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Return the weighted sum of values, the sum of weights and the largest score of no keys."""
+    """Return the result for no keys: weighted sum of values, sum of weights and largest score."""
     return (
         tl.zeros([ROWS, HEAD_DIM], tl.float32),
         tl.zeros([ROWS], tl.float32),
@@ -53,14 +54,14 @@ def _empty(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _start(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Return the state of `_attend` before the first key: sums of a split, and of all before."""
+    """Return the initial state of `_attend`: sums of one split, and of all earlier splits."""
     acc, total, top = _empty(ROWS, HEAD_DIM)
     return acc, tl.zeros([ROWS, MASSES], tl.float32), top, acc, total, top
 
 
 @triton.jit
 def _finish(state):
-    """Return the attention of all keys, after those of a split that is not whole."""
+    """Return the attention over all keys, after adding the last split, which may be partial."""
     acc, masses, top, result, total, highest = state
     result, total, highest = _add_split(result, total, highest, acc, tl.max(masses, 1), top)
     return result / total[:, None]
@@ -68,13 +69,13 @@ def _finish(state):
 
 @triton.jit
 def _finite(top):
-    """Return the largest scores, 0 for rows that have seen no key."""
+    """Return the largest scores, with 0 for rows that have seen no key."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
 def _numbers(tile, scale_ptr, places, stored, dtype: tl.constexpr):
-    """Return keys or values in the queries' type; scale_ptr: of 8 bits."""
+    """Return keys or values in the queries' type; scale_ptr: scales of 8-bit numbers."""
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + places, stored, 0.0 if stored is not None else None)
         tile = (widen(tile).to(tl.float32) * scale).to(dtype)
@@ -83,7 +84,7 @@ def _numbers(tile, scale_ptr, places, stored, dtype: tl.constexpr):
 
 @triton.jit
 def _add_keys(acc, masses, top, scores, v, scale):
-    """Add a tile of keys to the sums of a split: scores [ROWS, BLOCK_N], values v."""
+    """Add a tile of keys to the sums of a split; scores: [ROWS, BLOCK_N]; v: the values."""
     before = top
     top = tl.maximum(top, tl.max(scores, 1) * scale)
     base = _finite(top)
@@ -98,7 +99,7 @@ def _add_keys(acc, masses, top, scores, v, scale):
 
 @triton.jit
 def _add_split(result, total, highest, acc, mass, top):
-    """Add the sums of a split to those of the splits before; without keys, they stay the same."""
+    """Add the sums of a split to those of earlier splits; a split without keys changes nothing."""
     before = highest
     highest = tl.maximum(highest, top)
     base = _finite(highest)
@@ -111,7 +112,7 @@ def _add_split(result, total, highest, acc, mass, top):
 
 @triton.jit
 def _store_split(partials, index, acc, mass, top, GROUP: tl.constexpr):
-    """Store the sums of a split of the first GROUP rows; partials: see `decode_kernel`."""
+    """Store the sums of a split for the first GROUP rows; partials: see `decode_kernel`."""
     values_ptr, masses_ptr, tops_ptr, head_stride = partials
     rows = tl.arange(0, acc.shape[0])
     at = index.to(tl.int64) * head_stride + rows
@@ -128,10 +129,11 @@ def _attend(
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
-    """Attend the keys from `begin`, a multiple of BLOCK_N, to `end`.
+    """Process the keys from `begin`, a multiple of BLOCK_N, to `end`.
 
-    cache: pointers to a head's keys, values and their scales. MASKED: a query precedes a key, or
-    `end` lies within a tile. STORES: each split's sums are stored, instead of added to the result.
+    cache: pointers to a head's keys, values and their scales. MASKED: True if a query precedes a
+    key, or if `end` lies within a tile. STORES: store each split's sums instead of adding them to
+    the result.
     """
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr = cache
     acc, masses, top, result, total, highest = state
@@ -144,7 +146,7 @@ def _attend(
             places = offsets_of(scale_places(slots, NUM_KV_HEADS, BLOCK_SIZE), 1, 1, BLOCK_N)
         slots = slots_of(table, key + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         key_positions = key + tl.arange(0, BLOCK_N)
-        # memory after the last key may hold NaN, which a weight of 0 would not remove
+        # memory after the last key may hold NaN; a weight of 0 would not remove it
         stored = (key_positions < end)[:, None] if MASKED else None
         k = tl.load(k_ptr + offsets, stored, 0.0 if MASKED else None)
         v = tl.load(v_ptr + offsets, stored, 0.0 if MASKED else None)
@@ -173,9 +175,9 @@ def prefill_kernel(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Attend BLOCK_M queries of one head in each program; heads of a group are neighbors.
+    """Compute BLOCK_M queries of one head in each program; heads of a group are neighbors.
 
-    scale: of the scores, as powers of 2.
+    scale: factor of the scores, for powers of 2.
     """
     launch_dependents()
     wait()
@@ -200,7 +202,7 @@ def prefill_kernel(
         k_scale_ptr += kv_head * BLOCK_SIZE
         v_scale_ptr += kv_head * BLOCK_SIZE
         q = q.to(tl.float32 if q.dtype == tl.float32 else tl.float16)  # as in decode attention
-    position = context_len - num_queries + first  # of the first query
+    position = context_len - num_queries + first  # position of the first query
     positions = position + rows
     end = tl.minimum(context_len, position + BLOCK_M)
     full_end = (position + 1) // BLOCK_N * BLOCK_N  # every query sees every key before
@@ -247,10 +249,10 @@ def decode_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Attend one item, whole splits of one row, with one KV head in each program.
+    """Compute one item, whole splits of one row, with one KV head in each program.
 
-    The sums of the splits of rows with several items: values [splits, NUM_KV_HEADS, GROUP,
-    HEAD_DIM], masses and tops without the last dimension. scale: as powers of 2.
+    Sums of the splits of rows with several items: values [splits, NUM_KV_HEADS, GROUP, HEAD_DIM];
+    masses and tops have no last dimension. scale: factor of the scores, for powers of 2.
     """
     head, item = tl.program_id(0), tl.program_id(1)
     items_ptr += item * ITEM_INTS
@@ -296,19 +298,19 @@ def decode_kernel(
         )  # fmt: skip
         if tl.cdiv(end, BLOCK_N) * BLOCK_N % SPLIT != 0:  # the last tile does not end a split
             _store_split(partials, first + end // SPLIT, acc, tl.max(masses, 1), top, GROUP)
-        tl.debug_barrier()  # every thread's stores come before the counter's addition
+        tl.debug_barrier()  # every thread stores its sums before the counter's addition
         counter_ptr = arrived_ptr + row * NUM_KV_HEADS + head
         if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_items - 1:
             tl.store(counter_ptr, 0)
             _merge(partials, first, tl.cdiv(context_len, SPLIT), out_ptr, HEAD_DIM, GROUP)
 
 
-BLOCK_N, SPLIT = 64, 128  # keys of a tile, and of a split
+BLOCK_N, SPLIT = 64, 128  # keys of a tile and keys of a split
 STORED_FLOATS = 8 << 20  # elements of the stored sums of splits (32 MB)
 
 
 def keys_of_tile(is_fp8: bool) -> int:
-    """Return the keys of a tile on this device, for decode and prefill alike."""
+    """Return the number of keys of a tile on this device, for both decode and prefill."""
     is_synchronous = this_device().capability[0] not in (9, 10)
     return BLOCK_N // 4 if is_fp8 and is_synchronous else BLOCK_N  # more would spill registers
 
@@ -337,7 +339,7 @@ class FixedSplitDecode(PagedDecode):
         is_fp8: bool = False,
         capacity: int = 0,
     ) -> None:
-        """Allocate the workspace; capacity: splits that are stored, default by STORED_FLOATS."""
+        """Allocate the workspace; capacity: stored splits, by default from STORED_FLOATS."""
         sizes = num_heads, num_kv_heads, head_dim, block_size, device
         block_n = keys_of_tile(is_fp8)
         key_bytes = (head_dim + 4 if is_fp8 else 2 * head_dim) * 2 * block_n
@@ -375,7 +377,10 @@ class FixedSplitDecode(PagedDecode):
 def fixed_split_prefill(
     q: Tensor, kv_cache: KVCache, batch: ForwardBatch, scale: float, out: Tensor
 ) -> None:
-    """Compute `penstock.kernels.attention.backends.triton_prefill` with fixed splits."""
+    """Compute the attention of prefilling rows with fixed splits.
+
+    The arguments are those of `penstock.kernels.attention.backends.triton_prefill`.
+    """
     tiles, tile_size, tables = batch.tiles, batch.shape.tile_size, batch.block_tables
     _, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_cache.k.shape[1:3]

@@ -1,25 +1,26 @@
 """Products on a GPU whose rows have the same bits for every number of rows.
 
-A row's sums depend on the order of the additions only, and this on the weight's shape only: each
-range of the inner dimension is added up in steps of 16 by tensor cores, from the front, and the
-ranges in turn. The tile sizes, which follow from the number of rows, change no sum. Activations
-stay in 16 bits.
+A row's sums depend only on the order of the additions. This order depends only on the weight's
+shape: tensor cores add each range of the inner dimension in steps of 16, from the front, and the
+ranges are added in order. The tile sizes depend on the number of rows, but change no sum.
+Activations stay in 16 bits.
 
-A weight of few elements has four ranges (`has_four_ranges`). Kernels, by the number of rows:
+A weight of few elements has four ranges (`has_four_ranges`). The kernel depends on the number of
+rows:
 
-| rows | such a weight in 16 bits | others |
+| rows | small weight in 16 bits | other weights |
 | --- | --- | --- |
 | 1 to 16 | one program, a warp for each range | a program for each range |
-| 17 to 64 | after a norm one program, the ranges in turn; otherwise as others | likewise |
-| more | one program, the ranges in turn | likewise |
+| 17 to 64 | with a norm, as with more rows; otherwise as other weights | a program for each range |
+| more | one program, the ranges in turn | one program, the ranges in turn |
 
-In the kernel of up to 64 rows (`triton_small_m_gemm`), each range of the inner dimension has a
-warp, or a program, and the last one adds the ranges. For more rows one program computes all ranges
-of a tile, one after the other, and adds each to the total.
+In the kernel of up to 64 rows (`triton_small_m_gemm`), each range of the inner dimension has a warp
+or a program, and the last one adds the ranges. With more rows, one program computes all ranges of a
+tile in turn, and adds each range to the total.
 
-With such a weight, `rms_norm(x) @ w.T = (x * norm_weight) @ w.T / rms(x)`: up to 16 rows the same
-kernel computes the norm, for more `scaled_rows` its two factors. Otherwise, and in float16, whose
-range squares may exceed, the norm is a kernel of its own.
+With a small weight, `rms_norm(x) @ w.T = (x * norm_weight) @ w.T / rms(x)`: up to 16 rows, the same
+kernel computes the norm; with more rows, `scaled_rows` computes its two factors. Otherwise, and in
+float16, where squares may overflow, the norm has a separate kernel.
 """
 
 from functools import cache
@@ -48,7 +49,7 @@ from penstock.kernels.triton_elementwise import as_operand, rms_norm
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 RANGES = tl.constexpr(4)  # ranges of a small weight
-ROWS = tl.constexpr(16)  # rows of a tile of tensor cores
+ROWS = tl.constexpr(16)  # rows of a tensor core tile
 
 
 @triton.jit
@@ -57,7 +58,7 @@ def _range(
     SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Return sums over [begin, end): of gate (or the only product) and of up."""
+    """Return the sums over [begin, end) of gate (or of the only product) and of up."""
     k = tl.arange(0, BK)[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
     acc_up = acc
@@ -80,7 +81,7 @@ def _ranges_in_one_loop(
     x_at, weight_at, range_size, N, K,
     SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Return the totals of all ranges as `_range`, without a new pipeline for each range."""
+    """Return the totals of all ranges as `_range` does, without a new pipeline for each range."""
     acc = tl.zeros((BM, BN), tl.float32)
     acc_up, total, total_up = acc, acc, acc
     for first in tl.range(0, K, BK):
@@ -99,7 +100,7 @@ def _ranges_in_one_loop(
 
 @triton.jit
 def _narrowed(tile, x_tile):
-    """Return weights in x's type, as the kernel of few rows converts them."""
+    """Return weights in x's type, converted as in the kernel of few rows."""
     if tile.dtype != x_tile.dtype:
         tile = tile.to(tl.float32).to(x_tile.dtype)
     return tile
@@ -112,10 +113,10 @@ def ranged_gemm_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile [BM, BN] of out in each program; HAS_RANGES: the inner dimension has several.
+    """Compute a tile [BM, BN] of out in each program; HAS_RANGES: several ranges.
 
-    factors: [num_rows], of the norm, optional. ONE_LOOP: for small tiles of weights in 16 bits. The
-    other arguments are those of `small_m_gemm_kernel`.
+    factors: [num_rows], factors of the norm, optional. ONE_LOOP: one loop computes all ranges, for
+    small tiles of weights in 16 bits. The other arguments are those of `small_m_gemm_kernel`.
     """
     launch_dependents()
     first_row, first_column = place_of_tile(num_rows, N, BM, BN, GROUP)
@@ -154,7 +155,7 @@ def ranged_gemm_kernel(
 
 @triton.jit
 def _offsets(range_size, BK: tl.constexpr):
-    """Return the first BK places of each range of the inner dimension, [RANGES, 1, BK]."""
+    """Return the first BK indices of each range of the inner dimension, [RANGES, 1, BK]."""
     ranges = tl.arange(0, RANGES)[:, None, None] * range_size
     return ranges + tl.arange(0, BK)[None, None, :]
 
@@ -171,7 +172,7 @@ def scaled_rows_kernel(
     x, norm_weight, out, factors, num_rows, K, range_size, eps,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write x times the norm's weight, and the norm's factor of each row, BM rows a program."""
+    """Write x times the norm's weight, and the norm's factor of each row; BM rows per program."""
     launch_dependents()
     wait()
     place = tl.arange(0, ROWS)
@@ -189,24 +190,25 @@ def scaled_rows_kernel(
 FEW_ROWS: int = ROWS.value
 NUM_RANGES: int = RANGES.value
 SMALL_WEIGHT = 8 << 20  # maximum elements of a weight with four ranges
-# programs of a product of few rows, below which the inner dimension has more ranges
+# with fewer programs in a product of few rows, the inner dimension has more ranges
 MIN_PROGRAMS = 96
-BN = 32  # columns of a program of few rows
-MANY_COLUMNS = 1 << 16  # columns from which a program has more, such as those of the output layer
+BN = 32  # columns per program with few rows
+# from this number of columns, as in the output layer, a program has more than BN
+MANY_COLUMNS = 1 << 16
 
 
 class RangedTile(NamedTuple):
     """Tile sizes of a product of many rows."""
 
     bm: int
-    bn: int  # columns; with two weights, of both together
+    bn: int  # columns; with two weights, the columns of both
     num_warps: int
     num_stages: int
     bk: int = 64
     one_loop: bool = False  # the loop over the inner dimension continues at the end of a range
 
 
-# the largest first
+# ordered from the largest
 TILES = (
     RangedTile(128, 256, 8, 3),
     RangedTile(128, 128, 8, 3),
@@ -219,13 +221,13 @@ BK = 64
 
 
 def has_four_ranges(shape: GemmShape) -> bool:
-    """Return whether the weight has few elements, and an inner dimension that divides by 512."""
+    """Return whether the weight has few elements and an inner dimension divisible by 512."""
     is_divisible = shape.inner % (2 * BK * NUM_RANGES) == 0
     return is_divisible and shape.num_weights * shape.inner <= SMALL_WEIGHT
 
 
 def num_ranges(shape: GemmShape) -> int:
-    """Return the ranges of the inner dimension, by the weight's shape alone."""
+    """Return the number of ranges of the inner dimension, given the weight's shape alone."""
     if has_four_ranges(shape):
         return NUM_RANGES
     tiles = triton.cdiv(shape.num_columns, BN)
@@ -238,7 +240,7 @@ def num_ranges(shape: GemmShape) -> int:
 def config_of(
     shape: GemmShape, num_rows: int, weight_bytes: int = 2, device: Device | None = None
 ) -> GemmConfig:
-    """Return the tile sizes for up to 64 rows that fit the device, for `num_ranges`."""
+    """Return the tile sizes for up to 64 rows and `num_ranges` ranges that fit the device."""
     device, rows, split_k = device or this_device(), row_block(num_rows), num_ranges(shape)
     ways = [
         GemmConfig("mma", bn, bk, split_k, num_warps, num_stages, prefetch=0)
@@ -260,7 +262,8 @@ def _tiles(
 ) -> list[tuple[int, int, int, int]]:
     """Return bn, bk, num_warps and num_stages of tiles for up to 64 rows, the fastest first.
 
-    They were measured on an H200 with weights in 16 bits; each of the others takes less memory.
+    The fastest tile was measured on an H200 with weights in 16 bits; the other tiles take less
+    memory.
     """
     is_few, is_wide = rows <= FEW_ROWS, shape.num_columns >= MANY_COLUMNS
     bks = (256, 5), (256, 3), (128, 5), (128, 3), (64, 3), (64, 2), (32, 2)
@@ -283,7 +286,7 @@ def has_warps(shape: GemmShape, weight_bytes: int) -> bool:
 
 
 def _few_rows_configs(shape: GemmShape, num_rows: int) -> list[GemmConfig]:
-    """Return the tile sizes with a warp for each range, the fastest on a Hopper GPU first."""
+    """Return tile sizes with a warp for each range, ordered from the fastest on a Hopper GPU."""
     weights = shape.weights_per_column
     bn = 32 if weights == 1 and shape.num_columns >= 32 * MIN_PROGRAMS else 8
     # gate_up; qkv and o; down of 0.6B
@@ -303,8 +306,8 @@ def tile_of(
 ) -> RangedTile:
     """Return the largest tile that fits and keeps nearly all SMs busy, otherwise a small one.
 
-    weights: for a column, two with SwiGLU. The totals of ranges need the registers of the widest
-    tile, and so do weights for synchronous tensor cores.
+    weights: number of weights per column, two with SwiGLU. The totals of ranges need the registers
+    of the widest tile. So do weights for synchronous tensor cores.
     """
     is_asynchronous = device.capability[0] in (9, 10)
     tiles = TILES if is_asynchronous and not has_ranges else TILES[1:]
@@ -320,7 +323,8 @@ def tile_of(
 def one_loop_tile(num_rows: int, weights: int, device: Device) -> RangedTile | None:
     """Return the tile for 17 to 64 rows of a weight in 16 bits with four ranges.
 
-    None for compute capability 10.0, where Triton 3.9 fails to compile sums that end in a loop.
+    Returns None for compute capability 10.0, where Triton 3.9 fails to compile sums that end in a
+    loop.
     """
     if device.capability[0] == 10:
         return None
@@ -362,13 +366,14 @@ def multiply(
 
 
 def scaled_rows(x: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return `x * norm_weight`, and the factor of each row that completes the norm, float32.
+    """Return `x * norm_weight`, and each row's factor that completes the norm, float32.
 
-    x: [num_rows, inner], whose inner dimension has four ranges.
+    x: [num_rows, inner]; the inner dimension has four ranges.
     """
     num_rows, inner = x.shape
     out, factors = torch.empty_like(x), x.new_empty(num_rows, dtype=torch.float32)
-    rows = 2 if num_rows <= MAX_ROWS else FEW_ROWS  # of a tile of 16: more programs for few rows
+    # rows used of a tile of 16; few rows are spread over more programs
+    rows = 2 if num_rows <= MAX_ROWS else FEW_ROWS
     size = inner // NUM_RANGES
     if num_rows:
         scaled_rows_kernel[(triton.cdiv(num_rows, rows),)](

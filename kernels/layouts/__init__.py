@@ -1,1 +1,1 @@
-"""Tensors that kernels of several folders share: shapes, types and meanings."""
+"""Tensors shared by kernels of several folders: shapes, types and meanings."""

@@ -5,11 +5,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 SMALL_TILE, LARGE_TILE = 64, 128
-LONG_CHUNK = 1024  # tokens of one row above which large tiles are faster (H200)
+LONG_CHUNK = 1024  # tokens of a row; above this number large tiles are faster (H200)
 
 
 def tile_size(max_seqlen_q: int) -> int:
-    """Return the tokens of a prefill chunk in one program of the attention."""
+    """Return the number of tokens of a prefill chunk in one program of the attention."""
     return SMALL_TILE if max_seqlen_q <= LONG_CHUNK else LARGE_TILE
 
 
@@ -18,7 +18,7 @@ class BatchShape(NamedTuple):
 
     num_rows: int
     num_tokens: int
-    num_decode: int  # leading rows that decode; for a graph that prefills too, rows that may decode
+    num_decode: int  # leading rows that decode; in a graph with prefill, rows that may decode
     num_tiles: int  # tiles of all prefill chunks; 0 without prefill
     tile_size: int  # tokens of a tile
     max_seqlen_q: int  # maximum tokens of one row
@@ -26,10 +26,10 @@ class BatchShape(NamedTuple):
 
 
 class ForwardBatch(NamedTuple):
-    """Rows that decode, followed by rows that prefill; the rows' tokens are concatenated.
+    """Input of a step: decoding rows, then prefilling rows; their tokens are concatenated.
 
     Names and meanings match flash-attn's arguments. A padded row has context length 0, and a padded
-    token has slot -1: nothing is read or stored for them.
+    token has slot -1: for these, nothing is read or stored.
     """
 
     shape: BatchShape
@@ -38,7 +38,7 @@ class ForwardBatch(NamedTuple):
     slot_mapping: Tensor  # int64 [num_tokens]: block id * block_size + offset of each token's KV
     cu_seqlens_q: Tensor  # int32 [num_rows + 1]: index of each row's first token
     cu_seqlens_k: Tensor  # int32 [num_rows + 1]: sums of `context_lens`
-    context_lens: Tensor  # int32 [num_rows]: length of each sequence with this step's tokens
-    decode_lens: Tensor  # int32 [num_decode]: the same for rows that decode, 0 for others
+    context_lens: Tensor  # int32 [num_rows]: length of each sequence, including this step's tokens
+    decode_lens: Tensor  # int32 [num_decode]: context lengths of decoding rows, 0 for other rows
     tiles: Tensor  # int32 [num_tiles, 2]: row and first token in the row; -1 for a padded tile
     block_tables: Tensor  # int32 [num_rows, max_blocks]

@@ -14,7 +14,7 @@ class KVCache(NamedTuple):
     """Keys and values, each [num_blocks, block_size, num_kv_heads, head_dim].
 
     In FP8 each key and value head of a token has a scale. The scales of a head lie side by side, so
-    that a tile of keys takes one more read.
+    that a tile of keys needs only one more read.
     """
 
     k: Tensor
@@ -35,7 +35,7 @@ class KVCache(NamedTuple):
             check_contiguous(name, scale)
 
     def store(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store keys and values [num_tokens, num_kv_heads, head_dim] in `slots`: the reference."""
+        """Store keys and values [num_tokens, num_kv_heads, head_dim] in `slots` (reference)."""
         block_size = self.k.shape[1]
         for n, (new, cache) in enumerate(((k, self.k), (v, self.v))):
             stored = new

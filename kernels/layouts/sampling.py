@@ -1,4 +1,4 @@
-"""The slot table: numbers by which a row's token is chosen; and changes to logits, by slot."""
+"""The slot table: the numbers with which a row's token is chosen, and changes to logits by slot."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,23 +10,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# flags of a slot: its row has penalties, a bias, or a bitmask; or the row is left to a second call
-# of `process_logits` (the largest flag)
+# flags of a slot: its row has penalties, a bias or a bitmask; the largest flag defers the row to a
+# second call of `process_logits`
 PENALTIES, BIAS, MASK, DEFERRED = 1, 2, 4, 8
 
 
 class Column(NamedTuple):
-    """A number of each slot."""
+    """Number that each slot has."""
 
-    dtype: torch.dtype  # the table has the number's bits
-    neutral: float = 0  # changes nothing
-    removes: bool = False  # another value lets only some of the tokens be drawn
-    flags: int = 0  # of a row with another value
+    dtype: torch.dtype  # type of the number; the table stores its bits
+    neutral: float = 0  # value that changes nothing
+    removes: bool = False  # True if other values remove tokens from those that may be drawn
+    flags: int = 0  # flags of a row with another value
 
 
-# Numbers of `SamplingParams` have the same name here.
+# Numbers of `SamplingParams` keep their names here.
 COLUMNS = {
-    "seed": Column(torch.int64),  # key of the sampling noise; the first, so that it is aligned
+    "seed": Column(torch.int64),  # key of the sampling noise; the first column, for alignment
     "temperature": Column(torch.float32),  # 0: greedy
     "top_k": Column(torch.int32, removes=True),  # 0 or less: all tokens
     "top_p": Column(torch.float32, 1.0, removes=True),
@@ -34,17 +34,17 @@ COLUMNS = {
     "repetition_penalty": Column(torch.float32, 1.0, flags=PENALTIES),
     "frequency_penalty": Column(torch.float32, flags=PENALTIES),
     "presence_penalty": Column(torch.float32, flags=PENALTIES),
-    # what the worker derives
+    # numbers that the worker derives
     "flags": Column(torch.int32),
-    "num_given": Column(torch.int32),  # tokens that the row came with
-    "min_length": Column(torch.int32),  # at positions before it, the long bias applies
-    "num_bias": Column(torch.int32),  # leading entries of the bias that apply always
+    "num_given": Column(torch.int32),  # tokens given with the row
+    "min_length": Column(torch.int32),  # the long bias applies to positions before this number
+    "num_bias": Column(torch.int32),  # leading bias entries that always apply
     "num_long_bias": Column(torch.int32),  # leading entries of the long bias
 }
 _SIZES = [column.dtype.itemsize // 4 for column in COLUMNS.values()]
-# name → index of its first int32 in a slot's words
+# name → index of the first int32 in a slot's words
 WORD = dict(zip(COLUMNS, accumulate(_SIZES, initial=0), strict=False))
-NUM_WORDS = -(-sum(_SIZES) // 16) * 16  # int32 of a slot: whole cache lines
+NUM_WORDS = -(-sum(_SIZES) // 16) * 16  # int32 values of a slot, rounded up to whole cache lines
 _NUMPY: dict[torch.dtype, Any] = {
     torch.int32: np.int32,
     torch.int64: np.int64,
@@ -55,18 +55,18 @@ MAX_BIAS = 2048  # biased tokens of a row, including its end tokens
 # bias of a forbidden token; finite, so that the token can be drawn if a grammar allows no other
 NEVER = -1e30
 
-RUN = 4096  # token ids that share a run of 1024 counters of four words each
+RUN = 4096  # token ids of a run, which shares 1024 counters of four words each
 
 
 class SamplingTensors(NamedTuple):
     """The slot table and the last tokens."""
 
     parameters: Tensor  # int32 [num_slots, NUM_WORDS]: COLUMNS
-    last_token: Tensor  # int64 [num_slots]: `sample` writes the new token here
+    last_token: Tensor  # int64 [num_slots]; `sample` writes the new token here
 
 
 class LogitsState(NamedTuple):
-    """Changes to logits by slot, for one rank's shard of the vocabulary; of flagged slots."""
+    """Changes to the logits of flagged slots, for one rank's shard of the vocabulary."""
 
     first_token: int  # token id of the shard's first logit
     parameters: Tensor  # the slot table
@@ -79,18 +79,18 @@ class LogitsState(NamedTuple):
 
 
 def make_parameters(num_slots: int, device: torch.device) -> Tensor:
-    """Return a slot table whose slots have no row yet."""
+    """Return a slot table without rows."""
     return torch.zeros(num_slots, NUM_WORDS, dtype=torch.int32, device=device)
 
 
 def column(parameters: Tensor, name: str) -> Tensor:
-    """Return a view of one number of all slots, [num_slots], in its own type."""
+    """Return a view of one number of all slots, [num_slots], in the number's type."""
     begin, dtype = WORD[name], COLUMNS[name].dtype
     return parameters[:, begin : begin + dtype.itemsize // 4].view(dtype)[:, 0]
 
 
 def write_numbers(words: NDArray[np.int32], numbers: Mapping[str, float]) -> None:
-    """Store numbers, by name, in the words of a slot. Raises ValueError."""
+    """Store named numbers in the words of a slot. Raises ValueError."""
     for name, number in numbers.items():
         if name not in COLUMNS:
             raise ValueError(f"sampling: got {name}, expected {', '.join(COLUMNS)}")
@@ -99,12 +99,12 @@ def write_numbers(words: NDArray[np.int32], numbers: Mapping[str, float]) -> Non
         words[begin : begin + len(bits)] = bits
 
 
-NEUTRAL_WORDS: NDArray[np.int32] = np.zeros(NUM_WORDS, np.int32)  # of a greedy row
+NEUTRAL_WORDS: NDArray[np.int32] = np.zeros(NUM_WORDS, np.int32)  # words of a greedy row
 write_numbers(NEUTRAL_WORDS, {name: column.neutral for name, column in COLUMNS.items()})
 
 
 def unrestricted(parameters: Tensor) -> Tensor:
-    """Return a copy of the slot table in which every row may draw all tokens."""
+    """Return a copy of the slot table with which every row may draw any token."""
     copy = parameters.clone()
     for name, kind in COLUMNS.items():
         if kind.removes:
@@ -113,9 +113,9 @@ def unrestricted(parameters: Tensor) -> Tensor:
 
 
 def shard_size(vocab_size: int, num_ranks: int) -> int:
-    """Return the token ids of each rank's shard of the vocabulary, a multiple of a run.
+    """Return the number of token ids of a rank's shard of the vocabulary, a multiple of a run.
 
-    The last shards may have fewer token ids, or none.
+    The last shards may have fewer token ids or none.
     """
     return -(-vocab_size // (RUN * num_ranks)) * RUN
 
@@ -123,7 +123,7 @@ def shard_size(vocab_size: int, num_ranks: int) -> int:
 def make_logits_state(
     parameters: Tensor, vocab_size: int, first_token: int, num_tokens: int
 ) -> LogitsState:
-    """Return a state without changes; a CPU allocates a page when a row first writes to it."""
+    """Return a state without changes; a CPU allocates a page only when a row first writes to it."""
     num_slots = len(parameters)
     empty = partial(torch.empty, dtype=torch.int32, device=parameters.device)
     return LogitsState(

@@ -1,4 +1,4 @@
-"""The persistent batch on the device, and the memory in which a step's tensors are made."""
+"""The persistent batch on the device, and the buffers of a step's tensors."""
 
 from functools import partial
 from typing import NamedTuple
@@ -9,27 +9,27 @@ from torch import Tensor
 from penstock.kernels.layouts.forward_batch import SMALL_TILE, BatchShape, ForwardBatch
 from penstock.kernels.layouts.sampling import NUM_WORDS, SamplingTensors, make_parameters
 
-# int32 of the parts of a record; see `penstock.kernels.step.apply_plan`
+# int32 values of the parts of a record; see `penstock.kernels.step.apply_plan`
 HEADER, ROW, APPENDED, PARAMETERS = 8, 8, 3, 1 + NUM_WORDS
 # columns of a record's rows
 SLOT, START, COUNT, FIRST, TOKEN_INDEX, FIRST_KEY, SAMPLING_SLOT, UNUSED = range(ROW)
 
 
 class Slots(NamedTuple):
-    """The persistent batch on the device, by slot."""
+    """Persistent batch on the device, by slot."""
 
     block_tables: Tensor  # int32 [num_slots, max_blocks]
-    # int64 [num_slots + 1]: sampled last; the last element takes writes for slot -1
+    # int64 [num_slots + 1]: last sampled tokens; the last element receives writes for slot -1
     last_token: Tensor
     parameters: Tensor  # the slot table: int32 [num_slots, NUM_WORDS]
 
     def sampling(self) -> SamplingTensors:
-        """Return the arguments of `sample` by slot."""
+        """Return the arguments that `sample` reads by slot."""
         return SamplingTensors(self.parameters, self.last_token[:-1])
 
 
 class StepBuffers(NamedTuple):
-    """Memory of a step's tensors: `ForwardBatch` of the maximum sizes, and more for the sampler."""
+    """Memory of a step's tensors: a `ForwardBatch` of maximum size, and tensors for the sampler."""
 
     input_ids: Tensor
     positions: Tensor
@@ -40,12 +40,12 @@ class StepBuffers(NamedTuple):
     decode_lens: Tensor  # int32 [num_slots]
     tiles: Tensor  # int32 [max_tiles, 2]
     block_tables: Tensor  # int32 [num_slots, max_blocks]
-    slots: Tensor  # int64 [num_slots]: slots of the rows that sample; -1 for others
+    slots: Tensor  # int64 [num_slots]: slots of sampling rows; -1 for other rows
     last_tokens: Tensor  # int64 [num_slots]: index in the step of each row's last token
     next_positions: Tensor  # int64 [num_slots]: index of each row's next token in its sequence
 
     def forward_batch(self, shape: BatchShape) -> ForwardBatch:
-        """Return the front of the buffers, of this shape."""
+        """Return the leading parts of the buffers in this shape."""
         num_rows, num_tokens = shape.num_rows, shape.num_tokens
         return ForwardBatch(
             shape,

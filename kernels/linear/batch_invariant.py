@@ -1,12 +1,12 @@
 """Matrix products on a CPU that are batch invariant: a row's bits do not depend on other rows.
 
-BLAS documents no order of summation. MKL 2024.2 adds in a different order for few rows or columns,
-for numbers that do not divide by its tiles, and for a long inner dimension, depending on the CPU.
+BLAS documents no order of summation. Depending on the CPU, MKL 2024.2 adds in a different order for
+few rows or columns, for sizes that are not multiples of its tiles, and for a long inner dimension.
 The inner dimension is therefore cut into pieces, which are added in turn. Rows, columns and pieces
 are padded to multiples of 16, and a call has up to 256 rows.
 
-Each process checks this before the first product: it multiplies rows alone and together. If bits
-differ, every call with a weight gets the same shape.
+Each process checks the invariance before the first product: it multiplies rows alone and together.
+If bits differ, every call with a weight has the same shape.
 """
 
 from functools import cache
@@ -18,14 +18,14 @@ from torch.nn import functional
 
 ALIGNMENT = 16
 INNER_PIECE = 512
-# rows of one call if the check passes; otherwise 16, or each row alone in a call of 16
+# maximum rows of one call if the check passes; otherwise 16, or one row padded to 16
 MAX_ROWS = 256
 # inner dimension and columns
 PROBED_SHAPES = [(16, 16), (16, 1024), (64, 48), (80, 16), (512, 16), (512, 80), (128, 1024)]
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `x @ weight.T` in x's dtype; x [num_rows, inner], weight [num_columns, inner]."""
+    """Compute `x @ weight.T` in x's dtype; x: [num_rows, inner]; weight: [num_columns, inner]."""
     return _product(x, weight, _rows_of_call(torch.get_num_threads()))
 
 
@@ -33,8 +33,8 @@ def batched_product(x: Tensor, y: Tensor, out: Tensor, *, add: bool = False) -> 
     """Compute `out[:] = x @ y`, or with `add` the sum of both.
 
     x: [batch, num_rows, inner]. y: [batch, inner, num_columns]. out: [batch, num_rows,
-    num_columns]. num_rows divides by 8; inner and num_columns should divide by 16, up to 512. Not
-    batch invariant on a GPU.
+    num_columns]. num_rows is a multiple of 8; inner and num_columns should be multiples of 16, up
+    to 512. The product is not batch invariant on a GPU.
     """
     rows_of_call = MAX_ROWS if x.is_cuda else _rows_of_call(torch.get_num_threads())
     _batched_product(x, y, out, add, rows_of_call)
@@ -67,7 +67,7 @@ def _product(x: Tensor, weight: Tensor, rows_of_call: int) -> Tensor:
 
 @cache
 def _cut(size: int, longest: int) -> list[slice]:
-    """Return slices of `longest` elements, a slice that divides by 16, and the rest."""
+    """Return slices of `longest` elements, of a multiple of 16, and of the remainder."""
     even = size - size % ALIGNMENT
     bounds = [*range(0, even, longest), even, size]
     return [slice(begin, end) for begin, end in pairwise(bounds) if begin < end] or [slice(0, 0)]
@@ -94,7 +94,7 @@ def _rows_of_call(_num_threads: int) -> int:
 
 
 def _holds(rows_of_call: int) -> bool:
-    """Return True if rows have the same bits alone and among others, in the probed shapes."""
+    """Return True if rows have the same bits alone and in a batch, in the probed shapes."""
     most, generator = MAX_ROWS + ALIGNMENT, torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

@@ -6,11 +6,11 @@ On a GPU all tensors must be contiguous. Up to 64 rows of 16 bits are multiplied
 `penstock.kernels.linear.small_m_gemm` if it is faster than cuBLAS and separate kernels.
 
 A weight may be `Quantized`. On a CPU, in that kernel, and on GPUs without instructions for e4m3, x
-is multiplied with the dequantized weight. For cuBLAS, x is quantized too, each row by itself, and
-tensor cores multiply 8 bits.
+is multiplied with the dequantized weight. For cuBLAS, x is quantized as well, with a scale for each
+row, and tensor cores multiply 8 bits.
 
-A weight may be a `CustomMatrix`, such as packed integers. It brings a kernel for few rows, and is
-dequantized before other products.
+A weight may be a `CustomMatrix`, such as packed integers. It has its own kernel for few rows, and
+is dequantized before other products.
 """
 
 import torch
@@ -23,11 +23,11 @@ from penstock.kernels.elementwise import quantize, rms_norm, silu_and_mul
 from penstock.kernels.linear.batch_invariant import product
 from penstock.kernels.matrices import FP8, Matrix, Quantized, Rows, parts, scale_shape
 
-MAX_FUSED_ROWS = 64  # rows of a product by one kernel
+MAX_FUSED_ROWS = 64  # maximum rows of a product in one kernel
 
 
 def linear(x: Rows, weight: Matrix, out: Tensor | None = None) -> Tensor:
-    """Compute `x @ weight.T`; x [num_rows, in_features], weight [out_features, in_features].
+    """Compute `x @ weight.T`; x: [num_rows, in_features]; weight: [out_features, in_features].
 
     out: contiguous memory of the result.
     """
@@ -76,7 +76,7 @@ def norm_linear(
 def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> Rows:
     """Compute `silu_and_mul(rms_norm(x) @ weight.T)`, [num_rows, intermediate_size].
 
-    weight: [2 * intermediate_size, in_features], the gate's rows, then up's. The result is
+    weight: [2 * intermediate_size, in_features], the rows of gate, then of up. The result is
     `Quantized` if cuBLAS will multiply it with a `Quantized` weight.
     """
     _check(x, weight)
@@ -88,7 +88,7 @@ def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> R
 
 
 def add_separately(x: Rows, weight: Matrix, residual: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute `linear_add` in separate kernels; on a GPU in place, to save a copy."""
+    """Compute `linear_add` in separate kernels; on a GPU in place, which saves a copy."""
     if x.is_cuda and out is None:
         out = residual
     if isinstance(x, Tensor) and isinstance(weight, Tensor) and x.is_cuda:
@@ -134,7 +134,7 @@ def _norm_product(
 
 
 def _takes_8_bits(weight: Matrix) -> bool:
-    """Return True if x is quantized for the product: the GPU's tensor cores multiply 8 bits."""
+    """Return True if x is quantized because the GPU's tensor cores multiply 8 bits."""
     return isinstance(weight, Quantized) and weight.is_cuda and this_device().has_fp8
 
 
@@ -171,7 +171,7 @@ def _fused(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """Compute a product in one kernel if that is faster, otherwise returns None."""
+    """Return the product of one kernel if this is faster, otherwise None."""
     if isinstance(x, Quantized) or not x.is_cuda:
         return None
     from penstock.kernels.linear.small_m_gemm import multiply
@@ -214,9 +214,9 @@ def _weight_only_product(
 
 
 def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tensor:
-    """Multiply to 16 bits, by Triton with scales of blocks, otherwise by cuBLAS.
+    """Multiply to 16 bits: by Triton with block scales, otherwise by cuBLAS.
 
-    cuBLAS needs multiples of 16 as in_features and out_features, and with scales of rows it writes
+    cuBLAS needs multiples of 16 as in_features and out_features. With row scales it writes
     bfloat16, from which float16 is converted.
     """
     if weight.in_blocks:
@@ -241,9 +241,9 @@ def _scaled_product(x: Quantized, weight: Quantized, out: Tensor | None) -> Tens
 def _scaled_logits(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Quantized, out: Tensor | None
 ) -> Tensor:
-    """Compute float32 logits, and applies the scales of rows after cuBLAS, which takes one scale.
+    """Compute float32 logits; row scales are applied after cuBLAS, which takes a single scale.
 
-    cuBLAS takes multiples of 16 only; another size of vocabulary is multiplied in float32.
+    cuBLAS takes only multiples of 16; other vocabulary sizes are multiplied in float32.
     """
     if weight.shape[0] % 16:
         product = _linear_reference(rms_norm(x, norm_weight, eps).float(), weight)

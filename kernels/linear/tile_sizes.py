@@ -1,8 +1,8 @@
-"""Tile sizes of products of up to 64 rows: their limits, those worth measuring, and their cost.
+"""Tile sizes of products of up to 64 rows: limits, candidates for measurement, and costs.
 
 The cost is an estimate for GPUs and products that were not measured. Reading the weights takes
-nearly all of the time, so that a cost is the bytes that the busiest SM reads, raised where too few
-bytes are in flight to use the memory's bandwidth.
+nearly all of the time. The cost is therefore the number of bytes that the busiest SM reads. It is
+higher if too few bytes are in flight to use the memory's bandwidth.
 """
 
 import itertools
@@ -19,31 +19,33 @@ MAX_PARTIALS = 8 << 20  # float32 sums of all splits of a product (32 MB)
 class GemmConfig(NamedTuple):
     """Tile sizes of a product: an entry of a tuning table."""
 
-    # mma: tensor cores, warps divide the columns; slices: tensor cores, warps divide each bk of the
-    # inner dimension; ranges: four warps divide all of it, a multiple of bk; gemv: for one row
+    # mma: tensor cores, the warps divide the columns; slices: tensor cores, the warps divide each
+    # bk elements of the inner dimension; ranges: four warps divide the whole inner dimension, a
+    # multiple of bk; gemv: only for one row
     kernel: str
     bn: int  # columns of the result per program
     bk: int  # elements of the inner dimension per iteration of all warps
-    split_k: int  # ranges of the inner dimension, up to MAX_SPLIT_K
+    split_k: int  # number of ranges of the inner dimension, up to MAX_SPLIT_K
     num_warps: int
     num_stages: int
-    # elements of each weight row, in equal shares of its ranges, fetched into the L2 before the
-    # previous kernels end: a power of two from 64 on, or 0. A program with one tile reads it early
+    # elements of each weight row, in equal shares of its ranges, that are fetched into the L2
+    # before the previous kernels end: 0, or a power of two of at least 64; a program with one tile
+    # reads the tile early
     prefetch: int
-    # the product computes the norm, which gemv always does; otherwise a separate kernel does
+    # True if the product computes the norm, as gemv always does; otherwise a separate kernel does
     norm_inside: bool = False
 
 
-# (kind, rows of the weight, inner dimension, rows of x up to) → None: cuBLAS is faster
+# (kind, rows of the weight, inner dimension, maximum rows of x) → config; None: cuBLAS is faster
 Table = dict[tuple[str, int, int, int], GemmConfig | None]
 
 
 def row_block(num_rows: int) -> int:
-    """Return the rows of a tensor core tile: 16, 32 or 64."""
+    """Return the number of rows of a tensor core tile: 16, 32 or 64."""
     return max(16, 1 << (num_rows - 1).bit_length())
 
 
-# hidden size, intermediate size, heads, key-value heads of the published Qwen3
+# hidden size, intermediate size, heads and key-value heads of the published Qwen3 models
 PUBLISHED = {
     "0.6B": (1024, 3072, 16, 8),
     "1.7B": (2048, 6144, 16, 8),
@@ -52,7 +54,7 @@ PUBLISHED = {
     "14B": (5120, 17408, 40, 8),
     "32B": (5120, 25600, 64, 8),
 }
-# the published sizes, and ranks' parts of them, such as "8B/2" for 8B at TP 2
+# the published sizes, and parts of one rank, such as "8B/2" for 8B at TP 2
 SIZES = PUBLISHED | {
     f"{name}/{tp}": (hidden, intermediate // tp, heads // tp, max(1, kv_heads // tp))
     for name, (hidden, intermediate, heads, kv_heads) in PUBLISHED.items()
@@ -61,11 +63,11 @@ SIZES = PUBLISHED | {
 }
 HEAD_DIM = 128
 VOCAB_SIZE = 151936
-RESERVED_BYTES = 7 << 10  # shared memory of an SM that tiles leave
+RESERVED_BYTES = 7 << 10  # bytes of an SM's shared memory that tiles leave free
 
 
 class GemmShape(NamedTuple):
-    """A weight [num_weights, inner]."""
+    """Weight [num_weights, inner]."""
 
     kind: str
     num_weights: int
@@ -81,7 +83,7 @@ class GemmShape(NamedTuple):
 
 
 def shapes(size: str) -> list[GemmShape]:
-    """Return the four products of a layer, and the logits."""
+    """Return the shapes of the four products of a layer, and of the logits."""
     hidden, intermediate, heads, kv_heads = SIZES[size]
     tp = int(size.partition("/")[2] or 1)
     vocab_size = VOCAB_SIZE if tp == 1 else shard_size(VOCAB_SIZE, tp)
@@ -97,7 +99,7 @@ def shapes(size: str) -> list[GemmShape]:
 def candidates(
     shape: GemmShape, rows: int, weight_bytes: int = 2, device: Device | None = None
 ) -> list[GemmConfig]:
-    """Return tile sizes with enough programs for all SMs and enough bytes in flight that fit.
+    """Return tile sizes that fit and have enough programs for all SMs and enough bytes in flight.
 
     device: default `this_device`.
     """
@@ -108,7 +110,7 @@ def candidates(
         if _fits(shape, rows, config, weight_bytes, device)
     ]
     outside = [config for config in ways if config.num_warps > 2]
-    if weight_bytes == 1:  # a norm is outside: see `penstock.kernels.linear.small_m_gemm.choose`
+    if weight_bytes == 1:  # separate norm: see `penstock.kernels.linear.small_m_gemm.choose`
         return (_gemvs(shape, 256) if rows == 1 else []) + outside
     if rows == 1:
         return _gemvs(shape, 128) + [config for config in ways if config.kernel == "slices"]
@@ -118,10 +120,10 @@ def candidates(
 
 
 def _may_norm(shape: GemmShape, config: GemmConfig) -> bool:
-    """Return True if the norm may be inside, where Triton reads its weight ahead."""
+    """Return True if the kernel can compute the norm, because Triton prefetches its weight."""
     one_tile, is_ranged = config.num_stages == 1, config.kernel == "ranges"
     if shape.kind == "add" or (config.bk == 32 * config.num_warps and not one_tile):
-        return False  # at one element a thread, of 2 bytes, Triton does not read ahead
+        return False  # Triton does not prefetch if each thread loads one element of 2 bytes
     if config.split_k == 1:
         return config.prefetch > 0 or is_ranged or one_tile or shape.kind == "logits"
     return config.split_k in (2, 4) and config.num_stages == 3 and config.prefetch > 0
@@ -132,7 +134,7 @@ def _tensor_cores(shape: GemmShape, rows: int) -> list[GemmConfig]:
     kernels = [("slices", 256, 4), ("slices", 512, 4), ("slices", 512, 8)] if rows <= 16 else []
     kernels += [("mma", 128, 4), ("mma", 256, 4)]
     if rows <= 32:
-        kernels += [("mma", 128, 2)]  # for a norm inside, which each warp computes for all of x
+        kernels += [("mma", 128, 2)]  # for a fused norm, which each warp computes for all of x
     if rows > 16:
         kernels += [("mma", 64, 4), ("mma", 128, 8)]
     return [*_whole(shape, rows), *_ranges(shape, rows)] + [
@@ -176,8 +178,8 @@ def _fits(
         return False
     if not 100 <= programs <= max(600, shape.num_columns // 32):
         return False
-    # A program with a short share of the inner dimension needs no deep pipeline, and a program of
-    # few columns reads more of x than of weights.
+    # A program with a short share of the inner dimension needs no deep pipeline. A program of few
+    # columns reads more of x than of the weights.
     steps = shape.inner // config.bk // config.split_k
     if (config.num_stages == 5 and steps < 4) or config.bn * 4 < row_block(rows):
         return False
@@ -192,7 +194,7 @@ def _fits(
 
 
 def _gemvs(shape: GemmShape, most: int) -> list[GemmConfig]:
-    """Return tile sizes for one row; most: maximum elements of a thread."""
+    """Return tile sizes for one row; most: maximum elements per thread."""
     whole = 1 << (shape.inner - 1).bit_length()
     configs = []
     for bn, num_warps in itertools.product((1, 2, 4, 8, 16), (2, 4, 8)):
@@ -205,23 +207,23 @@ def _gemvs(shape: GemmShape, most: int) -> list[GemmConfig]:
     return configs
 
 
-# bytes of an SM in flight that use the bandwidth: latency times an SM's share of it
+# bytes in flight of an SM that use the full bandwidth: latency times the SM's share of it
 IN_FLIGHT = 40 << 10
-L2_SPEED = 3  # bandwidth of the L2 in units of the memory's
-SPLIT_BYTES = 24 << 10  # bytes that an SM could read while the last program adds up the splits
-# bytes of weights for each SM up to which one fused launch beats cuBLAS with 17 to 64 rows
+L2_SPEED = 3  # bandwidth of the L2, relative to the memory's
+SPLIT_BYTES = 24 << 10  # bytes that an SM could read while the last program adds the splits
+# bytes of weights per SM; up to this number one fused launch beats cuBLAS at 17 to 64 rows
 SMALL_BYTES = 128 << 10
-# sums of a thread, by the bytes of a weight; widened weights need registers too
+# maximum sums of a thread, by bytes of a weight's element; widened weights also need registers
 MAX_SUMS = {2: 128, 1: 64}
 
 
 @cache
 def cheapest(shape: GemmShape, rows: int, weight_bytes: int, device: Device) -> GemmConfig | None:
-    """Return the tile sizes of the least cost for a block of rows, or None for cuBLAS.
+    """Return the tile sizes of the least cost for a block of rows, or None to use cuBLAS.
 
-    rows: 16, 32 or 64. weight_bytes: of an element. In the measured tables, cuBLAS is faster with
-    17 rows or more, unless the weight is small, or one launch replaces three (swiglu), or logits
-    need float32. Ranges are chosen only by tables.
+    rows: 16, 32 or 64. weight_bytes: bytes of an element. In the measured tables, cuBLAS is faster
+    with 17 rows or more. Exceptions are small weights, swiglu (one launch replaces three) and
+    logits in float32. Only tables choose kernels with ranges.
     """
     total = shape.num_weights * shape.inner * weight_bytes
     is_fused = shape.kind in ("swiglu", "logits") and weight_bytes == 2
@@ -229,7 +231,7 @@ def cheapest(shape: GemmShape, rows: int, weight_bytes: int, device: Device) -> 
     if rows > 16 and total > SMALL_BYTES * device.num_sms and not is_fused and not widened:
         return None
     max_sums = MAX_SUMS[weight_bytes]
-    if device.capability[0] == 10:  # spills registers with as many sums as others hold
+    if device.capability[0] == 10:  # this GPU spills registers with as many sums as other GPUs hold
         max_sums = min(max_sums, 64)
     ways = [
         config
@@ -244,7 +246,7 @@ def cheapest(shape: GemmShape, rows: int, weight_bytes: int, device: Device) -> 
 
 
 def _sums(shape: GemmShape, rows: int, config: GemmConfig) -> int:
-    """Return the sums that each thread has in registers."""
+    """Return the number of sums that each thread holds in registers."""
     warps = config.num_warps if config.kernel == "mma" else 1
     return row_block(rows) * config.bn * shape.weights_per_column // (32 * warps)
 
@@ -252,7 +254,7 @@ def _sums(shape: GemmShape, rows: int, config: GemmConfig) -> int:
 def cost(
     shape: GemmShape, rows: int, weight_bytes: int, config: GemmConfig, device: Device
 ) -> float:
-    """Return the cost of a product, in bytes that an SM reads from memory."""
+    """Return the cost of a product: the bytes that an SM reads from memory."""
     programs = -(-shape.num_columns // config.bn) * config.split_k
     per_sm = -(-programs // device.num_sms)
     share = shape.inner / config.split_k

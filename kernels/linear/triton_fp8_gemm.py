@@ -1,7 +1,7 @@
 """Products of many rows with weights of 8 bits.
 
-Blocks of 128 by 128 may have the scales (Qwen3-*-FP8, DeepSeek-V3). Tensor cores multiply 8 bits,
-and the sum over a block is multiplied by its scale in float32 (`block_product`).
+The scales may belong to blocks of 128 by 128 (Qwen3-*-FP8, DeepSeek-V3). Tensor cores multiply 8
+bits, and the sum over a block is multiplied by its scale in float32 (`block_product`).
 
 For GPUs whose tensor cores don't multiply 8 bits, weights are widened to x's type in registers
 (`weight_only_product`).
@@ -21,11 +21,11 @@ from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 _BLOCK = tl.constexpr(BLOCK)
 # rows and columns of a tile of the result, up to 128 columns; warps; stages
 Tile = tuple[int, int, int, int]
-GROUP = 8  # tiles of rows that read the same weights in turn, from the L2
+GROUP = 8  # number of row tiles that read the same weights in turn, from the L2
 
 
 def tile_shared_bytes(tile: Tile) -> int:
-    """Return the kernel's shared memory: the tiles of 8 bits in flight."""
+    """Return the bytes of shared memory: the 8-bit tiles in flight."""
     rows, columns, _, num_stages = tile
     return (num_stages - 1) * (rows + columns) * BLOCK
 
@@ -45,9 +45,10 @@ def tile_of(num_rows: int, device: Device | None = None) -> Tile:
 def block_product(
     x: Quantized, weight: Quantized, out: Tensor | None = None, tile: Tile | None = None
 ) -> Tensor:
-    """Compute `x @ weight.T` in `x.dtype`; x [num_rows, K] has row scales, weight [N, K] blocks'.
+    """Compute `x @ weight.T` in `x.dtype`.
 
-    out: memory of the result. tile: default `tile_of` the rows. All tensors are contiguous.
+    x: [num_rows, K] with row scales. weight: [N, K] with block scales. out: memory of the result.
+    tile: default `tile_of` the number of rows. All tensors must be contiguous.
     """
     (num_rows, inner), num_columns = x.shape, len(weight)
     if out is None:
@@ -78,7 +79,7 @@ def _block_product(
     x, x_scale, weight, scale, out, num_rows, N, K,
     BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile [BM, BN] of out, with columns of one row of blocks, in each program."""
+    """Compute a tile [BM, BN] of out, whose columns are in one row of blocks, in each program."""
     launch_dependents()
     first_row, first = place_of_tile(num_rows, N, BM, BN, GROUP)
     row = first_row + tl.arange(0, BM)
@@ -112,9 +113,9 @@ BN, BK, NUM_WARPS, NUM_STAGES = 128, 64, 4, 3
 def weight_only_product(
     x: Tensor, weight: Quantized, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Compute `x @ weight.T`; x [num_rows, K], weight [N, K]; out_dtype: default x's.
+    """Compute `x @ weight.T`; x: [num_rows, K]; weight: [N, K]; out_dtype: default x's dtype.
 
-    out: memory of the result. All tensors are contiguous.
+    out: memory of the result. All tensors must be contiguous.
     """
     (num_rows, inner), num_columns = x.shape, len(weight)
     if out is None:
@@ -136,7 +137,7 @@ def _weight_only_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile [BM, BN] of out in each program; scale: of weight's rows, or its blocks."""
+    """Compute a tile [BM, BN] of out in each program; scale: scales of rows, or of blocks."""
     launch_dependents()
     first_row, first = place_of_tile(num_rows, N, BM, BN, GROUP)
     row, column = first_row + tl.arange(0, BM), first + tl.arange(0, BN)

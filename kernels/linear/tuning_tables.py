@@ -1,6 +1,8 @@
-"""Tables of tile sizes by GPU: in this package, and in the user's cache, written by `launch tune`.
+"""Tables of tile sizes by GPU: in this package, and in the user's cache.
 
-A table in the cache holds for the GPU, the version of Triton and the kernels that were measured.
+`launch tune` writes the user's cache.
+
+A table in the cache is valid for the GPU, the version of Triton and the kernels that were measured.
 """
 
 import hashlib
@@ -20,7 +22,7 @@ from penstock.kernels.device import Device
 from penstock.kernels.linear.tile_sizes import GemmConfig, Table
 
 log = logging.getLogger(__name__)
-VERSION = 1  # of the file's format
+VERSION = 1  # version of the file's format
 KINDS = ("add", "norm", "swiglu", "logits")
 FOLDER = Path(__file__).with_name("tuning")
 MEASURED = FOLDER / "NVIDIA-H200.json"
@@ -30,11 +32,11 @@ SOURCES = (
     "../triton_elementwise.py",
     "../triton_pdl.py",
 )
-Tables = dict[str, Table]  # of weights in "bfloat16" and "fp8"
+Tables = dict[str, Table]  # tables by dtype of the weights: "bfloat16" and "fp8"
 
 
 class Origin(Struct, frozen=True, kw_only=True):
-    """Origin of a table, which holds if all fields are equal."""
+    """Origin of a table, which is valid if all fields are equal."""
 
     version: int
     gpu: str
@@ -46,14 +48,14 @@ class Origin(Struct, frozen=True, kw_only=True):
 
 
 class _TuningFile(Struct):
-    """A file in the cache; its tables are read where its origin holds."""
+    """File in the cache; its tables are read only if its origin matches."""
 
     origin: Origin
     tables: msgspec.Raw
 
 
 def origin_of(device: Device) -> Origin:
-    """Return the origin of a table that is measured now."""
+    """Return the origin of tables measured now."""
     digest = hashlib.sha256()
     for name in SOURCES:
         digest.update((Path(__file__).parent / name).read_bytes())
@@ -80,7 +82,7 @@ def cached_table(gpu: str) -> Path:
 
 
 def decode(data: bytes, wanted: Origin) -> Tables:
-    """Return the tables of a file in the cache. Raises ValueError if they don't hold."""
+    """Return the tables of a file in the cache. Raises ValueError if they are not valid."""
     found = msgspec.json.decode(data, type=_TuningFile)
     for field in wanted.__struct_fields__:
         got, expected = getattr(found.origin, field), getattr(wanted, field)
@@ -90,7 +92,7 @@ def decode(data: bytes, wanted: Origin) -> Tables:
 
 
 def encode(tables: Tables, origin: Origin | None = None) -> bytes:
-    """Return a file's content, a line for each entry; origin: of a file in the cache."""
+    """Return a file's content, with a line for each entry; origin: only for the cache."""
     sections = []
     for dtype, table in tables.items():
         entries = ((" ".join(map(str, key)), table[key]) for key in sorted(table))
@@ -103,7 +105,7 @@ def encode(tables: Tables, origin: Origin | None = None) -> bytes:
 
 
 def write(path: Path, tables: Tables, origin: Origin | None = None) -> None:
-    """Write a file at once, so that no reader finds a part of it."""
+    """Write a file atomically, so that no reader sees a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.getpid()}")
     new.write_bytes(encode(tables, origin))
@@ -118,7 +120,7 @@ def packaged_tables(path: Path = MEASURED) -> Tables:
 
 @cache
 def tuning_tables(device: Device) -> Tables:
-    """Return the tables that hold for a device: the package's, updated by the user's cache."""
+    """Return the tables valid for a device: the package's, updated by the user's cache."""
     own = FOLDER / file_name(device.name)
     tables: Tables = {"bfloat16": {}, "fp8": {}}
     if device.is_measured or own.exists():
@@ -128,7 +130,7 @@ def tuning_tables(device: Device) -> Tables:
         found = decode(path.read_bytes(), origin_of(device)) if device.name else {}
     except FileNotFoundError:
         return tables
-    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+    except (OSError, ValueError) as error:  # msgspec's errors are subclasses of ValueError
         log.warning("%s is ignored: %s; `launch tune` writes it again", path, error)
         return tables
     if found:
@@ -138,7 +140,7 @@ def tuning_tables(device: Device) -> Tables:
 
 
 def _parse(tables: dict[str, dict[str, Any]]) -> Tables:
-    """Return the tables with keys and entries as the kernels take them. Raises ValueError."""
+    """Return the tables with the kernels' keys and entries. Raises ValueError."""
     parsed: Tables = {}
     for dtype, entries in tables.items():
         parsed[dtype] = {}
@@ -171,6 +173,6 @@ def _is_valid(kind: str, inner: int, rows: int, config: GemmConfig) -> bool:
 
 
 def _has_ranges(kind: str, inner: int, config: GemmConfig) -> bool:
-    """Return whether four warps can divide the inner dimension in whole tiles."""
+    """Return whether four warps can divide the inner dimension into whole tiles."""
     is_whole = inner % config.bk == 0 and not config.prefetch
     return is_whole and kind != "logits" and (config.num_warps, config.split_k) == (4, 1)

@@ -1,9 +1,9 @@
 """Matrices of integers of 4 or 8 bits, in groups of columns that share a scale.
 
 For GPUs, `Packed`: number k of row n stands for `(code - zero) * scale`, as AutoAWQ, GPTQModel and
-compressed-tensors define it. All checkpoints' orders of bits become one: 128 columns of a row are
-4 * bits adjacent words of 32 bits, and such blocks of all rows follow each other, so that a tile of
-rows is contiguous.
+compressed-tensors define it. The bit orders of all checkpoints are converted to one order: 128
+columns of a row are a block of 4 * bits adjacent words of 32 bits. The blocks of all rows are
+adjacent, so that a tile of rows is contiguous.
 
 For CPUs, `Integers`: a unit is 64 columns of a row. With 4 bits a byte has two columns of a unit,
 32 apart, so that vectors of bytes become vectors of adjacent columns.
@@ -29,21 +29,21 @@ class Packed:
     """Packed matrices [..., num_rows, num_columns]."""
 
     words: Tensor  # int32 [..., blocks, num_rows, 4 * bits]; the last block is padded
-    groups: Tensor  # int32 [..., groups, num_rows], of `pack_groups`: a scale and a zero point
-    # int32 [..., num_columns]: the matrix's column of each packed one, sorted by groups; None:
-    # packed in the matrix's order
+    groups: Tensor  # int32 [..., groups, num_rows]: scale and zero point from `pack_groups`
+    # int32 [..., num_columns]: the matrix's column of each packed column, sorted by groups; None:
+    # columns are packed in the matrix's order
     order: Tensor | None
     num_columns: int
-    group_size: int  # packed columns with one scale
+    group_size: int  # packed columns that share a scale
 
     @property
     def bits(self) -> int:
-        """4 or 8."""
+        """Bits of an integer: 4 or 8."""
         return self.words.shape[-1] // 4
 
     @property
     def shape(self) -> torch.Size:
-        """[..., num_rows, num_columns]."""
+        """Shape of the matrix: [..., num_rows, num_columns]."""
         return torch.Size((*self.words.shape[:-3], self.words.shape[-2], self.num_columns))
 
     @property
@@ -65,11 +65,11 @@ class Packed:
         return Packed(self.words[rows], self.groups[rows], order, *sizes)
 
     def split(self, sizes: list[int]) -> "list[Packed]":
-        """Return views of N rows each, of a matrix."""
+        """Return views of N rows of a matrix."""
         return [self[begin:end] for begin, end in pairwise([0, *accumulate(sizes)])]
 
     def dequantized(self) -> Tensor:
-        """Return the numbers, in float32: [..., num_rows, num_columns]."""
+        """Return the numbers in float32: [..., num_rows, num_columns]."""
         codes = unpack_codes(self.words)[..., : self.num_columns]
         scale, zeros = map(self._by_column, unpack_groups(self.groups))
         numbers = (codes.float() - zeros) * scale
@@ -118,30 +118,30 @@ class Packed:
         return multiply(kind, x, self, norm_weight, eps, residual, out)
 
     def pairs_of_tile(self, num_pairs: int, num_experts: int) -> int:
-        """Return the pairs of a token and an expert in a tile of `grouped`."""
+        """Return the number of (token, expert) pairs in a tile of `grouped`."""
         from penstock.kernels.packed.triton_packed import pairs_of_tile
 
         return pairs_of_tile(num_pairs, num_experts)
 
     def grouped(self, x: Tensor, sources: Tensor, tiles: Tensor, swiglu: bool, bm: int) -> Tensor:
-        """Multiply pairs with these matrices, one for each expert."""
+        """Multiply pairs with these matrices, which belong to one expert each."""
         from penstock.kernels.packed.triton_packed import packed_grouped
 
         return packed_grouped(x, sources, tiles, self, swiglu, bm)
 
     def _by_column(self, of_groups: Tensor) -> Tensor:
-        """Return numbers of groups [..., groups, num_rows] as [..., num_rows, num_columns]."""
+        """Expand numbers of groups [..., groups, num_rows] to [..., num_rows, num_columns]."""
         wide = of_groups.repeat_interleave(self.group_size, -2)
         return wide[..., : self.num_columns, :].transpose(-1, -2)
 
 
 def num_groups(num_columns: int, group_size: int) -> int:
-    """Return the groups of a row."""
+    """Return the number of groups of a row."""
     return -(-num_columns // group_size)
 
 
 def pack_groups(scale: Tensor, zeros: Tensor) -> Tensor:
-    """Return one word for each scale and zero point (uint8): int32, of the same shape.
+    """Return a word for each scale and zero point (uint8): int32, of the same shape.
 
     A word is the scale in float32 with the zero point in its lowest 8 bits, so that one
     asynchronous copy brings both. Scales of float16 and bfloat16 are exact; scales of float32 are
@@ -152,16 +152,16 @@ def pack_groups(scale: Tensor, zeros: Tensor) -> Tensor:
 
 
 def unpack_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale, in float32, and the zero point (uint8) of words."""
+    """Return the scales (float32) and the zero points (uint8) of words."""
     return (groups & ~ZERO_BITS).view(torch.float32), (groups & ZERO_BITS).byte()
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Return the words of codes, uint8 [num_rows, num_columns]: [blocks, num_rows, 4 * bits].
+    """Pack codes, uint8 [num_rows, num_columns], into words [blocks, num_rows, 4 * bits].
 
-    Of 4 bits, column 32 * r + 8 * p + 2 * c + h of a block is in word 4 * r + c, at bit
-    4 * p + 16 * h; of 8 bits, column 16 * r + 8 * p + 2 * c + h likewise, at bit 8 * p + 16 * h. A
-    thread's words are then the numbers that tensor cores expect in its registers, in pairs.
+    With 4 bits, column 32 * r + 8 * p + 2 * c + h of a block is in word 4 * r + c, at bit 4 * p +
+    16 * h. With 8 bits, column 16 * r + 8 * p + 2 * c + h is in word 4 * r + c, at bit 8 * p + 16 *
+    h. A thread's words then hold the numbers that tensor cores expect in its registers, in pairs.
     """
     num_rows, num_columns = codes.shape
     padded = functional.pad(codes, (0, -num_columns % BLOCK))
@@ -173,7 +173,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(words: Tensor) -> Tensor:
-    """Return the codes of words, uint8 [..., num_rows, columns with the padding]."""
+    """Return the codes of words: uint8 [..., num_rows, columns including the padding]."""
     octets = words.contiguous().view(torch.uint8)
     octets = octets.view(*octets.shape[:-1], -1, 4, 2, 2)
     if words.shape[-1] == 4 * 4:
@@ -183,17 +183,17 @@ def unpack_codes(words: Tensor) -> Tensor:
 
 
 UNIT = 64  # columns
-MAX_GROUP = 128  # columns of a group; larger groups are stored as several
+MAX_GROUP = 128  # maximum columns of a group; larger groups are stored as several
 MIN_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """A matrix [num_rows, num_columns]: `codes * scale`, plus a shift for each group if it has."""
+    """Matrix [num_rows, num_columns]: `codes * scale`, plus an optional shift for each group."""
 
     # int8 [num_rows, num_columns], or uint8 [num_rows, num_columns / 2]: codes plus 8
     codes: Tensor
-    scale: Tensor  # float32 [num_rows, groups], or of scale and shift [num_rows, groups, 2]
+    scale: Tensor  # float32 [num_rows, groups]; with shifts [num_rows, groups, 2]: scale and shift
 
     @property
     def bits(self) -> int:
@@ -205,12 +205,12 @@ class Integers:
 
     @property
     def group_size(self) -> int:
-        """Columns with one scale: 32, 64 or 128."""
+        """Columns that share a scale: 32, 64 or 128."""
         return self.shape[1] // self.scale.shape[1]
 
     @property
     def shape(self) -> torch.Size:
-        """[num_rows, num_columns]."""
+        """Shape of the matrix: [num_rows, num_columns]."""
         return torch.Size((len(self.codes), self.codes.shape[1] * 8 // self.bits))
 
     @property
@@ -219,7 +219,7 @@ class Integers:
 
     @property
     def is_cuda(self) -> bool:
-        """Always False: GPUs have `Packed`."""
+        """Always False, since GPUs use `Packed`."""
         return self.codes.is_cuda
 
     def __len__(self) -> int:
@@ -234,7 +234,7 @@ class Integers:
         return [self[begin:end] for begin, end in pairwise([0, *accumulate(sizes)])]
 
     def dequantized(self) -> Tensor:
-        """Return the numbers, float32."""
+        """Return the numbers in float32."""
         codes = self.codes
         if self.bits == 4:
             units = codes.view(len(codes), -1, UNIT // 2)
@@ -247,7 +247,7 @@ class Integers:
 
 
 def fitting_group(num_columns: int, group_size: int) -> int:
-    """Return the size of groups as `Integers` have them, or 0 if none fits.
+    """Return a group size that `Integers` support, or 0 if none fits.
 
     group_size: columns that share a scale; the last group may have fewer.
     """
@@ -256,7 +256,7 @@ def fitting_group(num_columns: int, group_size: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Return `Integers.codes` of signed integers [num_rows, num_columns]."""
+    """Return `Integers.codes` from signed integers [num_rows, num_columns]."""
     if bits == 8:
         return codes.to(torch.int8)
     low, high = (codes + 8).to(torch.uint8).view(len(codes), -1, 2, UNIT // 2).unbind(2)
@@ -264,9 +264,9 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def quantize(weight: Tensor, bits: int) -> Integers:
-    """Return the nearest integers of a matrix, whose columns are whole units. Raises ValueError.
+    """Round a matrix to the nearest integers; its columns must be whole units. Raises ValueError.
 
-    The scale makes the number of the largest magnitude an end of the range: with 4 bits, -8.
+    The scale maps the number of the largest magnitude to an end of the range: with 4 bits, -8.
     """
     if weight.shape[1] % UNIT:
         raise ValueError(f"columns: got {weight.shape[1]}, expected a multiple of {UNIT}")
@@ -280,7 +280,7 @@ def quantize(weight: Tensor, bits: int) -> Integers:
 
 
 def without_needless_shift(matrix: Integers) -> Tensor:
-    """Return the scales, alone if no number is shifted."""
+    """Return scales without shifts if every shift is zero."""
     if not matrix.has_shift or matrix.scale[..., 1].any():
         return matrix.scale
     return matrix.scale[..., 0].contiguous()

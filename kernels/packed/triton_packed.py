@@ -1,13 +1,13 @@
-"""Products with packed integers (`penstock.kernels.packed.matrices`) in Triton, experts too.
+"""Products with packed integers (`penstock.kernels.packed.matrices`) in Triton, also for experts.
 
-One kernel multiplies few rows; otherwise the weights are dequantized for cuBLAS. Reading the
-weights takes nearly all of the time of few rows. The inner dimension is split so that all SMs have
+One kernel multiplies few rows. With more rows, the weights are dequantized for cuBLAS. Reading the
+weights takes nearly all of the time of few rows. The inner dimension is split so that each SM has
 several programs.
 
-The weights are the rows of a tile and the rows of x its columns, so that a product of one row
-wastes few columns of the tensor cores. Codes become 16 bits in registers: of 4 bits by writing them
-into the mantissa of 128 or 1024, two at a time. A sum over the columns of a group is exact in the
-integers, and multiplied by the scale in float32.
+A tile's rows are rows of the weight, and its columns are rows of x, so that a product of one row
+wastes few columns of the tensor cores. Codes become 16 bits in registers. A 4-bit code is written
+into the mantissa of 128 or 1024, two codes at a time. The sum over a group's columns is exact in
+the integers, and is multiplied by the scale in float32.
 """
 
 import math
@@ -34,8 +34,8 @@ from penstock.kernels.triton_moe import TILE
 from penstock.kernels.triton_pdl import LAUNCH, PDL, launch_dependents, prefetch, wait
 
 _BLOCK, _ZERO_BITS = tl.constexpr(BLOCK), tl.constexpr(ZERO_BITS)
-ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)  # Triton's interpreter has no assembly
-PREFETCH = tl.constexpr(4)  # blocks of columns of a tile that are read before previous kernels end
+ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)  # Triton's interpreter lacks assembly
+PREFETCH = tl.constexpr(4)  # blocks of a tile's columns that are read before previous kernels end
 
 
 @triton.jit
@@ -49,16 +49,16 @@ def _prefetch(words, groups, rows, begin, end, R, GROUP: tl.constexpr, BITS: tl.
 
 @triton.jit
 def _pairs(words, dtype: tl.constexpr, BITS: tl.constexpr):
-    """Return the codes of words [BN, W] as two numbers of 16 bits: int32 [BN, W, 16 / BITS].
+    """Return the codes of words [BN, W] as pairs of 16-bit numbers: int32 [BN, W, 16 / BITS].
 
-    Of 4 bits, a number is 128 + code in bfloat16, 1024 + code in float16; of 8 bits, it is the
-    code as an integer.
+    With 4 bits, a number is 128 + code in bfloat16, or 1024 + code in float16. With 8 bits, it is
+    the code as an integer.
     """
     if BITS == 8:
         return tl.join(words & 0x00FF00FF, (words >> 8) & 0x00FF00FF)
     else:
         SHIFT: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
-        if ASSEMBLY:  # a compiler does not keep both constants in registers
+        if ASSEMBLY:  # the compiler does not keep both constants in registers
             a, b, c, d = tl.inline_asm_elementwise(
                 "{ .reg .b32 mask, shift, word; mov.b32 mask, 0x000F000F; mov.b32 shift, $5; "
                 "lop3.b32 $0, $4, mask, shift, 0xEA; shr.u32 word, $4, 4; "
@@ -77,7 +77,7 @@ def _pairs(words, dtype: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _minus(pairs, shift, dtype: tl.constexpr):
-    """Subtract shift [BN] from both numbers of 16 bits in pairs [BN, W, P]."""
+    """Subtract shift [BN] from both 16-bit numbers of the pairs [BN, W, P]."""
     if ASSEMBLY:
         bits = (-shift).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         both = (bits | bits << 16)[:, None, None]
@@ -96,9 +96,9 @@ def _minus(pairs, shift, dtype: tl.constexpr):
 
 @triton.jit
 def integers(words, zero, dtype: tl.constexpr, BITS: tl.constexpr, SYNC: tl.constexpr = False):
-    """Return code - zero of words [BN, W], in dtype: [BN, columns].
+    """Return code - zero for words [BN, W], in dtype: [BN, columns].
 
-    zero: float32 [BN]. SYNC: columns in the order of `_for_sync`.
+    zero: float32 [BN]. SYNC: order the columns as `_for_sync` does.
     """
     BN: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
@@ -121,8 +121,8 @@ def integers(words, zero, dtype: tl.constexpr, BITS: tl.constexpr, SYNC: tl.cons
 def _for_sync(x_tile, BITS: tl.constexpr):
     """Return x_tile [BK, BM] with its columns in the order of synchronous tensor cores.
 
-    There a thread has four adjacent columns of the product. Those of a word are two pairs, eight
-    columns apart: the order of all columns changes, and the sums are the same.
+    There, a thread has four adjacent columns of the product. The columns of a word are two pairs,
+    eight columns apart. Reordering all columns does not change the sums.
     """
     BK: tl.constexpr = x_tile.shape[0]
     BM: tl.constexpr = x_tile.shape[1]
@@ -133,7 +133,7 @@ def _for_sync(x_tile, BITS: tl.constexpr):
 
 @triton.jit
 def _group(words):
-    """Return scale and zero point of groups' words, in float32."""
+    """Return the scales and zero points of groups' words, in float32."""
     factor = (words & ~_ZERO_BITS).to(tl.float32, bitcast=True)
     return factor, (words & _ZERO_BITS).to(tl.float32)
 
@@ -143,7 +143,7 @@ def _scaled(
     x_tile, acc, words, group, rows, step, R,
     BITS: tl.constexpr, BK: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
-    """Return acc plus the product of the BK columns of a step. group: words of groups, [BN]."""
+    """Return acc plus the product of the BK columns of a step; group: the groups' words, [BN]."""
     WORDS: tl.constexpr = BK * BITS // 32
     block = step * BK // _BLOCK
     at = rows * (4 * BITS) + block * (R * (4 * BITS)) + (step * BK - block * _BLOCK) * BITS // 32
@@ -155,7 +155,7 @@ def _scaled(
 
 @triton.jit
 def _x_tile(x_at, x_exists, order, step, K, BK: tl.constexpr, EVEN: tl.constexpr):
-    """Return the columns of x of a step, [BK, BM]; zeros from column K on."""
+    """Return the columns of x of a step, [BK, BM], with zeros from column K."""
     column = step * BK + tl.arange(0, BK)[:, None]
     exists = x_exists
     if not EVEN:
@@ -172,8 +172,8 @@ def _groups(
 ):  # fmt: skip
     """Return the words of the groups of one or two steps, each [BN].
 
-    Two are loaded together: the compiler loads fewer numbers than a program has threads twice, once
-    without copying ahead.
+    Two steps are loaded together: if a load has fewer numbers than the program has threads, the
+    compiler issues it twice, once without copying ahead.
     """
     if STEPS == 1:
         return (tl.load(groups + rows + step * BK // GROUP * R),)
@@ -191,12 +191,11 @@ def packed_sums(
     BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, SYNC: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Return sums over steps [begin, end), [BN, BM]: of gate (or the only product), and of up.
+    """Return sums over steps [begin, end), [BN, BM], of gate (or of the only product), and of up.
 
-    x_at: addresses of x's rows, [1, BM]. rows: of the weight, [BN], of R; up's are N further on.
-    GROUP: columns with one scale, a multiple of BK, the columns of a step. EVEN: the STEPS of an
-    iteration divide K.
-    SYNC: the tensor cores are synchronous ones.
+    x_at: addresses of x's rows, [1, BM]. rows: [BN], indices of the weight's R rows; the rows of up
+    are N further. GROUP: columns with one scale, a multiple of BK, the columns of a step. EVEN: the
+    STEPS of an iteration divide K. SYNC: the tensor cores are synchronous.
     """
     acc = tl.zeros((rows.shape[0], BM), tl.float32)
     acc_up = acc
@@ -222,17 +221,18 @@ def packed_gemm_kernel(
     GROUP: tl.constexpr, BITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, EARLY: tl.constexpr, SYNC: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute BN columns of BM rows of out over one range of the inner dimension, or over RANGES.
+    """Compute BN columns of BM rows of out in each program.
 
-    SPLIT: programs on axis 1 are ranges. Programs on axis 2 have other rows of x. EARLY: the next
-    kernel may overlap this kernel.
+    A program computes one range of the inner dimension, or RANGES ranges. SPLIT: programs on axis 1
+    are ranges. Programs on axis 2 have other rows of x. EARLY: the next kernel may overlap this
+    kernel.
     """
     if EARLY:
         launch_dependents()
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.minimum(column, N - 1)
     num_steps = tl.cdiv(K, BK)
-    share = tl.cdiv(tl.cdiv(num_steps, 2), tl.num_programs(1) * RANGES) * 2  # for any STEPS
+    share = tl.cdiv(tl.cdiv(num_steps, 2), tl.num_programs(1) * RANGES) * 2  # valid for any STEPS
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, num_steps)
     row = tl.program_id(2) * BM + tl.arange(0, BM)[None, :]
@@ -271,7 +271,7 @@ def dequantize_kernel(
     words, groups, order, out, R, K,
     GROUP: tl.constexpr, BITS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Store the numbers of BN rows and BK columns, of one group, in each program."""
+    """Store the numbers of BN rows and BK columns of one group in each program."""
     launch_dependents()
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.minimum(row, R - 1)
@@ -295,13 +295,13 @@ def dequantize_kernel(
     tl.store(out + place, numbers.to(out.dtype.element_ty), exists)
 
 
-# rows up to which reading the weights once for 64 rows is faster than dequantizing them
+# rows; up to this number reading the weights once per 64 rows is faster than dequantizing them
 MAX_ROWS = 128
-BN = 64  # rows of a tile of the weight: those of an asynchronous product of compute capability 9.0
+BN = 64  # rows of a weight tile, as in an asynchronous product of compute capability 9.0
 # rows of a tile → programs of products with one and with two weights, measured on an H200
 PROGRAMS_PER_SM = {8: (4, 3), 16: (3, 3), 32: (2, 2), 64: (2, 2)}
-MAX_STAGES = {8: (5, 3), 16: (4, 3), 32: (3, 3), 64: (3, 3)}  # rows of a tile → stages, likewise
-MIN_STEPS = 4  # steps of a program, at least, where the inner dimension is split
+MAX_STAGES = {8: (5, 3), 16: (4, 3), 32: (3, 3), 64: (3, 3)}  # rows of a tile → stages, as above
+MIN_STEPS = 4  # minimum steps of a program if the inner dimension is split
 
 
 class PackedTile(NamedTuple):
@@ -321,12 +321,12 @@ def is_synchronous(device: Device) -> bool:
 
 
 def min_tile_rows(device: Device) -> int:
-    """Return the fewest rows of x in a tile: Triton computes 8 with synchronous tensor cores."""
+    """Return the minimum rows of x in a tile: Triton computes 8 with synchronous tensor cores."""
     return 8 if is_synchronous(device) else 16
 
 
 def max_tile_rows(device: Device) -> int:
-    """Return the most rows of x in a tile whose sums fit into registers.
+    """Return the maximum rows of x in a tile whose sums fit into registers.
 
     Synchronous tensor cores need more registers for the weights.
     """
@@ -334,14 +334,14 @@ def max_tile_rows(device: Device) -> int:
 
 
 def step_columns(weight: Packed) -> tuple[int, int]:
-    """Return the columns of a step, and of a group in kernels: a multiple of them."""
+    """Return the columns of a step, and of a group in kernels: a multiple of a step's columns."""
     if weight.group_size >= weight.num_columns:
         return BLOCK, -(-weight.num_columns // BLOCK) * BLOCK
     return math.gcd(weight.group_size, BLOCK), weight.group_size
 
 
 def packed_shared_bytes(bits: int, num_weights: int, tile: PackedTile) -> int:
-    """Return the shared memory of a product with num_weights weights: tiles in flight.
+    """Return the bytes of shared memory: the tiles in flight of a product with num_weights weights.
 
     Asynchronous tensor cores hold one more stage of x.
     """
@@ -354,9 +354,9 @@ def packed_shared_bytes(bits: int, num_weights: int, tile: PackedTile) -> int:
 def fitting(
     device: Device, weight: Packed, num_weights: int, bm: int, split_k: int = 1, per_sm: int = 1
 ) -> PackedTile:
-    """Return the tile of bm rows with the most stages of which per_sm programs fit an SM.
+    """Return the tile of bm rows with the most stages such that per_sm programs fit an SM.
 
-    Fewer programs if not even two stages fit.
+    If not even two stages fit, the SM has fewer programs.
     """
     bk, _ = step_columns(weight)
     # Larger tiles would spill registers.
@@ -378,8 +378,8 @@ def choose(
 ) -> PackedTile | None:
     """Return tile sizes that fit the device, or None if cuBLAS is faster.
 
-    With deterministic kernels, split_k is the same for every number of rows. kind: of a product.
-    device: default `this_device`.
+    With deterministic kernels, split_k is the same for every number of rows. kind: the kind of
+    product. device: default `this_device`.
     """
     always = is_deterministic()
     if not 1 <= num_rows <= MAX_ROWS and not always:
@@ -414,7 +414,7 @@ def multiply(
     out: Tensor | None = None,
     tile: PackedTile | None = None,
 ) -> Tensor | None:
-    """Return the result; None if cuBLAS is faster. Parameters: see `small_m_gemm.multiply`.
+    """Return the result; None if cuBLAS is faster. See `small_m_gemm.multiply`.
 
     x is in bfloat16 or float16. tile: default `choose`.
     """
@@ -463,7 +463,7 @@ def dequantized(weight: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def pairs_of_tile(num_pairs: int, num_experts: int) -> int:
-    """Return the pairs of a token and an expert in a tile; most experts then have one."""
+    """Return the number of (token, expert) pairs in a tile; most experts then have one tile."""
     per_expert = num_pairs / num_experts
     largest = max_tile_rows(this_device())
     return next((bm for most, bm in ((8, 16), (24, 32)) if per_expert <= most), largest)
@@ -497,7 +497,8 @@ def multiply_packed(
 ):  # fmt: skip
     """Compute BN columns of one tile's pairs, out [num_pairs, N], in each program.
 
-    The arguments are those of `penstock.kernels.triton_moe.multiply`, and of a packed weight.
+    Arguments: see `penstock.kernels.triton_moe.multiply`; words, groups and order are the packed
+    weight's.
     """
     wait()
     columns = tl.cdiv(N, BN)

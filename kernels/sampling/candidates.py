@@ -1,9 +1,10 @@
 """Sampling from sharded logits by the exchange of a few candidates of each rank.
 
-For ranks that can't read each other's memory (otherwise: `triton_sharded_sampling.py`). A rank's
-candidates of a row are the token that it would draw from its shard, and the likeliest tokens. The
-token drawn from the whole vocabulary is among all ranks' candidates, unless more tokens may be
-drawn (`candidates_suffice`). The host does not wait for the device.
+This method serves ranks that can't read each other's memory; for other ranks see
+`triton_sharded_sampling.py`. A rank's candidates of a row are the token that it would draw from its
+shard, and the likeliest tokens. The token drawn from the whole vocabulary is among all ranks'
+candidates, unless more tokens may be drawn (`candidates_suffice`). The host does not wait for the
+device.
 """
 
 from collections.abc import Mapping
@@ -15,13 +16,13 @@ from penstock.kernels.layouts.sampling import COLUMNS, SamplingTensors, unrestri
 from penstock.kernels.sampling.sampling import sample
 
 NUM_LIKELIEST = 64  # candidates of each rank in addition to the drawn token
-NEVER = -1e30  # logit of other tokens; finite, so that sums over such tokens alone are not NaN
+NEVER = -1e30  # logit of other tokens; finite, so that sums over only such tokens are not NaN
 
 
 def candidates_suffice(numbers: Mapping[str, float]) -> bool:
     """Return True if the candidates include all tokens that a row may draw, or the winner.
 
-    numbers: the row's, by column, without neutral ones.
+    numbers: the row's numbers by column, without neutral numbers.
     """
     is_random = numbers.get("temperature", 0) > 0
     is_restricted = is_random and any(COLUMNS[name].removes for name in numbers)
@@ -37,18 +38,18 @@ def candidates(
     positions: Tensor,
     by_slot: SamplingTensors,
 ) -> Tensor:
-    """Return logits and token ids of a rank's candidates, float64, which holds both exactly.
+    """Return logits and token ids of a rank's candidates; float64 holds both exactly.
 
-    Shape [num_rows, 1 + NUM_LIKELIEST or all, 2].
+    Shape: [num_rows, 1 + NUM_LIKELIEST or all, 2].
 
-    logits: this rank's shard, float32 [num_rows, part_size], from token rank * part_size on;
-    elements after the first `num_tokens` are overwritten. slots, positions, by_slot: as for
-    `sample`, except that `last_token` is not written.
+    logits: this rank's shard, float32 [num_rows, part_size], starting at token rank * part_size;
+    elements after the first `num_tokens` are overwritten. slots, positions, by_slot: see `sample`;
+    `last_token` is not written.
     """
     part_size = logits.shape[1]
     first = rank * part_size
     logits[:, num_tokens:] = NEVER
-    # Noise depends on the token id, so that the shard must keep its place in the vocabulary.
+    # Noise depends on the token id, so the shard must keep its place in the vocabulary.
     whole = logits.new_full((len(logits), num_ranks * part_size), NEVER)
     whole[:, first : first + part_size] = logits
     of_all_tokens = SamplingTensors(

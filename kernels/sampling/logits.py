@@ -32,12 +32,12 @@ def process_logits(
 ) -> None:
     """Apply penalties, bias and bitmask of each row's slot in place, in this order.
 
-    deferred: process rows of deferred slots too; otherwise rows of other slots only. The newest
+    deferred: also process rows of deferred slots; otherwise only rows of other slots. The newest
     token of a processed row is counted first, unless it was given.
 
     logits: [num_rows, at least the shard's tokens], with any row stride. slots: int64 [num_rows],
-    -1 for a row that is left as it is. positions: int64 [num_rows], index of the token to be
-    sampled. newest: int64 [num_rows], the token before. Raises ValueError.
+    -1 for a row that stays unchanged. positions: int64 [num_rows], index of the token to be
+    sampled. newest: int64 [num_rows], the previous token. Raises ValueError.
     """
     num_rows, num_tokens = len(slots), state.occurrences.shape[1]
     check_tensor("logits", logits, (num_rows, -1), torch.float32)
@@ -55,10 +55,10 @@ def process_logits(
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor, slots: Tensor) -> None:
-    """Set logits of tokens that the bitmask of the row's slot does not allow to -inf, in place.
+    """Set logits to -inf, in place, for tokens that the bitmask of the row's slot forbids.
 
     bitmask: int32 [num_slots, num_words]: bit i of word w allows token 32 w + i. slots: int64
-    [num_rows], -1 for a row that is left as it is. Raises ValueError.
+    [num_rows], -1 for a row that stays unchanged. Raises ValueError.
     """
     check_tensor("bitmask", bitmask, (-1, -(-logits.shape[1] // 32)), torch.int32)
     check_contiguous("bitmask", bitmask)
@@ -91,7 +91,7 @@ def _process(
     state: LogitsState,
     deferred: bool,
 ) -> None:
-    """Compute `process_logits` in torch; logits: the shard's."""
+    """Compute `process_logits` in torch; logits: only this rank's shard."""
     of_slots = column(state.parameters, "flags")
     if not of_slots.numpy()[slots.numpy()].any():
         return  # fast, because most steps end here

@@ -24,9 +24,10 @@ def penalize(
     """Return logits with penalties on earlier tokens; the penalties are float32 [num_rows].
 
     counts: int32 [num_rows, vocab_size], occurrences of each token in the output. in_prompt: bool,
-    of the same shape. For tokens in prompt or output, positive logits are divided by `repetition`,
-    others multiplied (CTRL, Keskar et al. 2019, arXiv:1909.05858). Then `frequency` is subtracted
-    for each occurrence in the output, and `presence` once if the token occurs in the output.
+    with the same shape. For tokens in prompt or output, positive logits are divided by
+    `repetition`, other logits are multiplied by it (CTRL, Keskar et al. 2019, arXiv:1909.05858).
+    Then `frequency` is subtracted for each occurrence in the output, and `presence` once if the
+    token occurs in the output.
     """
     check_tensor("logits", logits, (-1, -1), torch.float32)
     check_tensor("counts", counts, tuple(logits.shape), torch.int32)
@@ -38,9 +39,9 @@ def penalize(
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """Return the logits of allowed tokens, and -inf for others.
+    """Return the logits of allowed tokens, and -inf for other tokens.
 
-    bitmask int32 [num_rows, ceil(vocab_size / 32)]: bit i of word w allows token 32 w + i.
+    bitmask: int32 [num_rows, ceil(vocab_size / 32)]: bit i of word w allows token 32 w + i.
     """
     num_rows, vocab_size = logits.shape
     check_tensor("bitmask", bitmask, (num_rows, -(-vocab_size // 32)), torch.int32)
@@ -55,8 +56,8 @@ def top_logprobs(
     """Return ids and logprobs of a given token of each row, then of the row's likeliest tokens.
 
     token_ids: int64 [num_rows]. Returns int64 and float32 [num_rows, 1 + num_likeliest], with up to
-    vocab_size likeliest tokens, and the given token's rank, int64 [num_rows]: the number of tokens
-    that are as likely, including itself, or likelier.
+    vocab_size likeliest tokens, and the given token's rank, int64 [num_rows]. The rank is the
+    number of tokens that are at least as likely, including the token itself.
     """
     check_tensor("token_ids", token_ids, (logits.shape[0],), torch.int64)
     likeliest = logits.topk(min(num_likeliest, logits.shape[1]))

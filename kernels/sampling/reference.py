@@ -2,9 +2,9 @@
 
 The argmax of logits with Gumbel noise is a sample of their softmax (Gumbel 1954; Maddison et al.
 2014, https://arxiv.org/abs/1411.0030). The noise is a function of seed, position and token id, so
-that a row's token depends on that row only: Philox-4x32-10 (Salmon et al. 2011,
-doi:10.1145/2063384.2063405), whose integers of 32 bits are held in int64.
-`penstock.kernels.sampling.triton_gumbel.words` computes the same.
+that a row's token depends on that row only. The function is Philox-4x32-10 (Salmon et al. 2011,
+doi:10.1145/2063384.2063405); its 32-bit integers are held in int64.
+`penstock.kernels.sampling.triton_gumbel.words` computes the same function.
 """
 
 import math
@@ -25,7 +25,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 def philox(seed: Tensor, counter: Words) -> Words:
     """Return four random words for each counter.
 
-    seed: int64, whose low word is the first key. counter: four words. All shapes broadcast.
+    seed: int64; its low word is the first key. counter: four words. All shapes broadcast.
     """
     for name, words in zip(("seed", "c0", "c1", "c2", "c3"), (seed, *counter), strict=True):
         if words.dtype != torch.int64:
@@ -38,7 +38,7 @@ def philox(seed: Tensor, counter: Words) -> Words:
 
 
 def uniform(word: Tensor) -> Tensor:
-    """Return random words as float32 between 0 and 1, both excluded.
+    """Convert random words to float32 between 0 and 1, both excluded.
 
     Small numbers keep all 32 bits. The largest words would round to 1 and are clamped below 1.
     """
@@ -46,7 +46,7 @@ def uniform(word: Tensor) -> Tensor:
 
 
 def _round(counter: Words, keys: tuple[Tensor, Tensor]) -> Words:
-    # The product of two words may exceed int64; its bits are right all the same.
+    # The product of two words may exceed int64, but its bits are still right.
     product_0 = counter[0] * _MULTIPLIERS[0]
     product_2 = counter[2] * _MULTIPLIERS[1]
     return (
@@ -60,13 +60,13 @@ def _round(counter: Words, keys: tuple[Tensor, Tensor]) -> Words:
 def keep_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Return the scores after top-k, then top-p, then min-p; -inf for removed tokens.
 
-    scores: [num_rows, vocab_size], already divided by the temperature; the others [num_rows]. The
-    same tokens stay as with transformers' logits processors: all that tie with the k-th, the
-    likeliest whose sum reaches top_p (nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751),
-    and all that are at least min_p times as likely as the likeliest (Nguyen et al. 2024,
-    arXiv:2407.01082). Tokens of equal score are kept or removed together, for top-p too: a token
-    stays if all strictly likelier tokens sum to less than top_p. A threshold thus separates kept
-    and removed scores.
+    scores: [num_rows, vocab_size], already divided by the temperature. top_k, top_p, min_p:
+    [num_rows]. The same tokens stay as with transformers' logits processors. Top-k keeps all tokens
+    that tie with the k-th. Top-p keeps the likeliest tokens whose sum reaches top_p (nucleus
+    sampling, Holtzman et al. 2019, arXiv:1904.09751). Min-p keeps tokens at least min_p times as
+    likely as the likeliest (Nguyen et al. 2024, arXiv:2407.01082). Tokens of equal score are kept
+    or removed together, also by top-p: a token stays if all strictly likelier tokens sum to less
+    than top_p. A threshold thus separates kept and removed scores.
     """
     ordered, token_ids = scores.sort(dim=-1, descending=True, stable=True)
     vocab_size = scores.shape[1]
@@ -98,8 +98,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     zero = torch.zeros_like(drawn)
     words = torch.stack(philox(seeds[:, None], (drawn, positions[:, None], zero, zero)), 1)
     word = words[:, token_ids // quarter % 4, counters]
-    # -log(1 - u) is exponentially distributed. The winner is among its smallest values, where u has
-    # all its 32 bits; -log(u) would have 24.
+    # -log(1 - u) is exponentially distributed. The winner is among its smallest values, for which u
+    # has all 32 bits; -log(u) would have 24.
     return -torch.log(-torch.log1p(-uniform(word)))
 
 
@@ -110,7 +110,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTe
     rows = ((slots >= 0) & (temperature[slots] > 0)).nonzero().squeeze(1)
     if rows.numel():
         random = slots[rows]
-        # The largest score is 0, so that a tiny temperature does not overflow.
+        # The largest score is 0, so a tiny temperature does not overflow.
         scores = logits[rows] - largest[rows, None]
         scores /= temperature[random, None]
         limits = (column(by_slot.parameters, name) for name in ("top_k", "top_p", "min_p"))
@@ -125,7 +125,7 @@ def sample(logits: Tensor, slots: Tensor, positions: Tensor, by_slot: SamplingTe
 
 
 def _restrict(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-    """Apply `keep_top_k_top_p` in place to restricted rows only, because sorting is slow."""
+    """Apply `keep_top_k_top_p` in place, only to restricted rows, because sorting is slow."""
     rows = ((top_k > 0) | (top_p < 1) | (min_p > 0)).nonzero().squeeze(1)
     if rows.numel():
         scores[rows] = keep_top_k_top_p(scores[rows], top_k[rows], top_p[rows], min_p[rows])

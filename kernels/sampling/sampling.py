@@ -16,15 +16,15 @@ def sample(
     by_slot: SamplingTensors,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return one token id for each row, int64 [num_rows], the lowest id of equal scores.
+    """Return a token id for each row, int64 [num_rows]; of equal scores, the lowest id wins.
 
-    The token is -1 if a logit is NaN or +inf, or if all are -inf; `last_token` is then 0, which the
-    model accepts. A logit of -inf forbids a token.
+    The token is -1 if a logit is NaN or +inf, or if all logits are -inf. `last_token` is then 0, a
+    token that the model accepts. A logit of -inf forbids a token.
 
     logits: float32 [num_rows, vocab_size], with any row stride. slots: int64 [num_rows], the rows'
     slots, -1 for a padded row, whose token is 0. positions: int64 [num_rows], index of the new
-    token in its sequence. by_slot: parameters; its `last_token` is overwritten. out: the result;
-    elements of padded rows are left as they are. Raises ValueError.
+    token in its sequence. by_slot: parameters; its `last_token` is overwritten. out: memory of the
+    result; elements of padded rows stay unchanged. Raises ValueError.
     """
     check_tensor("logits", logits, (-1, -1), torch.float32)
     if logits.stride(1) != 1:

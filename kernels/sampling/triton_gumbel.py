@@ -1,7 +1,7 @@
 """Scores and their Gumbel noise in Triton, in units of log 2.
 
-The unit saves a multiplication, and the winner is the same. For the mapping of words to tokens see
-`penstock.kernels.sampling.reference.gumbel_noise`.
+This unit saves a multiplication, and the winner is the same.
+`penstock.kernels.sampling.reference.gumbel_noise` describes the mapping of words to tokens.
 """
 
 import triton
@@ -24,7 +24,7 @@ _KEY_STEP_1 = tl.constexpr(0xBB67AE85)
 
 @triton.jit
 def load_float(pointer):
-    """Load an int32 as the float32 of its bits."""
+    """Load an int32, and return the float32 with the same bits."""
     return tl.load(pointer).to(tl.float32, bitcast=True)
 
 
@@ -39,7 +39,7 @@ def load_seed(slot_ptr):
 def words(seed, counters, position):
     """Return four random words for each counter: `penstock.kernels.sampling.reference.philox`.
 
-    `tl.philox` multiplies twice for the two halves of each product.
+    In contrast, `tl.philox` multiplies twice for the two halves of each product.
     """
     c0 = counters.to(tl.uint32, bitcast=True)
     c1 = c0 * 0 + position.to(tl.uint32)
@@ -71,9 +71,9 @@ def _log2(x):
 
 @triton.jit
 def noise(word):
-    """Return Gumbel noise divided by log 2, plus a constant that is the same for all tokens."""
+    """Return Gumbel noise divided by log 2, plus a constant that is equal for all tokens."""
     u = word.to(tl.float32) * 2.0**-32 + 2.0**-33
-    # -log(1 - u). The winner is among the smallest values, which need the series.
+    # -log(1 - u). The winner is among the smallest values, for which the series is needed.
     series = u * (1 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
     logarithm = _log2(tl.maximum(1 - u, 2.0**-24)) * -_LN_2
     return -_log2(tl.where(u < 2.0**-6, series, logarithm))
@@ -81,7 +81,7 @@ def noise(word):
 
 @triton.jit
 def noise_of(ids, seed, position):
-    """Return the noise of any tokens, using one word in four."""
+    """Return the noise of arbitrary tokens; only one word in four is used."""
     w0, w1, w2, w3 = words(seed, ids // RUN * QUARTER + ids % QUARTER, position)
     quarter = ids // QUARTER % 4
     low, high = tl.where(quarter == 0, w0, w1), tl.where(quarter == 2, w2, w3)
@@ -97,5 +97,5 @@ def best(scores, ids):
 
 @triton.jit
 def weight(logits, largest, scale):
-    """Return the probability relative to the likeliest token's."""
+    """Return the probability relative to the likeliest token."""
     return tl.exp2((logits - largest) * scale)

@@ -12,9 +12,9 @@ from penstock.kernels.sampling.triton_sampling import summarise_run
 from penstock.kernels.sampling.triton_top_k_top_p import GROUP, GROUPS_PER_RUN
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
-# programs of a row in a large batch, and of a small batch; few: most rows need no change
+# programs per row in a large batch, and in a small batch; few, because most rows need no change
 PROGRAMS_PER_ROW, NUM_PROGRAMS = 8, 1024
-# small: many registers, of which other programs need some while a program waits for memory
+# small: a program has many registers, and other programs need some while it waits for memory
 BLOCK, MASK_BLOCK = 1024, 4096
 _BIAS_BLOCK = tl.constexpr(256)
 _PENALTIES, _BIAS = tl.constexpr(layout.PENALTIES), tl.constexpr(layout.BIAS)
@@ -91,7 +91,7 @@ def top_logprobs(
 def _penalize(
     logits_ptr, occurrences_ptr, repetition, frequency, presence, ids, exists, newest
 ):  # fmt: skip
-    """Penalize the logits of tokens that occurred; newest: a token to be counted, or -1."""
+    """Penalize the logits of tokens that occurred; newest: token to be counted, or -1."""
     occurrences = tl.load(occurrences_ptr + ids, exists, 0)
     is_new = exists & (ids == newest)
     occurrences = tl.where(is_new, occurrences + 2, occurrences)
@@ -119,7 +119,7 @@ def _add_bias(logits_ptr, bias_ptr, number, first_token, begin, end):
 
 @triton.jit
 def _forbid(logits_ptr, bitmask_ptr, num_words, first_token, ids, exists):
-    """Set the logits of tokens without their bit to -inf."""
+    """Set the logits of tokens to -inf if their bit is not set."""
     word = (first_token + ids) // 32
     words = tl.load(bitmask_ptr + word, exists & (word < num_words), 0)
     allowed = (words >> ((first_token + ids) % 32)) & 1
@@ -166,7 +166,7 @@ def _process(
                         ids < num_tokens, newest,
                     )  # fmt: skip
             if (flags & _BIAS) > 0:
-                tl.debug_barrier()  # the same tokens' logits, by other threads
+                tl.debug_barrier()  # other threads wrote the logits of the same tokens
                 bias_row = bias_ptr + slot * (2 * _MAX_BIAS)
                 _add_bias(logits_ptr, bias_row, num_bias, first_token, first, end)
             if (flags & _MASK) > 0:
@@ -198,7 +198,7 @@ def _summarise(
     logits_ptr, row_stride, token_ids_ptr, run_max_ptr, run_sum_ptr, group_max_ptr, run_rank_ptr,
     vocab_size: tl.constexpr,
 ):  # fmt: skip
-    """Store largest logits, sums of relative weights and ranks; grid (runs, num_rows)."""
+    """Store the largest logits, sums of relative weights and ranks; grid (runs, num_rows)."""
     launch_dependents()
     wait()
     run, row = tl.program_id(0), tl.program_id(1)
@@ -211,6 +211,6 @@ def _summarise(
     tl.store(run_sum_ptr + at, total)
     ids = run * RUN + tl.arange(0, RUN)
     exists = ids < vocab_size
-    logits = tl.load(logits_ptr + ids, exists, 0.0)  # from the L1 cache
+    logits = tl.load(logits_ptr + ids, exists, 0.0)  # these loads hit the L1 cache
     given = tl.load(logits_ptr + tl.load(token_ids_ptr + row))
     tl.store(run_rank_ptr + at, tl.sum((exists & (logits >= given)).to(tl.int32)))

@@ -1,9 +1,9 @@
-"""The sampler in Triton: two launches, no sort, and the host does not wait.
+"""The sampler in Triton: two launches without a sort; the host does not wait.
 
 `_scan_runs` has a program for each row and run of 4096 token ids. For an unrestricted row it finds
 the run's best score. For a row with top-k, top-p or min-p it stores the largest logit of every
-group of 32 ids and the sum of the softmax. `_finish_rows` has a program for each row, which takes
-the best of the runs or draws from the groups with likely tokens. With a sharded vocabulary
+group of 32 ids and the sum of the softmax. `_finish_rows` has a program for each row. This program
+takes the best of the runs, or draws from the groups with likely tokens. With a sharded vocabulary
 (`Shards`), every rank scans its own runs and finishes all rows.
 """
 
@@ -65,7 +65,7 @@ def sample(
 
 
 class Runs(NamedTuple):
-    """Results of the first kernel for each row and run: contiguous arrays."""
+    """Results of the first kernel for each row and run, as contiguous arrays."""
 
     best: Tensor  # float32: the best score, or the largest logit
     sum: Tensor  # float32: the sum of the softmax's weights, relative to the largest
@@ -147,7 +147,7 @@ def _best_of_run(row_ptr, run, temperature, seed, position, vocab_size: tl.const
     l3 = tl.load(row_ptr + id3, id3 < vocab_size, other=-float("inf"))
     total = (l0 + l1) + (l2 + l3)  # less than infinity unless a logit is NaN or infinite
     if temperature > 0:
-        # The largest logit is not known yet; the bound keeps scores finite without it.
+        # The largest logit is not known yet; this bound keeps scores finite.
         scale = LOG2_E / tl.maximum(temperature, 1e-6)
         w0, w1, w2, w3 = words(seed, run * QUARTER + lane, position)
         l0 = l0 * scale + noise(w0)
@@ -162,7 +162,7 @@ def _best_of_run(row_ptr, run, temperature, seed, position, vocab_size: tl.const
 
 @triton.jit
 def summarise_run(row_ptr, run, temperature, group_max_ptr, vocab_size: tl.constexpr):
-    """Store the groups' largest logits; return the run's largest and the sum of relative weights.
+    """Store the groups' largest logits; return the run's largest logit and sum of relative weights.
 
     The sum is NaN if a logit is NaN or infinite.
     """
@@ -173,7 +173,7 @@ def summarise_run(row_ptr, run, temperature, group_max_ptr, vocab_size: tl.const
     tl.store(group_max_ptr + groups, group_max)
     largest = tl.max(group_max)
     scale = LOG2_E / tl.maximum(temperature, 1e-30)
-    # a grammar may forbid a whole run; the distance of two infinities is NaN
+    # a grammar may forbid a whole run; the difference of two infinities is NaN
     return largest, tl.sum(weight(logits, tl.maximum(largest, -3e38), scale))
 
 
@@ -206,7 +206,7 @@ def _finish_rows(
             total = tl.sum(run_sum * weight(run_best, largest, scale))
             list_ptr = group_list_ptr + row * num_runs * GROUPS_PER_RUN
             token = tl.full((), -1, tl.int32)
-            if total > 0:  # False for NaN, and if every token is forbidden
+            if total > 0:  # False for NaN, or if every token is forbidden
                 num_listed = list_groups(
                     group_max_ptr + row * runs_per_shard * GROUPS_PER_RUN,
                     list_ptr,

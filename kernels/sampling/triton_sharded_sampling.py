@@ -1,8 +1,8 @@
 """Sampling from logits that are sharded over the ranks of a tensor-parallel group.
 
 Each rank scans its shard into a buffer that its peers can read. After a barrier every rank finishes
-every row: it reads a few numbers for each run of 4096 token ids from its peers and, for restricted
-rows, the likely groups of 32 logits. All ranks compute the same tokens as
+every row. From its peers it reads a few numbers for each run of 4096 token ids. For restricted rows
+it also reads the likely groups of 32 logits. All ranks compute the same tokens as
 `penstock.kernels.sampling.triton_sampling.sample`.
 """
 
@@ -19,19 +19,19 @@ from penstock.kernels.triton_collectives import Shards, distances_to
 
 
 def buffer_size(max_rows: int, vocab_size: int, num_ranks: int) -> int:
-    """Return the float32 elements of each rank's buffer."""
+    """Return the number of float32 elements of each rank's buffer."""
     return sum(_sizes(max_rows, shard_size(vocab_size, num_ranks)))
 
 
 class ShardedSampler:
-    """Sampler of one rank, with the buffer of its shard of the logits."""
+    """Sampler of one rank, with a buffer for its shard of the logits."""
 
     def __init__(
         self, buffer: Tensor, addresses: Sequence[int], rank: int, max_rows: int, vocab_size: int
     ) -> None:
-        """Divide this rank's buffer, float32 [buffer_size(...)]. Raises ValueError.
+        """Divide this rank's buffer, float32 [buffer_size(...)], into arrays. Raises ValueError.
 
-        addresses: of the buffers of all ranks, as this rank's device reaches them.
+        addresses: addresses of all ranks' buffers, as seen by this rank's device.
         """
         shard = shard_size(vocab_size, len(addresses))
         sizes = _sizes(max_rows, shard)
@@ -48,8 +48,8 @@ class ShardedSampler:
     def logits(self, num_rows: int) -> Tensor:
         """Return the memory of this rank's logits: [num_rows, shard_size(...)].
 
-        The first logit is of token id rank * shard_size(...). Logits beyond the vocabulary are not
-        read.
+        The first logit belongs to token id rank * shard_size(...). Logits beyond the vocabulary are
+        not read.
         """
         return self._logits[:num_rows]
 
@@ -62,8 +62,8 @@ class ShardedSampler:
     ) -> Tensor:
         """Compute `penstock.kernels.sampling.sampling.sample` for the logits of the first rows.
 
-        All ranks call it with equal arguments. barrier: launches a barrier of all ranks, after
-        which their earlier writes can be read. Another barrier, or any collective, must precede the
+        All ranks call this method with equal arguments. barrier: launches a barrier of all ranks,
+        after which their earlier writes can be read. Another barrier or collective must precede the
         next write to `logits`, because peers may still read them. Raises ValueError.
         """
         num_rows = len(slots)
@@ -79,6 +79,6 @@ class ShardedSampler:
 
 
 def _sizes(max_rows: int, shard: int) -> list[int]:
-    """Return the sizes of a buffer's arrays: logits, groups' largest, three values of each run."""
+    """Return the sizes of a buffer's arrays: logits, maxima of groups, three values of each run."""
     num_runs = shard // RUN.value
     return [max_rows * size for size in (shard, num_runs * GROUPS_PER_RUN.value, *[num_runs] * 3)]

@@ -1,12 +1,13 @@
 """Draws in Triton, without a sort, from the tokens that top-k, top-p and min-p keep.
 
-A logit separates kept and removed tokens. The largest logits of the groups of 32 ids give a lower
-bound (the k-th largest of these is at most the k-th largest logit). Usually a few dozen groups
-reach the bound, in which the k-th largest logit is found bit by bit. Top-p is applied by drawing:
-the winner is accepted if likelier tokens sum to less than top_p. Otherwise all tokens up to its
-logit are removed and the next winner is drawn (FlashInfer, "Sorting-Free GPU Kernels for LLM
-Sampling", https://flashinfer.ai/2025/03/10/sampling.html). The noise stays the same, so the result
-is the winner among the tokens that `penstock.kernels.sampling.reference.keep_top_k_top_p` keeps.
+A threshold logit separates kept and removed tokens. The largest logits of the groups of 32 ids give
+a lower bound (the k-th largest of these is at most the k-th largest logit). Usually a few dozen
+groups reach the bound. In these groups, the k-th largest logit is found bit by bit. Top-p is
+applied by drawing: the winner is accepted if likelier tokens sum to less than top_p. Otherwise all
+tokens up to the winner's logit are removed and the next winner is drawn (FlashInfer, "Sorting-Free
+GPU Kernels for LLM Sampling", https://flashinfer.ai/2025/03/10/sampling.html). The noise stays the
+same, so the result is the winner among the tokens that
+`penstock.kernels.sampling.reference.keep_top_k_top_p` keeps.
 """
 
 import triton
@@ -22,7 +23,7 @@ _TILE = tl.constexpr(128)  # groups read at a time
 _LOWEST = tl.constexpr(-(2**31))
 _TOP_K, _TOP_P = tl.constexpr(WORD["top_k"]), tl.constexpr(WORD["top_p"])
 _MIN_P = tl.constexpr(WORD["min_p"])
-_NO_GROUP = tl.constexpr(2**25)  # a group whose token ids exceed any vocabulary
+_NO_GROUP = tl.constexpr(2**25)  # group whose token ids exceed any vocabulary
 
 
 @triton.jit
@@ -50,10 +51,10 @@ def list_groups(
     num_groups: tl.constexpr,
     padded: tl.constexpr,
 ):
-    """List the groups that may contain a kept token, ascending; return their number.
+    """List the groups that may contain a kept token, in ascending order; return their number.
 
-    softmax: the largest logit, the scale of logits, the sum of all weights. limits: as
-    `load_limits` returns them. shards: as for `shift`.
+    softmax: largest logit, scale of logits, sum of all weights. limits: see `load_limits`. shards:
+    see `shift`.
     """
     largest, scale, total = softmax
     top_k, top_p, min_p = limits
@@ -62,7 +63,7 @@ def list_groups(
     group_max = tl.load(group_max_ptr + at, groups < num_groups, other=-float("inf"))
     keys, weights = _key(group_max), weight(group_max, largest, scale)
     lowest = tl.full((), _LOWEST, tl.int32)
-    least = min_p * 0.9999  # a margin: sums in another order round differently
+    least = min_p * 0.9999  # margin, since sums in another order round differently
     if top_k > 0:
         lowest = _threshold(keys, tl.full(keys.shape, 1.0, tl.float32), top_k.to(tl.float32))
         least = min_p * 0  # top-p is a share of the tokens after top-k, before min-p
@@ -77,10 +78,10 @@ def list_groups(
 
 @triton.jit
 def draw(row, groups, softmax, limits, noise, vocab_size: tl.constexpr):
-    """Return the token of a restricted row; softmax and limits as for `list_groups`.
+    """Return the token of a restricted row; softmax and limits: see `list_groups`.
 
-    row: pointer to its logits, and `shards`. groups: the list and its length. noise: the seed and
-    the position.
+    row: pointer to the row's logits, and `shards`. groups: the list and its length. noise: seed and
+    position.
     """
     largest, _scale, total = softmax
     top_k, top_p, min_p = limits
@@ -96,7 +97,7 @@ def draw(row, groups, softmax, limits, noise, vocab_size: tl.constexpr):
         token = _winner(row, groups, softmax, above, kth, min_p, noise, vocab_size)
         some_token = tl.minimum(token, vocab_size - 1)
         logit = tl.load(row[0] + (some_token + shift(some_token, row[1], RUN)))
-        # The likeliest token is always kept. NaN ends the loop too.
+        # The likeliest token is always kept. NaN also ends the loop.
         drawing = (top_p < 1) & (logit < largest) & (logit > above)
         if drawing:
             mass = _mass_above(row, groups, softmax, logit, kth, vocab_size)
@@ -107,7 +108,7 @@ def draw(row, groups, softmax, limits, noise, vocab_size: tl.constexpr):
 
 @triton.jit
 def _winner(row, groups, softmax, above, kth, min_p, noise, vocab_size: tl.constexpr):
-    """Return the best token with a logit above `above` that top-k and min-p keep."""
+    """Return the best token that top-k and min-p keep, with a logit larger than `above`."""
     largest, scale, _total = softmax
     seed, position = noise
     top = tl.full((), -float("inf"), tl.float32)
@@ -125,7 +126,7 @@ def _winner(row, groups, softmax, above, kth, min_p, noise, vocab_size: tl.const
 
 @triton.jit
 def _mass_above(row, groups, softmax, above, kth, vocab_size: tl.constexpr):
-    """Return the sum of the weights of logits larger than `above` and at least `kth`."""
+    """Return the total weight of logits larger than `above` and at least `kth`."""
     largest, scale, _total = softmax
     mass = tl.full((), 0.0, tl.float32)
     for start in range(0, groups[1], _TILE):
@@ -156,7 +157,7 @@ def _kth_largest(row, groups, top_k, vocab_size: tl.constexpr):
 
 @triton.jit
 def _tile(row, groups, start, vocab_size: tl.constexpr):
-    """Return logits and token ids, both [128, 32], of the listed groups from `start` on."""
+    """Return logits and token ids, both [128, 32], of the listed groups from index `start`."""
     list_ptr, num_listed = groups
     index = start + tl.arange(0, _TILE)
     group = tl.load(list_ptr + index, index < num_listed, other=_NO_GROUP)
@@ -167,7 +168,7 @@ def _tile(row, groups, start, vocab_size: tl.constexpr):
 
 @triton.jit
 def _threshold(keys, weights, limit):
-    """Return the largest key such that all from it up weigh `limit` or more, or the lowest."""
+    """Return the largest key such that larger or equal keys weigh `limit`, or the lowest key."""
     found = tl.full((), _LOWEST, tl.int32)
     for i in range(32):
         candidate = found ^ (tl.full((), 1, tl.int32) << (31 - i))
@@ -178,13 +179,13 @@ def _threshold(keys, weights, limit):
 
 @triton.jit
 def _key(value):
-    """Return an int32 with the order of the float32."""
+    """Return an int32 that sorts like the float32."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _value(key):
-    """Return the float32 of a key; -inf for the lowest key."""
+    """Return the float32 of a key, with -inf for the lowest key."""
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     return tl.where(key == _LOWEST, -float("inf"), bits.to(tl.float32, bitcast=True))

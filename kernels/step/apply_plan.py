@@ -10,7 +10,7 @@ parameters stay on the device, by slot. The record:
   slot again if the row samples (otherwise -1), 0. For a row that decodes, the index among the
   prefill tokens is -1 for the token sampled last, or -2 - index;
 - appended [num_appended, 3]: slot, column of its block table, block id;
-- parameters [num_added, 1 + NUM_WORDS]: slot, and its words in the slot table
+- parameters [num_added, 1 + NUM_WORDS]: slot, and the slot's words in the slot table
   (`penstock.kernels.layouts.sampling.COLUMNS`);
 - prefill token ids.
 """
@@ -27,9 +27,9 @@ from penstock.kernels.step import reference
 def apply_plan(
     record: Tensor, slots: Slots, buffers: StepBuffers, shape: BatchShape, block_size: int
 ) -> None:
-    """Store the record's blocks and parameters in `slots`, and fills `buffers` up to `shape`.
+    """Store the record's blocks and parameters in `slots`, and fill `buffers` up to `shape`.
 
-    record: int32, as above. Rows, tokens and tiles beyond the record's are padding.
+    record: int32, as above. Rows, tokens and tiles beyond those of the record are padding.
     """
     check_tensor("record", record, (-1,), int32)
     for name, number, least, most in (

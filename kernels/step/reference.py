@@ -1,4 +1,4 @@
-"""Application of a plan on a CPU; `penstock.kernels.step.apply_plan` has the record's layout."""
+"""Application of a plan on a CPU; `penstock.kernels.step.apply_plan` describes the record."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def make_rows(
 
 
 def _pad(out: Any, shape: BatchShape, num_rows: int, num_tokens: int, num_keys: int) -> None:
-    """Fill the rows and tokens between the record's and the shape's."""
+    """Pad the rows and tokens after the record's, up to the shape."""
     padding = slice(num_rows, shape.num_rows)
     tokens = num_tokens + np.arange(shape.num_rows - num_rows)
     out.context_lens[padding] = out.decode_lens[padding] = out.next_positions[padding] = 0

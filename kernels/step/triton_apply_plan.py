@@ -1,4 +1,4 @@
-"""Application of a plan in Triton; `penstock.kernels.step.apply_plan` has the record's layout."""
+"""Application of a plan in Triton; `penstock.kernels.step.apply_plan` describes the record."""
 
 import triton
 import triton.language as tl
@@ -85,7 +85,7 @@ def _copy_table(source, target, num_blocks, BLOCK: tl.constexpr):
 
 @triton.jit
 def _num_tiles(rows, num_rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the tiles of the first `num_rows` rows, 0 for a row that decodes."""
+    """Return the number of tiles of the first `num_rows` rows; decoding rows have no tile."""
     total = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, num_rows, BLOCK):
         row = begin + tl.arange(0, BLOCK)
@@ -100,7 +100,7 @@ def _num_tiles(rows, num_rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _make_tiles(rows, tiles, row, count, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a row's tiles; tiles with most keys come first, because they take longest."""
+    """Store a row's tiles, ordered from the tile with most keys, which takes longest."""
     at = tiles + _num_tiles(rows, row, TILE, BLOCK) * 2
     number = tl.cdiv(count, TILE)
     for begin in range(0, number, BLOCK):
@@ -145,7 +145,7 @@ def _make_rows(
         final = rows + (num_real - 1) * 8
         num_tokens = tl.load(final + 3) + tl.load(final + 2)
         num_keys = tl.load(final + 5) + tl.load(final + 1) + tl.load(final + 2)
-    # A padded row of a step that decodes has one token, after the record's tokens.
+    # A padded row of a decode step has one token, after the record's tokens.
     first = tl.minimum(num_tokens + row - num_real, max_tokens)
     first_key = num_keys
     context_len = 0
