@@ -1,7 +1,7 @@
 """RMSNorm, SwiGLU's activation, embedding lookup and quantization to 8 bits in Triton.
 
 GPUs without instructions for e4m3 (sm_80, sm_86) convert it by integer operations. Their kernels
-read and write e4m3 as uint8: Triton has no such type there.
+read and write e4m3 as uint8, since Triton has no such type on these GPUs.
 """
 
 import torch
@@ -15,12 +15,12 @@ from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 _SUBNORMAL = tl.constexpr(2**-6)  # lower bound of e4m3's normal numbers
-_STEPS = tl.constexpr(16384.0)  # float32 has steps of 2**-9 here, as subnormal numbers of e4m3 have
+_STEPS = tl.constexpr(16384.0)  # float32 has steps of 2**-9 here, like subnormal numbers of e4m3
 _STEPS_BITS = tl.constexpr(0x46800000)
 
 
 def as_operand(values: Tensor) -> Tensor:
-    """Return the values as kernels take them: e4m3 as uint8 where the GPU can't convert it."""
+    """Return the values in the kernels' type: e4m3 as uint8 if the GPU can't convert it."""
     if values.dtype == FP8 and not this_device().has_fp8:
         return values.view(torch.uint8)
     return values
@@ -28,7 +28,7 @@ def as_operand(values: Tensor) -> Tensor:
 
 @triton.jit
 def widen(tile):
-    """Return e4m3 in uint8 as float16, which holds all its numbers; other types as they are."""
+    """Convert e4m3 in uint8 to float16, which is exact; return other types unchanged."""
     if tile.dtype == tl.uint8:
         bits = tile.to(tl.uint16)
         magnitude = bits & 127
@@ -41,7 +41,7 @@ def widen(tile):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """Return x in dtype; uint8: float32 as e4m3, to nearest even, of up to 448 or NaN."""
+    """Convert x to dtype; uint8: float32 up to 448 or NaN as e4m3, rounded to nearest even."""
     if dtype == tl.uint8:
         sign = (x.to(tl.uint32, bitcast=True) >> 24) & 128
         magnitude = tl.minimum(tl.abs(x), _LARGEST)
@@ -55,14 +55,14 @@ def narrow(x, dtype: tl.constexpr):
 
 
 NORM_MAX_SIZE = 16384  # columns of a row, which one program holds in registers
-NORM_TILE = 1024  # minimum elements of a program, which takes several rows where rows are short
+NORM_TILE = 1024  # minimum elements per program, which processes several short rows
 NORM_ELEMENTS_PER_WARP = 256  # 16 bytes of bfloat16 for each thread
-COLUMNS = 1024  # columns of one token in a program of the activation or the embedding
-NUM_WARPS = 4  # lets a thread read 16 bytes of bfloat16 from gate and from up
+COLUMNS = 1024  # columns of one token per program of the activation or the embedding
+NUM_WARPS = 4  # each thread reads 16 bytes of bfloat16 from gate and from up
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize x, contiguous [num_rows, size]; raises ValueError for size > NORM_MAX_SIZE."""
+    """Normalize x, contiguous [num_rows, size]. Raises ValueError for size > NORM_MAX_SIZE."""
     num_rows, size = x.shape
     if size > NORM_MAX_SIZE:
         raise ValueError(f"x: got {size} columns, expected at most {NORM_MAX_SIZE}")
@@ -93,7 +93,7 @@ def _rms_norm_kernel(
     mask = (rows < num_rows) & (columns < SIZE)
     x = tl.load(x_ptr + offsets, mask, 0).to(tl.float32)
     mean_square = tl.sum(x * x, 1, keep_dims=True) / SIZE
-    # rounded before the weight, as Qwen3's own implementation does
+    # rounded before the multiplication by the weight, as Qwen3's own implementation does
     normed = (x * tl.rsqrt(mean_square + eps)).to(x_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + offsets, (normed * weight).to(out_ptr.dtype.element_ty), mask)
 
@@ -124,10 +124,10 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 
 def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
-    """Return weight[input_ids] in 2 µs for 16 rows, where torch's lookup takes 13.
+    """Return weight[input_ids] in 2 µs for 16 rows; torch's lookup takes 13 µs.
 
-    Launched without programmatic dependent launch: all later kernels then see what the kernels of
-    `apply_plan` wrote (see `penstock.kernels.triton_pdl`).
+    The launch is without programmatic dependent launch: all later kernels then see the results of
+    `apply_plan` (see `penstock.kernels.triton_pdl`).
     """
     num_tokens, size = input_ids.shape[0], weight.shape[1]
     out = weight.new_empty(num_tokens, size)
@@ -155,8 +155,8 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Return values float8_e4m3fn [num_rows, size] and scales float32 [num_rows].
 
-    x contiguous [num_rows, size], with swiglu [num_rows, 2 * size]; ValueError if size is above
-    MAX_SIZE.
+    x: contiguous [num_rows, size], with swiglu [num_rows, 2 * size]. Raises ValueError if size is
+    above MAX_SIZE.
     """
     num_rows, size = x.shape[0], x.shape[1] // (2 if swiglu else 1)
     if size > MAX_SIZE:
@@ -193,7 +193,7 @@ def _quantize_kernel(
         result = result / (1 + tl.exp(-result)) * tl.load(at + SIZE, inside, 0).to(tl.float32)
     if norm_weight is not None:
         result *= tl.rsqrt(tl.sum(result * result) / SIZE + eps)
-        # rounded before the weight, as Qwen3's own implementation does
+        # rounded before the multiplication by the weight, as Qwen3's own implementation does
         result = result.to(x.dtype.element_ty).to(tl.float32) * factor
     row_scale = tl.maximum(tl.max(tl.abs(result)), _SMALLEST) / _LARGEST
     stored = narrow(result / row_scale, values.dtype.element_ty)

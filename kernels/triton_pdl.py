@@ -1,8 +1,8 @@
 """Programmatic dependent launch: a kernel starts while the previous kernel still runs.
 
 Its first instructions (addresses, reads of weights) then overlap with the end of that kernel.
-Results of earlier kernels may be read only after `wait`, which every program must call, even an
-idle program: all earlier kernels have then ended. (CUDA programming guide, "Programmatic Dependent
+Results of earlier kernels may be read only after `wait`, when all earlier kernels have ended. Every
+program must call `wait`, even an idle program. (CUDA programming guide, "Programmatic Dependent
 Launch"; compute capability 9.0 and newer.)
 """
 
@@ -17,12 +17,12 @@ _SUPPORTED = not triton.knobs.runtime.interpret and this_device().has_pdl
 LAUNCH: dict[str, bool] = {"launch_pdl": True} if _SUPPORTED else {}
 PDL = tl.constexpr(_SUPPORTED)
 
-LINE = tl.constexpr(128)  # bytes of one prefetch into the L2
+LINE = tl.constexpr(128)  # bytes of an L2 prefetch
 
 
 @triton.jit
 def launch_dependents():
-    """Let the next kernel start after every program of this kernel has called this."""
+    """Let the next kernel start once every program of this kernel has called this function."""
     if PDL:
         gdc_launch_dependents()
 
@@ -36,7 +36,7 @@ def wait():
 
 @triton.jit
 def prefetch(addresses):
-    """Prefetch the lines at addresses into the L2."""
+    """Prefetch the cache lines at the addresses into the L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses.to(tl.int64)],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -45,7 +45,7 @@ def prefetch(addresses):
 
 @triton.jit
 def prefetch_rows(weight, rows, begin, end, K, COUNT: tl.constexpr):
-    """Prefetch `COUNT` elements of each row from `begin` on into the L2."""
+    """Prefetch `COUNT` elements of each row into the L2, starting at `begin`."""
     if PDL:
         PER_LINE: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)
         LINES: tl.constexpr = (COUNT + PER_LINE - 1) // PER_LINE

@@ -1,7 +1,7 @@
 """Matrix products of up to 64 rows, fused with the norm, activation or sum around them.
 
-Reading the weights, once, takes nearly all of the time. Tables have the tile sizes that were
-measured on a GPU; for other GPUs they are estimated.
+Reading the weights once takes nearly all of the time. Tables hold the tile sizes measured on a GPU;
+for other GPUs, tile sizes are estimated.
 """
 
 from functools import cache, partial
@@ -30,16 +30,16 @@ from penstock.kernels.matrices import Quantized, Rows, parts
 from penstock.kernels.triton_elementwise import as_operand, rms_norm
 from penstock.kernels.triton_pdl import LAUNCH
 
-MAX_TILES = 8192  # tiles of a product with split-K
-# bytes of weights up to which the next kernel may overlap a product of several rows
+MAX_TILES = 8192  # maximum tiles of a product with split-K
+# bytes of weights; the next kernel may overlap a product of several rows with at most this number
 EARLY = 24 << 20
 
 
 class Product(NamedTuple):
-    """Operands of `residual + act(rms_norm(x) @ weight.T)`; all except the product are optional."""
+    """Operands of `residual + act(rms_norm(x) @ weight.T)`; only the product is required."""
 
     x: Tensor  # [num_rows, K], num_rows <= MAX_ROWS
-    weight: Rows  # [N, K], with swiglu [2 * N, K]: gate, then up
+    weight: Rows  # [N, K]; with swiglu [2 * N, K]: gate, then up
     out: Tensor  # [num_rows, N]
     norm_weight: Tensor | None = None  # [K]
     eps: float = 0.0
@@ -52,7 +52,7 @@ def workspace(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return memory for partial sums, and the tiles' counters, which are 0 between products.
 
     Products must run in one stream. Raises RuntimeError during the capture of a CUDA graph, in
-    whose pool the memory would be allocated.
+    whose pool the memory would otherwise be allocated.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("workspace: call it, or a product, before the capture of a graph")
@@ -70,12 +70,12 @@ def choose(
 ) -> GemmConfig | None:
     """Return the tile sizes for a weight [num_weights, inner], or None if cuBLAS is faster.
 
-    Sizes missing from the tables of an H200 go to cuBLAS, except one row, where the guess is safe;
-    on other GPUs the cost is estimated. Weights of 8 bits that were not measured have the tile
-    sizes of 16 bits, with the norm in a kernel of its own: Triton does not read x ahead if it
-    multiplies numbers of 8 and of 16 bits.
+    On an H200, cuBLAS multiplies sizes missing from the tables, except one row, for which the
+    estimate is safe. On other GPUs the cost is estimated. Unmeasured 8-bit weights have the tile
+    sizes of 16 bits, with a separate kernel for the norm: Triton does not prefetch x when it
+    multiplies 8-bit with 16-bit numbers.
 
-    kind: add (also without a residual), norm, swiglu or logits (a norm, float32 out). device:
+    kind: add (with or without a residual), norm, swiglu or logits (a norm, float32 out). device:
     default `this_device`.
     """
     if not 1 <= num_rows <= MAX_ROWS or inner % 16:
@@ -99,7 +99,7 @@ def choose(
 def _guess_gemv(
     num_columns: int, inner: int, weights_per_column: int, device: Device
 ) -> GemmConfig:
-    """Return tile sizes with weights in registers: up to 128 elements for each of 256 threads."""
+    """Return tile sizes with weights in registers: up to 128 elements in each of 256 threads."""
     bk = triton.next_power_of_2(inner)
     most = 256 * 128 // (bk * weights_per_column)
     if not most:
@@ -111,7 +111,7 @@ def _guess_gemv(
 
 
 def _gemv_shared_bytes(weights_per_column: int, config: GemmConfig) -> int:
-    """Return shared memory for weights, x and the norm's weight, in 16 bits, in flight."""
+    """Return the bytes of weights, x and the norm's weight in flight, in 16 bits."""
     rows = config.bn * weights_per_column + 2
     return (config.num_stages - 1) * rows * config.bk * 2
 
@@ -130,7 +130,7 @@ def multiply(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | None:
-    """Return the result, of x's dtype or for logits float32; None if cuBLAS is faster.
+    """Return the result in x's dtype, or float32 for logits; None if cuBLAS is faster.
 
     out: memory of the result.
     """
@@ -156,7 +156,7 @@ def empty_product(
     residual: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Product:
-    """Return the operands, with memory for the result unless `out` is given."""
+    """Return the operands with memory for the result, unless `out` is given."""
     swiglu = kind == "swiglu"
     dtype = torch.float32 if kind == "logits" else x.dtype
     if out is None:
@@ -179,7 +179,7 @@ def _check_workspace(product: Product, config: GemmConfig, tiles: int) -> None:
 
 
 def launch(product: Product, config: GemmConfig) -> None:
-    """Compute `product.out`; all tensors are contiguous."""
+    """Compute `product.out`; all tensors must be contiguous."""
     x, weight, out, norm_weight, eps, residual, _ = product
     values, scale = parts(weight)
     num_rows, inner = x.shape

@@ -1,10 +1,10 @@
 """The kernels of `penstock.kernels.linear.small_m_gemm`.
 
-Each program reads a tile of weight rows with many bytes in flight; x is small and is in the L2.
-With too few weight rows for all SMs, the inner dimension is split as well: split-K, in which the
-last program to arrive adds the partial sums, as in Stream-K (Osama et al. 2023,
-https://arxiv.org/abs/2301.03598). A norm needs no kernel of its own:
-`rms_norm(x) @ w.T = (x * norm_weight) @ w.T / rms(x)`, and the root mean square is known after the
+Each program reads a tile of weight rows with many bytes in flight; x is small and stays in the L2.
+With too few weight rows for all SMs, the inner dimension is split as well (split-K). The last
+program to arrive adds the partial sums, as in Stream-K (Osama et al. 2023,
+https://arxiv.org/abs/2301.03598). A norm needs no separate kernel:
+`rms_norm(x) @ w.T = (x * norm_weight) @ w.T / rms(x)`. The root mean square is known after the
 inner dimension has been read. With several rows every program needs all squares, which may take
 longer than a separate kernel. One row of x is multiplied without tensor cores.
 
@@ -29,8 +29,9 @@ def scaled_tile(
 ):  # fmt: skip
     """Return the tile [BN, BK] or [SLICES, BN, BK] of a weight [.., K] in float32.
 
-    scale: of its blocks. rows: [BN], of the weight. first: the tile's first column, a multiple of
-    BK, a power of two. stride: from a slice to the next, a multiple of BK.
+    scale: scales of the weight's blocks. rows: [BN], rows of the weight. first: the tile's first
+    column, a multiple of BK, which is a power of two. stride: columns from one slice to the next, a
+    multiple of BK.
     """
     COLUMNS = tl.cdiv(K, _BLOCK)
     NUM: tl.constexpr = BK // _BLOCK if BK > _BLOCK else 1
@@ -51,13 +52,13 @@ def load_residual(residual, at, exists, ADD: tl.constexpr):
 
 @triton.jit
 def norm_factor(squares, K, eps, NORM: tl.constexpr):
-    """Return the norm's factor of a row from the sum of its squares, 1 without NORM."""
+    """Return a row's norm factor from the sum of its squares, or 1 without NORM."""
     return tl.rsqrt(squares / K + eps) if NORM else 1.0
 
 
 @triton.jit
 def load_scales(scale, column, N, SWIGLU: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the scales of the columns of gate (or the only product) and of up."""
+    """Return the column scales of gate (or of the only product) and of up."""
     if scale is None or BLOCKS:
         return 1.0, 1.0
     else:
@@ -69,7 +70,7 @@ def load_scales(scale, column, N, SWIGLU: tl.constexpr, BLOCKS: tl.constexpr):
 def store_result(
     acc, acc_up, norm, scale, up_scale, more, out, at, exists, SWIGLU: tl.constexpr
 ):  # fmt: skip
-    """Store `more + act(norm * scale * acc)`; SWIGLU: acc is the gate's sums, acc_up up's."""
+    """Store `more + act(norm * scale * acc)`; SWIGLU: acc holds sums of gate, acc_up sums of up."""
     acc = acc * norm * scale
     if SWIGLU:
         acc = acc / (1 + tl.exp(-acc)) * (acc_up * norm * up_scale)
@@ -79,7 +80,7 @@ def store_result(
 
 @triton.jit
 def _total(partials, at, exists, size):
-    """Return the sum over all splits, in their order: always the same bits."""
+    """Return the sum over all splits, added in order, so that its bits never differ."""
     total = tl.load(partials + at, exists, 0.0, cache_modifier=".cg")
     for split in tl.static_range(1, MAX_SPLIT_K):  # unrolled: all loads are in flight at once
         place = split * size + at
@@ -103,7 +104,7 @@ def merge(
         tl.store(ups + split * size + at, acc_up, exists)
     if NORM:  # the tiles of other columns write the same bits to the same place
         tl.store(row_squares + split * num_rows + row, squares, row < num_rows)
-    tl.debug_barrier()  # all threads' stores come before the one thread's release
+    tl.debug_barrier()  # all threads' stores precede the release by one thread
     counter = counters + tl.program_id(0)
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == tl.num_programs(1) - 1:
         more = load_residual(residual, at, exists, ADD)
@@ -121,7 +122,7 @@ def merge(
 def _indices(rows, stride, BK: tl.constexpr, SLICES: tl.constexpr):
     """Return indices of a tile, [.., rows, 1] and [.., 1, BK], with a leading slice if SLICES.
 
-    stride: from a slice to the next.
+    stride: elements from one slice to the next.
     """
     k = tl.arange(0, BK)
     if SLICES == 1:
@@ -133,7 +134,7 @@ def _indices(rows, stride, BK: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def load(at, inside, EVEN: tl.constexpr):
-    """Load elements, 0 for those not `inside`; EVEN: all are inside."""
+    """Load elements, with 0 where `inside` is False; EVEN: all elements are inside."""
     if EVEN:
         return tl.load(at)
     else:
@@ -145,9 +146,9 @@ def weight_tile(
     at, inside, scale, rows, first, K,
     EVEN: tl.constexpr, BLOCKS: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, stride=0,
 ):  # fmt: skip
-    """Load a tile of a weight's rows; BLOCKS: scaled by its blocks, in float32.
+    """Load a tile of a weight's rows; BLOCKS: scale it by its blocks, in float32.
 
-    stride: of slices.
+    stride: elements from one slice to the next.
     """
     tile = widen(load(at, inside, EVEN))
     if BLOCKS:
@@ -158,7 +159,7 @@ def weight_tile(
 @triton.jit
 def _dot(x, weight, acc, SLICES: tl.constexpr):
     weight = tl.permute(weight, (1, 0)) if SLICES == 1 else tl.permute(weight, (0, 2, 1))
-    if weight.dtype != x.dtype:  # by float32: the direct conversion to bfloat16 is slow
+    if weight.dtype != x.dtype:  # via float32: the direct conversion to bfloat16 is slow
         weight = weight.to(tl.float32).to(x.dtype)
     return tl.dot(x, weight, acc, input_precision="ieee")
 
@@ -169,8 +170,8 @@ def scaled(
 ):  # fmt: skip
     """Return x times the norm's weight, and the sums of x's squares in 8 equal columns.
 
-    Tensor cores add the squares too, so that a thread needs the same elements of x for both. A
-    square is rounded as x itself is, the sum is in float32.
+    Tensor cores also add the squares, so that a thread needs the same elements of x for both. A
+    square is rounded to x's type; the sum is in float32.
     """
     if NORM:
         ones = tl.full((BK, 8) if SLICES == 1 else (SLICES, BK, 8), 1.0, x_tile.dtype)
@@ -181,7 +182,7 @@ def scaled(
 
 @triton.jit
 def in_turn(sums):
-    """Return the sums [ROWS, ..] of four slices from [4, ROWS, ..], added in their order."""
+    """Return the sums [ROWS, ..] of four slices from [4, ROWS, ..], added in order."""
     last = tl.permute(sums, (1, 2, 0))
     even, odd = tl.split(tl.reshape(last, (last.shape[0], last.shape[1], 2, 2)))
     first, third = tl.split(even)
@@ -199,7 +200,7 @@ def _reduced(
     acc, acc_up, squares,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, SLICES: tl.constexpr, RANGED: tl.constexpr,
 ):  # fmt: skip
-    """Return sums over the slices, and one column of the squares."""
+    """Return the sums over the slices, and one column of the squares."""
     if SLICES > 1:
         acc = _total_of_slices(acc, RANGED)
         acc_up = _total_of_slices(acc_up, RANGED) if SWIGLU else acc
@@ -213,7 +214,7 @@ def _whole_products(
     SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SLICES: tl.constexpr, RANGED: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Compute `_products` of one tile, whose weights are read before previous kernels end."""
+    """Compute `_products` of one tile; its weights are read before previous kernels end."""
     m, k = _indices(tl.arange(0, BM), BK, BK, SLICES)
     n, _ = _indices(weight_rows, BK, BK, SLICES)
     inside = begin + k < end
@@ -244,9 +245,10 @@ def _products(
     BK: tl.constexpr, SLICES: tl.constexpr, RANGED: tl.constexpr, EVEN: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Return sums over [begin, end): of gate (or the only product), of up, of the squares of x.
+    """Return sums over [begin, end) of gate (or of the only product), of up, and of x's squares.
 
-    stride: of the slices. RANGED: each slice is a range that begins there.
+    stride: elements from one slice to the next. RANGED: each slice is a separate range that begins
+    there.
     """
     wait()
     m, k = _indices(tl.arange(0, BM), stride, BK, SLICES)
@@ -288,11 +290,11 @@ def small_m_gemm_kernel(
     """Compute BN columns of out over one range of the inner dimension in each program.
 
     NORM: the kernel computes the norm of x. SPLIT: programs on axis 1 are ranges, up to
-    MAX_SPLIT_K. EVEN: BK * SLICES divides K. WHOLE: a range is one tile. SLICES: warps that divide
-    BK * SLICES elements, each with all rows and columns, since a tile of few rows and columns keeps
-    only one warp busy. RANGED: each slice is a range of `range_size` elements instead. EARLY: the
-    next kernel may overlap this kernel; after a long product, its programs would take the free
-    places instead of the places that keep all SMs equally busy.
+    MAX_SPLIT_K. EVEN: BK * SLICES divides K. WHOLE: a range is one tile. SLICES: number of warps
+    that divide BK * SLICES elements. Each has all rows and columns, since a tile of few rows and
+    columns keeps only one warp busy. RANGED: each slice is a range of `range_size` elements
+    instead. EARLY: the next kernel may overlap this kernel. After a long product, its programs
+    would occupy the free SMs instead of keeping all SMs equally busy.
     """
     if EARLY:
         launch_dependents()
@@ -378,7 +380,7 @@ def gemv_kernel(
 ):  # fmt: skip
     """Compute BN columns of out in each program.
 
-    WHOLE: BK >= K, and all loads are in flight, those of the weights before previous kernels end.
+    WHOLE: BK >= K. All loads are in flight; loads of the weights start before previous kernels end.
     """
     launch_dependents()
     column = tl.program_id(0) * BN + tl.arange(0, BN)
