@@ -1,1 +1,1 @@
-"""The gateway: the clients' socket and the ledger of open requests."""
+"""The gateway: admission control, routing, and delivery of output to clients."""

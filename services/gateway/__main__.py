@@ -1,4 +1,4 @@
-"""`python -P -m penstock.services.gateway`."""
+"""Entry point of the gateway: `python -P -m penstock.services.gateway`."""
 
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.protocol.transport.heartbeat import HeartbeatThread
@@ -7,7 +7,7 @@ from penstock.services.gateway.process import Gateway
 
 
 def main() -> None:
-    """Run until SIGTERM, or, while the pipeline is draining, until no request is open."""
+    """Run until SIGTERM, or until a draining pipeline has no open request."""
     process = Process("gateway")
     gateway = Gateway(process, lambda seconds, function: loop.call_later(seconds, function))
     heartbeats = HeartbeatThread(process, gateway.status.counters)

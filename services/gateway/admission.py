@@ -1,4 +1,4 @@
-"""Admission control: the checks of a client's request, and the sentences that refuse it. No I/O."""
+"""Admission control: validation of clients' requests, and limits on open work. No I/O."""
 
 import contextlib
 from collections import deque
@@ -33,21 +33,21 @@ from penstock.protocol.poison import comparable
 from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.services.gateway.request import Share, TokenizerRequest
 
-NUM_SAMPLES = 20  # heartbeats over which the rate of starts is measured
-MAX_RETRY_AFTER = 60.0  # seconds
-TOKEN_BYTES = 5  # of a token id in MessagePack, at most
+NUM_SAMPLES = 20  # heartbeats in the window of the rate of started requests
+MAX_RETRY_AFTER = 60.0  # maximum `retry_after` in seconds
+TOKEN_BYTES = 5  # maximum size of a token id in MessagePack
 _DEFAULTS = GenerateRequest()
 # fields that a request with `pooling` must leave out
 _OF_TEXT = (*SamplingParams.__struct_fields__, "stream", "output_token_ids")
-# fields of requests in which clients nest what they like
+# fields of requests with arbitrarily nested values
 UNTYPED = ("messages", "tools", "chat_template_kwargs", "structured_outputs")
 
 
 class RefusedError(Exception):
-    """A request that is not accepted, with the reply that names the reason."""
+    """The refusal of a request, with the error reply for its client."""
 
     def __init__(self, message: str, field: str | None = None, **fields: Any) -> None:
-        """fields: of `ErrorReply`; its code is `invalid` by default."""
+        """Make an error reply from `fields` of `ErrorReply`. Its `code` is `invalid` by default."""
         super().__init__(message)
         self.reply = ErrorReply(**{"code": "invalid", "message": message, "field": field} | fields)
 
@@ -55,9 +55,9 @@ class RefusedError(Exception):
 def decode_request(
     codec: Codec, frame: bytes, max_bytes: int, max_output_tokens: int = 0
 ) -> Request:
-    """Return a client's frame as a request. Raises RefusedError.
+    """Decode a client's frame as a request. Raises RefusedError.
 
-    max_bytes: of all except `output_token_ids`: a request that is continued may be longer.
+    max_bytes: limit on the frame's size without `output_token_ids`, which continued requests have.
     """
     if len(frame) <= max_bytes + TOKEN_BYTES * max_output_tokens:
         request = _decode(codec, frame)
@@ -72,7 +72,7 @@ def _decode(codec: Codec, frame: bytes) -> Request:
     try:
         request = codec.decode_request(frame)
     except msgspec.ValidationError as error:
-        raw = None  # if the frame is broken after the bad value
+        raw = None  # stays None if the frame is broken after the bad value
         with contextlib.suppress(*DECODE_ERRORS):
             raw = codec.decode_any(frame)
         name = raw.get("type", "generate") if isinstance(raw, dict) else None
@@ -100,7 +100,7 @@ def _check_depth(request: Request) -> None:
 
 
 def _check_encoding(request: Request) -> None:
-    """Raise RefusedError for a request that can't be sent on, or recognized as poison."""
+    """Raise RefusedError for a field that can't be sent on, or compared with poison requests."""
     try:
         for field in UNTYPED:
             if value := getattr(request, field, None):
@@ -111,7 +111,7 @@ def _check_encoding(request: Request) -> None:
 
 
 class Validation:
-    """Checks that need the model's facts."""
+    """Checks that depend on the model, such as its vocabulary and context length."""
 
     def __init__(self, config: Config) -> None:
         model = read_model_config(config.model_folder)
@@ -145,7 +145,7 @@ class Validation:
         self._check_token_ids("allowed_token_ids", request.allowed_token_ids or [])
 
     def _check_pooling(self, request: GenerateRequest) -> None:
-        """Check pooling: an embedding model generates no text, other models have no embeddings."""
+        """Check `pooling`: embedding models generate no text, other models give no embeddings."""
         pooling, embeds = request.pooling, self._model.is_embedding_model
         if pooling is None:
             text = "got an embedding model, which generates no text; send inputs to /v1/embeddings"
@@ -198,12 +198,12 @@ class Validation:
 
 
 def refusal(field: str, text: str) -> RefusedError:
-    """Return the exception for a bad field."""
+    """Return the error for a bad field, which the message names first."""
     return RefusedError(f"{field}: {text}", field)
 
 
 def check_same(request: GenerateRequest, known: GenerateRequest) -> None:
-    """Raise RefusedError if the open request of this id differs, except in `output_token_ids`."""
+    """Raise RefusedError if `known` differs from `request` in more than `output_token_ids`."""
     is_same = msgspec.structs.replace(request, output_token_ids=known.output_token_ids) == known
     text = f"got {request.request_id!r}, which another open request has; choose another id"
     if not is_same:
@@ -213,10 +213,10 @@ def check_same(request: GenerateRequest, known: GenerateRequest) -> None:
 class Admission:
     """Limits on open requests and queries, waiting prompt tokens and bytes.
 
-    A prompt's tokens are counted by the tokenizer, its start by the first token of output. A
-    refused client is sent the seconds in which the work that waits now will have started, at the
-    rate of the last NUM_SAMPLES heartbeats: 1 to 60, and 1 where nothing has started.
-    When one client has filled a limit, a few places are left for others: see `exceeds`.
+    The tokenizer counts the tokens of a prompt. A request has started when it has output.
+    A refusal has a `retry_after`: the estimated time until all waiting requests have started, at
+    the rate of the last NUM_SAMPLES heartbeats. The time is 1 to 60 seconds; 1 if none has started.
+    When one client has filled a limit, a few places are left for other clients: see `exceeds`.
     """
 
     def __init__(self, config: Config, totals: Share) -> None:
@@ -224,15 +224,15 @@ class Admission:
         self._max_requests = config.max_running + config.max_waiting_requests
         self._max_waiting_tokens = config.max_waiting_tokens
         self._max_open_bytes = config.max_open_bytes
-        # (moment, requests started until then)
+        # (time in seconds, number of requests started by then)
         self._starts: deque[tuple[float, int]] = deque(maxlen=NUM_SAMPLES)
 
     def sample(self, now: float) -> None:
-        """Measure the rate of starts, at every heartbeat; `now` in seconds of one clock."""
+        """Sample the number of started requests, at every heartbeat (`now` in seconds)."""
         self._starts.append((now, self._totals.num_started))
 
     def check(self, num_bytes: int, num_tokens: int, share: Share) -> None:
-        """Raise RefusedError for a request or query of this size that may not be accepted."""
+        """Raise RefusedError if a request or query of this size would exceed a limit."""
         totals = self._totals
         if exceeds(1, share.num_open, totals.num_open, self._max_requests):
             raise self._refusal(

@@ -1,4 +1,4 @@
-"""The clients' socket: requests in, replies out."""
+"""The clients' socket, which receives requests and sends replies."""
 
 import logging
 from collections import OrderedDict
@@ -34,11 +34,11 @@ from penstock.services.gateway.ledger import Ledger
 from penstock.services.gateway.request import Client, Connection, Request
 
 log = logging.getLogger("gateway")
-MAX_FRAMES = 8  # of a message, its sender's identity included
-MAX_ENVELOPE_BYTES = 1024  # of the frames before the request
-# of a frame on the wire in addition to its content, at least
+MAX_FRAMES = 8  # frames of a message, including the sender's identity
+MAX_ENVELOPE_BYTES = 1024  # total size of the frames before the request
+# minimum overhead of a frame on the wire, in addition to its content
 FRAME_BYTES, CURVE_FRAME_BYTES = 2, 35
-# seconds in which a full queue is not tried again: a try costs the encoding of a reply
+# seconds between attempts to send to a full queue: each attempt encodes a reply
 RETRY_INTERVAL = 0.01
 ENVELOPE = (
     f"a message has more than {MAX_FRAMES} frames, or {MAX_ENVELOPE_BYTES} bytes before the request"
@@ -46,19 +46,19 @@ ENVELOPE = (
 
 
 class ClientSocket:
-    """Receives requests and delivers the ledger's output, never faster than a client reads.
+    """The clients' socket, which delivers the ledger's output no faster than a client reads.
 
-    While a connection's queue is full, its output stays in the ledger. It is sent as one delta a
-    request at the next output for that connection, or at the next heartbeat.
+    While a connection's queue is full, its output stays in the ledger. The output is sent, as one
+    delta per request, with the next output for that connection or at the next heartbeat.
     """
 
     def __init__(
         self, process: Process, ledger: Ledger, on_defect: Callable[[Request], None]
     ) -> None:
-        """on_defect: fails a request, in an `except` block. Raises as `check_reach` and `bind`."""
+        """Bind. `on_defect` fails requests in `except` blocks. Raises as `check_reach`, `bind`."""
         config = process.config
         check_reach(config)
-        address = "inproc://clients-monitor"  # connected first: libzmq waits until events are read
+        address = "inproc://clients-monitor"  # connect it first: else libzmq blocks
         self.connections = Connections(process.context.connect(zmq.PAIR, address))
         max_frame_bytes = max_request_bytes(config) + OVERSIZE_SLACK
         self.channel, self.connections.inner = bind_clients(process, address, max_frame_bytes)
@@ -72,7 +72,7 @@ class ClientSocket:
         self._pending: OrderedDict[str, Request] = OrderedDict()
 
     def receive(self) -> Iterator[tuple[Client, bytes]]:
-        """Yield the messages that wait, not decoded. Clients beyond a limit are disconnected."""
+        """Yield waiting messages, undecoded. Disconnect clients that exceed a limit."""
         for frames in self.channel.receive_frames(max_frames=MAX_FRAMES):
             if self.connections.monitor.has_message or self.connections.refused:
                 self.connections.handle_events()
@@ -98,7 +98,7 @@ class ClientSocket:
             connection.replies.append(frames)
 
     def adopt(self, request: Request, client: Client) -> None:
-        """Deliver an answer, from its start, to the client that requested it last."""
+        """Deliver a request's output, from its start, to the client that sent the request last."""
         request_id, previous = request.request_id, request.client
         previous.connection.unsent.pop(request_id, None)
         if previous.connection is not client.connection:
@@ -109,12 +109,12 @@ class ClientSocket:
         self.deliver(request)
 
     def deliver(self, request: Request) -> None:
-        """Let `deliver_pending` send a request's new output; a sent answer leaves the ledger."""
+        """Mark a request's new output as pending, for `deliver_pending`."""
         self._pending[request.request_id] = request
 
     def deliver_pending(self) -> None:
-        """Send the output that waits: one message for each request, or for each HTTP server."""
-        while self._pending:  # a reply that can't be encoded leads to another one
+        """Send pending output. A request leaves the ledger when its answer is sent."""
+        while self._pending:  # an encoding error makes an error reply pending
             batches: dict[Connection, list[Request]] = {}
             while self._pending:
                 _, request = self._pending.popitem(last=False)
@@ -133,12 +133,12 @@ class ClientSocket:
                 self._send_batch(connection, requests)
 
     def _send_batch(self, connection: Connection, requests: list[Request]) -> None:
-        """Send replies to requests of one HTTP server in one message."""
+        """Send the replies to the requests of one HTTP server in one message."""
         try:
             batch = [(request, reply) for request in requests for reply in request.unsent_replies()]
             numbers = [request.client.envelope[1] for request, _ in batch]
             frame = MSGPACK.encode(ReplyBatch(numbers, [reply for _, reply in batch]))
-        except Exception:  # noqa: BLE001  a reply can't be encoded, which `_send_new` reports
+        except Exception:  # noqa: BLE001  an encoding error, which `_send_new` reports
             for request in requests:
                 self._send_new(request)
             return
@@ -147,13 +147,13 @@ class ClientSocket:
             self._on_sent(request, reply, error)
 
     def release(self, request: Request) -> None:
-        """Forget a request whose client has the answer, or can't get it."""
+        """Remove a request whose answer was sent, or can't be sent."""
         self._pending.pop(request.request_id, None)
         request.client.connection.unsent.pop(request.request_id, None)
         self.ledger.remove(request)
 
     def _flush(self, connection: Connection) -> None:
-        """Send output and replies that wait, until the queue is full again."""
+        """Send unsent output and replies until the queue is full again."""
         for request_id in list(connection.unsent):
             request = self.ledger.find(request_id)
             if request and not self._send_new(request):
@@ -165,15 +165,15 @@ class ClientSocket:
             connection.replies.popleft()
 
     def cut_off_bad_clients(self) -> None:
-        """Disconnect clients that libzmq ignores, and clients whose messages do not end."""
+        """Disconnect the clients that `ClientWatch.bad_clients` yields."""
         waits, shortest = self.channel.has_message, self.connections.take_shortest_identity()
         for connection, reason in self._watch.bad_clients(self.connections, waits, shortest):
             self.connections.cut_off(connection, reason)
 
     def retry_full(self) -> list[Connection]:
-        """Try full queues again. Return connections that have left too much unread.
+        """Retry full queues. Return connections with too many unread bytes.
 
-        Our HTTP servers are not among them: they drop their own clients.
+        Connections of our HTTP servers are never returned: HTTP servers drop their own clients.
         """
         full = [connection for connection in self.connections if connection.is_full]
         for connection in full:
@@ -182,7 +182,7 @@ class ClientSocket:
         return [each for each in full if not each.is_inner and self._leaves_too_much(each)]
 
     def num_unread_bytes(self, connection: Connection) -> int:
-        """Return the bytes that wait for one connection, here and in libzmq's queue."""
+        """Return the number of bytes that wait for a connection, here and in libzmq's queue."""
         requests = map(self.ledger.find, connection.unsent)
         num_bytes = sum(len(frame) for frames in connection.replies for frame in frames)
         num_bytes += sum(request.num_unread_bytes for request in requests if request)
@@ -193,7 +193,7 @@ class ClientSocket:
         return take_progress(connection) < self.max_unread_bytes < num_unread
 
     def _send_new(self, request: Request) -> bool:
-        """Send all new output of a request, which may fail it; False if the queue is full."""
+        """Send all new output of a request, or fail it. Return False if the queue is full."""
         client = request.client
         try:
             encoded = [(reply, client.codec.encode(reply)) for reply in request.unsent_replies()]
@@ -207,7 +207,7 @@ class ClientSocket:
         return True
 
     def _on_sent(self, request: Request, reply: Reply, error: int) -> int:
-        """Record the outcome of sending a reply; return `error`, an errno or 0."""
+        """Record the result of sending a reply. Return `error`, an errno or 0."""
         if error == zmq.EAGAIN:
             request.client.connection.unsent[request.request_id] = None
         elif error:  # the client is unreachable, whatever the monitor says
@@ -219,7 +219,7 @@ class ClientSocket:
         return error
 
     def _try_send(self, connection: Connection, frames: list[bytes]) -> int:
-        """Send as `Channel.try_send`; EAGAIN also if the client leaves too much unread."""
+        """Send as `Channel.try_send` does. Return EAGAIN also if too many bytes are unread."""
         error = 0
         if connection.num_queued > self.max_unread_bytes:
             update_num_read(connection)
@@ -235,10 +235,10 @@ class ClientSocket:
         return error
 
     def _connection_of(self, frame: zmq.Frame) -> Connection | None:
-        """Return the connection that a message came on; None if the message is to be dropped."""
+        """Return the connection of a message's first frame; None if the message must be dropped."""
         try:
             fd, identity = int(frame.get(zmq.SRCFD)), frame.bytes
-        except zmq.ZMQError:  # libzmq knows it for ZMTP 3 only
+        except zmq.ZMQError:  # libzmq knows the descriptor for ZMTP 3 only
             self.channel.count_bad_frame("its sender speaks ZMTP before version 3")
             return None
         connection = self.connections.by_fd.get(fd)
@@ -251,8 +251,8 @@ class ClientSocket:
 
 
 def _user_id(frame: zmq.Frame) -> str:
-    """Return the CURVE key of a client; empty for the pipeline's own processes."""
+    """Return a client's CURVE key; empty for the pipeline's own processes."""
     try:
         return str(frame.get("User-Id"))
-    except zmq.ZMQError:  # their endpoint, also that of a cluster, asks nobody whom to admit
+    except zmq.ZMQError:  # their endpoint asks no ZAP handler, also in a cluster
         return ""

@@ -1,8 +1,8 @@
 """Client connections: endpoints, opening, closing, limits, and the watch for bad clients.
 
-A ROUTER learns of a disconnected client only when it sends to it. libzmq's monitor reports it at
-once, by file descriptor, and every message carries the descriptor of its connection. An accepted
-connection is reported before its first message arrives.
+A ROUTER detects a disconnected client only when the ROUTER sends to that client. libzmq's monitor
+reports the disconnect at once, by file descriptor. Every message carries the descriptor of its
+connection. The monitor reports an accepted connection before its first message arrives.
 """
 
 import logging
@@ -35,35 +35,36 @@ from penstock.protocol.transport.socket_info import (
 from penstock.services.gateway.request import Connection, Share
 
 log = logging.getLogger("gateway")
-MAX_EARLIER = 64  # closed connections of one file descriptor whose waiting messages are recognized
-# of a gateway with as many descriptors: libzmq keeps some 50 KB for each connection
+MAX_EARLIER = 64  # closed connections remembered per file descriptor, to detect their late messages
+# Limit if enough file descriptors are available: libzmq needs about 50 KB for each connection.
 MAX_CONNECTIONS = 4096
-RESERVED_DESCRIPTORS = 256  # for the pipeline's own connections and files
+RESERVED_DESCRIPTORS = 256  # descriptors for the pipeline's own connections and files
 TOO_MANY = "too many connections; the limit depends on its limit of open files (ulimit -n)"
 TOO_MANY_OF_ONE = "too many connections from this address"
 TOO_MANY_SILENT = "too many connections that have not sent a request, or shown a key"
-# messages of one client that libzmq receives ahead; then the client has to wait
+# messages of one client in libzmq's receive queue; then the client has to wait
 MAX_RECEIVE_QUEUE = 8
-# messages in libzmq's queue for one client; further output waits in the ledger
+# messages in libzmq's send queue for one client; further output waits in the ledger
 MAX_SEND_QUEUE = 4096
 OPTIONS: dict[int, int] = {
-    zmq.HANDSHAKE_IVL: 10_000,  # milliseconds in which a client shows its key
+    zmq.HANDSHAKE_IVL: 10_000,  # time limit of a handshake in milliseconds
     zmq.RCVHWM: MAX_RECEIVE_QUEUE,
-    # The connection of a machine that has vanished ends after 25 s: until then its client can't
+    # The connection of an unreachable machine ends after 25 s. Until then its client can't
     # reconnect with the same ZeroMQ identity.
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 10,
     zmq.TCP_KEEPALIVE_INTVL: 5,
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
-HANDSHAKE_BYTES, CURVE_HANDSHAKE_BYTES = 104, 564  # of a REQ socket without an identity, at least
+HANDSHAKE_BYTES, CURVE_HANDSHAKE_BYTES = 104, 564  # minimum: a REQ socket without an identity
 MAX_IDENTITY_BYTES = 255
-MIN_MESSAGE_BYTES = 12  # of a request on the wire
-MAX_QUIET_HEARTBEATS = 2  # after the first message of a client that libzmq seems to ignore
-KERNEL_BYTES = 1 << 23  # more than the system receives ahead for one connection
-# bytes of memory for each byte of an unfinished message: 64 for an empty frame, which has 2
+MIN_MESSAGE_BYTES = 12  # minimum size of a request on the wire
+MAX_QUIET_HEARTBEATS = 2  # heartbeats without new bytes, of a client that libzmq seems to ignore
+KERNEL_BYTES = 1 << 23  # upper bound of the kernel's receive buffer of one connection
+# bytes of memory per byte of an unfinished message: an empty frame has 2 bytes and takes 64
 EXPANSION = 32
-# at which bytes of one message arrive; a whole message takes milliseconds within a machine
+# Heartbeats at which one message may still be arriving: within a machine a whole message takes
+# milliseconds.
 MAX_BUSY_HEARTBEATS = 2
 IGNORED = (
     "its ZeroMQ identity is that of another client (choose another), or its message has no end"
@@ -72,9 +73,9 @@ UNFINISHED = "its unfinished message, or all unfinished messages together, are t
 
 
 def bind_clients(process: Process, monitor: str, max_bytes: int) -> tuple[Channel[Any], bytes]:
-    """Return the clients' socket, and the endpoint, as bound, of the pipeline's own processes.
+    """Return the clients' bound socket, and the bound endpoint of the pipeline's processes.
 
-    The latter endpoint asks for no keys. monitor: receives events of connections. Raises as `bind`.
+    That endpoint needs no keys. `monitor` receives events of connections. Raises as `bind`.
     """
     context, config, inner = process.context, process.config, process.endpoints.inner_clients
     if config.curve_keys:
@@ -85,7 +86,7 @@ def bind_clients(process: Process, monitor: str, max_bytes: int) -> tuple[Channe
             "network's traffic reads prompts and answers",
             config.endpoint,
         )
-    # Our own processes are clients at an endpoint of their own. The one without keys is first.
+    # The pipeline's own processes use a separate endpoint. Bind the endpoint without keys first.
     is_inner_first = bool(config.curve_keys) or not context.node_id
     endpoint = inner if is_inner_first else config.endpoint
     options = OPTIONS | {zmq.SNDHWM: MAX_SEND_QUEUE}
@@ -105,27 +106,27 @@ def bind_clients(process: Process, monitor: str, max_bytes: int) -> tuple[Channe
 class Connections:
     """All connections by file descriptor.
 
-    A descriptor names a connection from its accept event to its close event; then the system reuses
-    the number. So `handle_events` is called before a connection is looked up. Messages of a closed
-    connection may still arrive with its descriptor: identities distinguish them (`sender`).
+    A descriptor names a connection from its accept event to its close event; then the kernel reuses
+    the number. So callers call `handle_events` before they look up a connection. Messages of a
+    closed connection may still arrive with its descriptor; `sender` recognizes their identities.
     """
 
     def __init__(self, monitor: Channel[Any]) -> None:
-        """monitor: receives libzmq's events of the clients' socket."""
+        """Make an empty collection. `monitor` receives libzmq's events of the clients' socket."""
         self.monitor = monitor
-        # endpoint, as it is bound, at which the pipeline's own processes are clients
+        # bound endpoint of the pipeline's own processes
         self.inner = b""
         self.by_fd: dict[int, Connection] = {}
         self._nobody = Connection(is_closed=True)
-        self._shares: WeakValueDictionary[str, Share] = WeakValueDictionary()  # by name
+        self._shares: WeakValueDictionary[str, Share] = WeakValueDictionary()  # by `Share.name`
         self._numbers = count(1)
         self._limits = ConnectionLimits()
-        self._num_cut_off: Counter[str] = Counter()  # clients, by the reason
-        # connections that the next call of `handle_events` disconnects, with the reason
+        self._num_cut_off: Counter[str] = Counter()  # disconnected clients by reason
+        # connections that the next `handle_events` disconnects, with reasons
         self.refused: list[tuple[Connection, str]] = []
-        # of connections that were closed since the last heartbeat
+        # identities of connections that were closed since the last heartbeat
         self._identities_closed: set[bytes] = set()
-        # identities of closed connections by file descriptor, the last MAX_EARLIER of each
+        # identities of the last MAX_EARLIER closed connections, by file descriptor
         self._earlier: dict[int, deque[bytes]] = {}
 
     def __len__(self) -> int:
@@ -139,7 +140,7 @@ class Connections:
         return self._num_cut_off.total()
 
     def handle_events(self) -> None:
-        """Handle every event up to now, and disconnect clients beyond a limit."""
+        """Handle all events so far. Disconnect refused connections."""
         if self.monitor.has_message:
             self._take_events()
         while self.refused:
@@ -157,7 +158,7 @@ class Connections:
         return connection
 
     def close(self, fd: int) -> None:
-        """Remove a connection; its requests may be sent again on another one."""
+        """Remove a connection. Its client may resubmit requests on another connection."""
         if connection := self.by_fd.pop(fd, None):
             self._abandon(connection)
             self._identities_closed.add(connection.identity)
@@ -166,7 +167,7 @@ class Connections:
                 self._limits.closed(connection.host, is_silent=not connection.identity)
 
     def cut_off(self, connection: Connection, reason: str) -> None:
-        """Disconnect a client. Each reason is logged once, and counted."""
+        """Disconnect a client. Count the reason, and log each reason once."""
         if connection.is_closed:
             return
         connection.is_cut_off = True
@@ -181,10 +182,10 @@ class Connections:
                 shut_down(end)
 
     def sender(self, fd: int, identity: bytes) -> Connection:
-        """Return the connection of a message; a closed one if it is closed by now.
+        """Return the connection of a message; a closed `Connection` if it has been closed.
 
-        A ROUTER returns the first message of an earlier connection before that of a later one. So
-        a new identity belongs to the newest connection with this descriptor.
+        A ROUTER returns the first message of an earlier connection before the first message of a
+        later connection. So a new identity belongs to the newest connection with this descriptor.
         """
         connection = self.by_fd.get(fd)
         if connection is None:
@@ -195,7 +196,7 @@ class Connections:
         is_known = bool(connection.identity)
         if identity in self._earlier.get(fd, ()) and (is_known or not is_chosen(identity)):
             return self._nobody
-        if is_known:  # all messages so far were of a connection that was closed before
+        if is_known:  # messages so far came from an earlier, closed connection
             self.close(fd)
             connection = self.open(fd, connection.host, connection.is_inner)
         self._limits.spoke(connection.host)
@@ -208,25 +209,25 @@ class Connections:
             earlier.append(identity)
 
     def take_shortest_identity(self) -> int:
-        """Return the length of the shortest identity chosen since the last call; 0 if none is."""
+        """Return the length of the shortest chosen identity since the last call; 0 for none."""
         identities = self._identities_closed | {each.identity for each in self.by_fd.values()}
         self._identities_closed = set()
         return min(map(len, filter(is_chosen, identities)), default=0)
 
     def share(self, name: str) -> Share:
-        """Return the share of a client, which is forgotten with its last request."""
+        """Return the share of a client. The share is dropped with the client's last request."""
         share = self._shares.get(name)
         if share is None:
             share = self._shares[name] = Share(name)
         return share
 
     def _oldest_silent(self, host: str) -> Connection | None:
-        """Return the connection of this machine that has been silent longest."""
+        """Return the host's oldest connection that has not sent a request, if any."""
         same = (each for each in self.by_fd.values() if each.host == host and not each.is_inner)
         return next((each for each in same if not (each.identity or each.is_refused)), None)
 
     def _refuse(self, connection: Connection, reason: str) -> None:
-        """Count a connection as closed, and let `handle_events` disconnect it."""
+        """Count a connection as closed. `handle_events` disconnects it."""
         connection.is_refused = True
         self._limits.closed(connection.host, is_silent=not connection.identity)
         self.refused.append((connection, reason))
@@ -245,15 +246,15 @@ class Connections:
 
 
 def is_chosen(identity: bytes) -> bool:
-    """Return whether the client has chosen its ZeroMQ identity: libzmq's begin with a zero."""
+    """Return whether a client chose this identity. libzmq's identities begin with a zero byte."""
     return not identity.startswith(b"\0") and identity != b""
 
 
 class ConnectionLimits:
-    """Numbers of connections by host.
+    """Limits on connections, by host.
 
-    One machine may have half of all connections. An eighth of all, of one machine, and half, of all
-    machines, may be silent: they have not sent a request yet.
+    A host may have half of `max_connections`. A silent connection has not sent a request yet. An
+    eighth of `max_connections` may be silent connections of a host, and half in total.
     """
 
     def __init__(self) -> None:
@@ -261,7 +262,7 @@ class ConnectionLimits:
         self._silent: Counter[str] = Counter()
 
     def opened(self, host: str) -> str | None:
-        """Count a new connection. Return why a connection is to be closed; None if all may stay."""
+        """Count a new connection. Return the reason if a connection must be closed."""
         self._hosts[host] += 1
         self._silent[host] += 1
         limit = max_connections()
@@ -283,7 +284,7 @@ class ConnectionLimits:
 
 
 def max_connections() -> int:
-    """Return the limit now: the supervisor raises that of descriptors."""
+    """Return the current limit. The supervisor may raise the limit of descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -291,56 +292,56 @@ def max_connections() -> int:
 
 
 def update_num_read(connection: Connection) -> None:
-    """Query the kernel, which knows of a connection other than TCP only whether all is read."""
+    """Update read and queued bytes. Except for TCP, the kernel only knows if all are read."""
     num_given = connection.num_read + connection.num_queued
     if counters := tcp_counters(connection.fd):
         connection.num_read = max(connection.num_read, counters.acked)
     elif is_all_read(connection.fd):
         connection.num_read = num_given
-    connection.num_queued = max(0, num_given - connection.num_read)  # not messages alone
+    connection.num_queued = max(0, num_given - connection.num_read)  # handshakes count as read
 
 
 def _read_counters(fd: int) -> Counters | None:
-    """Return the counters of a connection, without bytes that libzmq has not read yet."""
+    """Return the TCP counters of a connection, excluding bytes that libzmq has not read yet."""
     if counters := tcp_counters(fd):
         return counters._replace(received=max(0, counters.received - num_unread_bytes(fd)))
     return None
 
 
 def take_progress(connection: Connection) -> int:
-    """Return the number of bytes that were read since the last call."""
+    """Return the number of bytes that the client has read since the last call."""
     before, connection.num_read_before = connection.num_read_before, connection.num_read
     return connection.num_read - before
 
 
 class Arrivals:
-    """Bytes that arrived on one connection, from heartbeat to heartbeat."""
+    """The byte counts of one connection at each heartbeat, for `ClientWatch`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._num_messages_before = self._num_received_before = self._num_busy_heartbeats = 0
         self._num_received_last = self._num_quiet_heartbeats = self._identity_bytes = 0
-        self._num_at_turn = 0  # bytes since the last message, when the turns began
+        self._num_at_turn = 0  # bytes since the last message, at the start of the round of turns
 
     def num_new_messages(self) -> int:
         """Return the number of messages since the last heartbeat."""
         return self._connection.num_messages - self._num_messages_before
 
     def num_since_message(self, num_received: int) -> int:
-        """Return the bytes since the last message, of all received (at most)."""
+        """Return an upper bound of the bytes since the last message, of all `num_received`."""
         self._forget_before(num_received)
         return num_received - self._num_received_before
 
     def num_unfinished(self, num_bytes: int, waits: bool) -> int:
-        """Return the bytes of no whole message, once each client has had its turn.
+        """Return the bytes of an unfinished message, when each client has had its turn.
 
-        num_bytes: since the last message. waits: a message waits in libzmq's queue.
+        num_bytes: bytes since the last message. waits: whether a message waits in libzmq's queue.
         """
         before, self._num_at_turn = self._num_at_turn, num_bytes
         return before if waits else num_bytes
 
     def num_busy_heartbeats(self, is_receiving: bool) -> int:
-        """Return at how many heartbeats bytes were arriving since the last whole message."""
+        """Return the number of heartbeats with arriving bytes since the last whole message."""
         self._forget_before(0)
         self._num_busy_heartbeats += is_receiving
         return self._num_busy_heartbeats
@@ -351,12 +352,13 @@ class Arrivals:
             self._num_received_before, self._num_at_turn = num_received, 0
 
     def is_ignored(self, counters: Counters | None, identity_bytes: int, is_curve: bool) -> bool:
-        """Return whether libzmq has read more than a handshake, but no message, and then nothing.
+        """Return whether libzmq seems to ignore this connection.
 
+        libzmq has then read more than a handshake, delivered no message, and read no more bytes.
         Without counters, a client that has sent nothing looks the same.
 
-        identity_bytes: of the shortest identity that a client has chosen; 0 if none has. It is
-        remembered: when that client leaves, libzmq still ignores this connection.
+        identity_bytes: length of the shortest identity that a client has chosen, or 0. The length
+        is remembered: libzmq ignores this connection even after the other client has left.
         """
         known = filter(None, (self._identity_bytes, identity_bytes))
         identity_bytes = self._identity_bytes = min(known, default=0)
@@ -377,17 +379,17 @@ class Arrivals:
 
 
 class ClientWatch:
-    """The check of all connections, at each heartbeat, for messages that never end.
+    """The check of all connections, at each heartbeat, for endless messages and ignored clients.
 
-    libzmq keeps any number of frames until the last of a message has arrived. So each heartbeat
-    checks how much libzmq has read of each connection since its last message; on ipc, how often
-    bytes were arriving. Whole messages may wait for the gateway, which libzmq hands over in turns:
-    one of each client. After as many messages as there are clients, a client without any has not
-    finished any.
+    libzmq buffers any number of frames until a message is complete. So each heartbeat checks how
+    many bytes libzmq has read from each connection since its last message. On ipc, which has no
+    such counters, the check counts the heartbeats at which bytes arrive. Whole messages may wait
+    in libzmq's queues; libzmq hands them over in turns, a message of each client. After as many
+    messages as there are clients, a client without a message has no whole message in the queue.
 
-    libzmq silently ignores a client with the ZeroMQ identity of another client, until the other
-    client leaves: more than a handshake was received, and no message. On ipc an idle client looks
-    the same.
+    libzmq silently ignores a client with the ZeroMQ identity of another connected client. The
+    connection of such a client receives more than a handshake, but delivers no message. On ipc an
+    idle client looks the same.
     """
 
     def __init__(self, config: Config, max_frame_bytes: int) -> None:
@@ -395,17 +397,17 @@ class ClientWatch:
         self._max_unfinished_bytes = config.max_open_bytes // EXPANSION
         self._max_frame_bytes = max_frame_bytes
         self._arrivals: dict[Connection, Arrivals] = {}
-        self._num_turns = 0  # messages until each client has had its turn
+        self._num_turns = 0  # messages left until each client has had its turn
 
     def bad_clients(
         self, connections: Iterable[Connection], waits: bool, identity_bytes: int
     ) -> Iterator[tuple[Connection, str]]:
-        """Yield clients that libzmq ignores, and clients whose messages do not end, with reasons.
+        """Yield ignored clients and clients with endless messages, each with the reason.
 
-        waits: a message waits in libzmq's queue. identity_bytes: as in `is_ignored`.
+        waits: whether a message waits in libzmq's queue. identity_bytes: as in `is_ignored`.
         """
         unfinished: list[tuple[int, Connection]] = []
-        num_messages = MAX_RECEIVE_QUEUE + 1 if waits else 1  # whole ones may wait
+        num_messages = MAX_RECEIVE_QUEUE + 1 if waits else 1  # whole messages may wait
         limit = self._max_frame_bytes * num_messages + KERNEL_BYTES
         self._arrivals = {each: self._arrivals.get(each) or Arrivals(each) for each in connections}
         self._num_turns -= sum(its.num_new_messages() for its in self._arrivals.values())

@@ -1,4 +1,4 @@
-"""Failures: lost processes, whose requests are resubmitted, and requests that fail."""
+"""Failure handling: requests of lost processes are resubmitted; failed requests are answered."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ GIVEN_UP = f"{MAX_DEATHS} tokenizers died while they worked at the request; it i
 
 
 class Failures:
-    """The handler of each failure of another process, and of exceptions at a request."""
+    """Handlers of process failures, of failed requests, and of exceptions in the gateway."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Failures:
         submit: Callable[[Request], None],
         answer: Callable[[Request, ErrorReply], None],
     ) -> None:
-        """submit: gives a request to a tokenizer. answer: ends a request."""
+        """Store the handlers. `submit` sends a request to a tokenizer, `answer` ends a request."""
         self._ledger, self._clients, self._router, self._queries = ledger, clients, router, queries
         self._submit, self._answer = submit, answer
         self._prefix = process.config.prefix
@@ -46,24 +46,24 @@ class Failures:
     # ---- a process is lost: requests are submitted once more, and resume after their tokens -----
 
     def resubmit_all(self, replica: int) -> None:
-        """Resubmit the requests of a scheduler: it, or this gateway, has restarted."""
+        """Resubmit all requests of a replica after its scheduler has restarted or reconnected."""
         if requests := self._router.requests_of(replica):
             name = f"{self._prefix}scheduler.{replica + 1}"
             log.warning("resubmitting %d requests that %s may lack", len(requests), name)
         self.for_each(requests, self._resubmit)
 
     def resubmit_passed_on_by(self, tokenizer: bytes) -> None:
-        """Resubmit requests that a lost tokenizer has passed on: they may not have arrived."""
+        """Resubmit requests that a lost tokenizer has sent on: the scheduler may lack them."""
         self.for_each(self._ledger.passed_on_by(tokenizer), self._resubmit)
 
     def migrate_stranded(self) -> None:
-        """Migrate requests of replicas that can't run them."""
+        """Migrate requests from replicas that are down to replicas that run."""
         if requests := self._router.stranded():
             log.warning("a replica is down; migrating %d requests to others", len(requests))
         self.for_each(requests, self._resubmit)
 
     def on_gap(self, request: Request, error: GapError) -> None:
-        """Resubmit a request whose output was lost in part."""
+        """Resubmit a request that has lost part of its output."""
         extra = {"request_id": request.request_id}
         log.warning("%s: %s; resubmitting it", request.request_id, error, extra=extra)
         self._resubmit(request)
@@ -74,7 +74,7 @@ class Failures:
         self._submit(request)
 
     def for_each(self, requests: Iterable[Request], handle: Callable[[Request], None]) -> None:
-        """Call `handle` with each request. A request at which `handle` raises fails alone."""
+        """Call `handle` for each request. An exception fails only its own request."""
         for request in requests:
             try:
                 handle(request)
@@ -84,7 +84,7 @@ class Failures:
     # ---- a request fails -----------------------------------------------------------------------
 
     def on_failed(self, message: RequestFailed) -> None:
-        """Fail a request that can't be served; if it is poison, equal ones are refused."""
+        """Fail a request that can't be served, and equal requests if the request is poison."""
         request = self._ledger.get(message.request_id)
         if request and request.attempt == message.attempt:
             self._fail(request, message.error)
@@ -92,7 +92,7 @@ class Failures:
                 self._fail_duplicates(request.message)
 
     def on_defect(self, work: Work) -> None:
-        """Fail work at which the gateway has raised; called in an `except` block."""
+        """Fail a request or query in an `except` block, after an exception in the gateway."""
         if isinstance(work, Query):
             log.exception("a query raised and is failed")
             self._fail_query(work, DEFECT)
@@ -100,10 +100,10 @@ class Failures:
         request_id, extra = work.request_id, {"request_id": work.request_id}
         log.exception("request %s raised and is failed", request_id, extra=extra)
         try:
-            if isinstance(work.answer, ErrorReply):  # which can't be delivered
+            if isinstance(work.answer, ErrorReply):  # an error reply that can't be delivered
                 self._clients.release(work)
             else:
-                work.mark_delivered()  # its output may be what can't be encoded
+                work.mark_delivered()  # skip output that may be impossible to encode
                 self._fail(work, ErrorReply(code="failed", message=DEFECT))
         except Exception:
             log.exception("request %s is dropped", request_id, extra=extra)
@@ -125,27 +125,27 @@ class Failures:
         self._answer(request, error)
 
     def _fail_duplicates(self, message: WorkRequest) -> None:
-        """Refuse a poison request, and fail equal requests that are open and have no output."""
+        """Refuse a poison request from now on. Fail equal open requests that have no output."""
         poison = self.poison.give_up(message)
         for request in self._router.requests:
             if not request.token_ids and digest(request.message) == poison:
                 self._fail(request, ErrorReply(code="failed", message=REFUSED))
 
     def check_poison(self, message: WorkRequest) -> None:
-        """Raise RefusedError for a request that is poison."""
+        """Raise RefusedError for a poison request."""
         if self.poison.is_poison(message):
             raise RefusedError(REFUSED, code="failed")
 
     # ---- the log of requests, without their text -----------------------------------------------
 
     def log_refusal(self, client: Client, reply: ErrorReply) -> None:
-        """Log a request that is not accepted. A request of `http` has a line in its log."""
+        """Log a refused request. HTTP servers log the refusals of their own requests."""
         if not client.connection.is_inner:
             text = "a request is refused: %s, field %s"
             self._failed.write(text, reply.code, reply.field, request_id=reply.request_id)
 
     def log_end(self, request: Request, reply: GenerateReply | ErrorReply) -> None:
-        """Log a request that has ended."""
+        """Log the end of a request."""
         request_id, model = request.request_id, request.totals.name
         num_tokens = len(request.token_ids)
         if isinstance(reply, ErrorReply):

@@ -7,16 +7,16 @@ from penstock.services.gateway.request import Connection, Request, Share
 
 
 class Ledger:
-    """All requests by id, open or answered, until the client has the answer.
+    """All requests by id, until the client has the answer.
 
-    The number of an attempt is unique across requests and gateways.
+    Attempt numbers are unique across requests and gateways.
     """
 
     def __init__(self, first_attempt: int = 0) -> None:
         self.first_attempt = first_attempt
         self._attempts = count(first_attempt)
         self._requests: dict[str, Request] = {}
-        self._lost: dict[Request, Connection] = {}  # closed at the last heartbeat
+        self._lost: dict[Request, Connection] = {}  # connections closed at the last `take_lost`
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -26,16 +26,16 @@ class Ledger:
         return sum(request.is_open for request in self._requests.values())
 
     def num_of_model(self, totals: Share) -> int:
-        """Return the number of requests that `__len__` counts, of the model with these totals."""
+        """Return the number of requests, open or answered, of the model with these totals."""
         return sum(request.totals is totals for request in self._requests.values())
 
     def get(self, request_id: str) -> Request | None:
-        """Return a request that is open."""
+        """Return the open request with this id, if any."""
         request = self._requests.get(request_id)
         return request if request and request.is_open else None
 
     def find(self, request_id: str) -> Request | None:
-        """Return a request that is open, or whose answer is not delivered yet."""
+        """Return the request with this id, open or with an undelivered answer, if any."""
         return self._requests.get(request_id)
 
     def open(self, request: Request, totals: Share) -> None:
@@ -46,7 +46,7 @@ class Ledger:
         request.totals.count(request.share, 1, request.num_waiting_tokens, request.num_bytes)
 
     def record_tokenized(self, request: Request, num_prompt_tokens: int, tokenizer: bytes) -> None:
-        """Record that a tokenizer has passed a prompt on."""
+        """Record that a tokenizer has sent the prompt to a scheduler."""
         request.num_prompt_tokens, request.tokenizer = num_prompt_tokens, tokenizer
         if request.num_waiting_tokens:
             num_new = num_prompt_tokens - request.num_waiting_tokens
@@ -54,7 +54,7 @@ class Ledger:
             request.num_waiting_tokens = num_prompt_tokens
 
     def record_growth(self, request: Request, num_bytes: int) -> None:
-        """Count the output of a request that had `num_bytes` before."""
+        """Count the new output of a request, whose size was `num_bytes` before it."""
         num_new = request.num_bytes - num_bytes
         request.totals.num_bytes += num_new
         request.share.num_bytes += num_new
@@ -63,7 +63,7 @@ class Ledger:
             request.totals.num_started += 1
 
     def answer(self, request: Request, reply: GenerateReply | ErrorReply) -> None:
-        """End a request, which stays until its client has the reply."""
+        """End a request, which stays in the ledger until its client has the reply."""
         request.answer = reply
         self._end(request)
 
@@ -73,27 +73,27 @@ class Ledger:
             request.totals.count(request.share, num_bytes=-request.num_bytes)
 
     def begin_attempt(self, request: Request) -> None:
-        """Begin a new attempt: output of earlier attempts is dropped."""
+        """Begin a new attempt. Later output of earlier attempts is dropped."""
         request.attempt = next(self._attempts)
         request.num_attempts += 1
         request.tokenizer = b""
 
     def new_first_attempt(self) -> int:
-        """Return a number below all later attempts and above all earlier ones."""
+        """Return an attempt number above all earlier attempts and below all later attempts."""
         return next(self._attempts)
 
     def passed_on_by(self, tokenizer: bytes) -> list[Request]:
-        """Return open requests that a tokenizer has sent to a scheduler and that have no output."""
+        """Return open requests without output that this tokenizer has sent to a scheduler."""
         requests = (request for request in self._requests.values() if request.is_open)
         return [request for request in requests if request.tokenizer == tokenizer]
 
     def of_connection(self, connection: Connection) -> list[Request]:
-        """Return requests that are answered on a connection."""
+        """Return the requests whose client has this connection."""
         requests = self._requests.values()
         return [request for request in requests if request.client.connection is connection]
 
     def take_lost(self) -> list[Request]:
-        """Return requests without an open connection at the last call, and still without one."""
+        """Return requests whose connection was closed at the last call and is still the same."""
         before = self._lost
         connections = {request: request.client.connection for request in self._requests.values()}
         self._lost = {request: each for request, each in connections.items() if each.is_closed}

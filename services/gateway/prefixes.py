@@ -1,9 +1,9 @@
-"""Routing by prefix: a prompt goes where its beginning has been. No I/O, no clock.
+"""Prefix-aware routing. No I/O, no clock.
 
-A request goes to the replica that had the longest beginning of its prompt, whose cache may hold its
-KV; but to the least loaded replica if that one has much less to do (the rule, though not the
-numbers, of SGLang's router: sgl-project/sglang, cache_aware policy). Prompts are known by hashes of
-their pieces, each chained to the pieces before it.
+A request goes to the replica that was sent the longest prefix of its prompt, because the prefix
+cache there may hold the KV. If the least loaded replica has much less load, the request goes to the
+latter. SGLang's router has the same rule with other numbers (sgl-project/sglang, cache_aware
+policy). A prompt is stored as hashes of its pieces; each hash is chained to the pieces before it.
 """
 
 from collections import OrderedDict
@@ -15,23 +15,23 @@ import xxhash
 from penstock.protocol.messages.client import GenerateRequest
 from penstock.protocol.messages.packed import pack
 
-PIECE_BYTES = 256  # of text, or of token ids of 4 bytes
-MAX_PIECES = 1024  # of one prompt that are hashed
-MAX_KNOWN = 1 << 16  # pieces that are remembered, the most recently used
-MUCH_MORE = 8, 1.5  # requests, and factor, by which the load of one replica exceeds that of another
+PIECE_BYTES = 256  # bytes of text, or of token ids with 4 bytes each
+MAX_PIECES = 1024  # maximum number of hashed pieces per prompt
+MAX_KNOWN = 1 << 16  # pieces in the table; the least recently used piece is evicted
+MUCH_MORE = 8, 1.5  # the load must exceed another load by this number of requests and this factor
 
 
 class Prefixes:
-    """Beginnings of prompts, and the replicas that have had each."""
+    """Prefixes of prompts, with the replicas to which prompts with this prefix were sent."""
 
     def __init__(self) -> None:
-        # hash of a piece and all before it → replicas
+        # chained hash of a piece → replicas
         self._known: OrderedDict[int, frozenset[int]] = OrderedDict()
 
     def choose(self, message: GenerateRequest, loads: Mapping[int, tuple[int, int]]) -> int:
-        """Return the replica for a request, which has its prompt from now on.
+        """Choose a replica for a request. Remember the prompt for this replica.
 
-        loads: requests of each replica that may get it, and a number by which equals take turns.
+        loads: candidate replica → its number of requests, and a number that breaks ties.
         """
         pieces = pieces_of(message)
         chosen = min(loads, key=loads.__getitem__)
@@ -48,7 +48,7 @@ class Prefixes:
         return len(self._known)
 
     def longest(self, pieces: list[int], among: Collection[int]) -> frozenset[int]:
-        """Return the replicas, of `among`, that have had most of the pieces."""
+        """Return the replicas in `among` that were sent the longest prefix of `pieces`."""
         best: frozenset[int] = frozenset()
         for piece in pieces:
             having = self._known.get(piece, frozenset()).intersection(among)
@@ -58,7 +58,7 @@ class Prefixes:
         return best
 
     def remember(self, pieces: list[int], replica: int) -> None:
-        """Add a prompt of a replica. Its first pieces are forgotten last."""
+        """Add a prompt that was sent to a replica. Evict its first pieces last."""
         for piece in reversed(pieces):
             self._known[piece] = self._known.get(piece, frozenset()) | {replica}
             self._known.move_to_end(piece)
@@ -74,13 +74,13 @@ class Prefixes:
 
 
 def pieces_of(message: GenerateRequest) -> list[int]:
-    """Return a hash for each whole piece of the prompt, of that piece and all before it."""
+    """Return the chained hash of each whole piece of the prompt."""
     prompt = message.prompt
     if isinstance(prompt, str):
         data = prompt.encode()
     elif prompt is not None:
         data = pack(prompt)
-    else:  # tools first, as in chat templates
+    else:  # tools come first, as in chat templates
         parts = [message.tools, message.chat_template_kwargs, *(message.messages or ())]
         data = b"".join(map(msgspec.msgpack.encode, parts))
     end = min(len(data) // PIECE_BYTES, MAX_PIECES) * PIECE_BYTES

@@ -1,4 +1,4 @@
-"""The gateway's process: the clients' socket, and the models that serve its requests."""
+"""The gateway process: the event loop over client, tokenizer and result sockets."""
 
 import logging
 import signal
@@ -38,15 +38,15 @@ from penstock.services.gateway.status import PipelineStatus
 
 log = logging.getLogger("gateway")
 UNREAD = "it does not read its answers (--max-unread-bytes)"
-# seconds at the end of a drain: a client with ZMQ_IMMEDIATE, as ours, discards unread replies when
-# its connection is closed
+# Wait at the end of a drain. Clients with ZMQ_IMMEDIATE, such as ours, discard unread replies when
+# the connection is closed.
 CLOSE_GRACE_SECONDS = 1.0
-# for which output that has arrived is collected before it is delivered, where more of it waits
+# Longest time for which the gateway merges waiting output before it delivers the output.
 MAX_MERGE_SECONDS = 0.01
 
 
 class Gateway:
-    """Connects clients with the models."""
+    """The event handlers of the gateway, which connect clients with the models."""
 
     def __init__(self, process: Process, call_later: CallLater) -> None:
         self.has_drained = False
@@ -73,7 +73,7 @@ class Gateway:
     # ---- a turn of the event loop: receive, decide, send ---------------------------------------
 
     def on_clients(self) -> None:
-        """Handle clients' requests. A refusal is an error for its sender alone."""
+        """Handle clients' messages. A refused message leads to an error reply to its sender."""
         for client, frame in self.clients.receive():
             model = self.default
             try:
@@ -122,7 +122,7 @@ class Gateway:
         self.clients.deliver_pending()
 
     def after_turn(self) -> None:
-        """Send the output that waits. End the process when it has drained."""
+        """Deliver pending output. End the process when it has drained."""
         self.clients.deliver_pending()
         if self.status.for_ready:
             self.status.answer_ready()
@@ -141,15 +141,16 @@ class Gateway:
                 model.submit_query(client, message, num_bytes)
             case AbortRequest():
                 found = model.abort(client, message.request_id)
-                self.clients.deliver_pending()  # first the answer to the request that is aborted
+                self.clients.deliver_pending()  # the final output of the aborted request
                 self.clients.reply(client, AbortReply(request_id=message.request_id, found=found))
             case StatusRequest():
                 self.status.submit(client, message)
 
     def model_of(self, message: ClientRequest) -> Requests:
-        """Return the model that a request names, or whose request it aborts. Raises RefusedError.
+        """Return the model that a message is for. Raises RefusedError for an unknown name.
 
-        The name of the default model is removed, another name becomes the first name of its model.
+        An abort is for the model of the aborted request. So that equal requests compare equal, an
+        alias in `message.model` becomes the model's first name, and the default model's name None.
         """
         if isinstance(message, AbortRequest):
             request = self.ledger.get(message.request_id)
@@ -159,7 +160,7 @@ class Gateway:
             names = ", ".join(map(repr, self._by_name))
             raise refusal("model", f"got {message.model!r}, expected {names}")
         keeps_name = model is not self.default or isinstance(message, StatusRequest)
-        message.model = model.name if message.model and keeps_name else None  # so equals are equal
+        message.model = model.name if message.model and keeps_name else None
         return model
 
     def _named_client(self, client: Client, message: ClientRequest) -> Client:
@@ -174,8 +175,8 @@ class Gateway:
     # ---- reports, heartbeats, the end ----------------------------------------------------------
 
     def on_report(self, report: SupervisorReport) -> None:
-        """Record which processes run."""
-        is_first = not self.status.processes  # this gateway may have restarted
+        """Record a report of the supervisor: processes, draining and poison requests."""
+        is_first = not self.status.processes  # also after a restart of the gateway
         self.status.processes = report.processes
         for model in self.models:
             model.is_draining |= report.draining
@@ -184,7 +185,7 @@ class Gateway:
             model.on_processes([process.name for process in report.processes])
 
     def on_heartbeat(self) -> None:
-        """Drop peers that are silent, and clients that have disconnected or do not read."""
+        """Drop silent peers, and clients that have disconnected or do not read their answers."""
         for model in self.models:
             model.on_heartbeat()
         self.connections.handle_events()

@@ -1,4 +1,4 @@
-"""Queries: requests that a tokenizer answers alone."""
+"""Queries: requests that are answered by a tokenizer, without a scheduler."""
 
 from itertools import count
 
@@ -18,7 +18,7 @@ _decode = msgspec.msgpack.Decoder(TokenizerRequest).decode
 
 
 class Query:
-    """A request that a tokenizer answers alone: token ids of a prompt, or text of token ids."""
+    """A request for the token ids of a prompt, or for the text of token ids."""
 
     priority = 0
 
@@ -46,13 +46,13 @@ class Query:
         return TokenizerQuery(self.key, self.message)
 
 
-Work = Request | Query  # of a tokenizer
+Work = Request | Query  # the work of a tokenizer
 
 
 class Queries:
     """The open queries of a model by number.
 
-    Numbers are unique across gateways: a tokenizer may answer an earlier gateway's query.
+    Numbers are unique across gateways, because a tokenizer may answer an earlier gateway's query.
     """
 
     def __init__(self, first_number: int, totals: Share) -> None:
@@ -64,14 +64,14 @@ class Queries:
         return len(self._open)
 
     def open(self, client: Client, message: TokenizerRequest, num_bytes: int) -> Query:
-        """Return a new query, of a frame of `num_bytes`."""
+        """Add and return a query, whose frame has `num_bytes`."""
         query = Query(next(self._numbers), client, message, num_bytes)
         self._open[query.key] = query
         self._totals.count(query.share, 1, query.num_tokens, query.size)
         return query
 
     def end(self, number: int) -> Query | None:
-        """Remove a query. Return None if it has ended before."""
+        """Remove and return a query; None if the query has already ended."""
         query = self._open.pop(number, None)
         if query:
             self._totals.count(query.share, -1, -query.num_tokens, -query.size)

@@ -1,4 +1,4 @@
-"""Requests: the client of each, its parameters, its output, and how much was delivered."""
+"""The state of a request: its client, parameters, output, and the delivered part of the output."""
 
 from collections import deque
 from time import monotonic
@@ -27,34 +27,34 @@ from penstock.protocol.messages.status import Metrics, RequestTimes
 from penstock.protocol.tokenizer_file import GenerationConfig
 from penstock.protocol.transport.event_loop import Timer
 
-TOKEN_BYTES = 8  # bytes that a token id counts for, in memory and in messages
-TEXT_BYTES = 4  # bytes of text that count as a token, until a tokenizer has counted the tokens
-# parameters of a request with `pooling`, whose logits nothing may change
+TOKEN_BYTES = 8  # estimated bytes of a token id, in memory and in messages
+TEXT_BYTES = 4  # estimated bytes of text per token, until a tokenizer has counted the tokens
+# Sampling parameters of a request with `pooling`: none of them changes the logits.
 POOLED = msgspec.convert({**NUMBERS, "max_tokens": 1, "speculative": False}, SamplingParams)
-_LOGPROB_BYTES = 256  # bytes that one `Logprob` counts for: four objects and their struct
+_LOGPROB_BYTES = 256  # estimated bytes of a `Logprob`: four objects and their struct
 DEFAULTS = GenerationConfig()
 NO_DELTA = TextDelta(request_id="", token_offset=0, char_offset=0, token_ids=[], text="")
 Output = TextDelta | GenerateReply | ErrorReply
-TokenizerRequest = TokenizePromptRequest | DetokenizeRequest  # answered by a tokenizer alone
+TokenizerRequest = TokenizePromptRequest | DetokenizeRequest  # answered without a scheduler
 WorkRequest = GenerateRequest | TokenizerRequest
 _decode = msgspec.msgpack.Decoder(GenerateRequest).decode
 
 
 class Share:
-    """Open work of one client (a key, an address or a process), or of all clients of a model."""
+    """Counters of open work of a client (CURVE key, address or process), or of a model."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
         self.num_open = 0  # requests and tokenizer queries that are not answered
         self.num_waiting_tokens = 0  # prompt tokens of requests that have no output yet
         self.num_bytes = 0
-        # of a model: requests without output; requests that have had their first token
+        # Only in the share of a model: requests without output; requests with a first token.
         self.num_waiting = self.num_started = 0
 
     def count(
         self, share: "Share", num_open: int = 0, num_tokens: int = 0, num_bytes: int = 0
     ) -> None:
-        """Add work to a client's share and to this one, of a model; negative numbers remove it."""
+        """Add work to a client's share and to this model's share. Negative numbers remove work."""
         for each in (share, self):
             each.num_open += num_open
             each.num_waiting_tokens += num_tokens
@@ -62,10 +62,10 @@ class Share:
 
 
 class Connection:
-    """A client's connection, and what waits to be sent on it.
+    """A client's connection, with the output and replies that wait to be sent on it.
 
-    `Connections` opens and closes it. `ClientSocket` counts its messages and bytes, and writes what
-    waits on it, as `PipelineStatus` does.
+    `Connections` opens and closes connections. `ClientSocket` counts messages and bytes, and keeps
+    the queues of unsent output. `PipelineStatus` counts the status queries that wait.
     """
 
     def __init__(
@@ -75,27 +75,27 @@ class Connection:
         is_inner: bool = False,
         is_closed: bool = False,
     ) -> None:
-        """fd: libzmq's descriptor. is_inner: of a process of the pipeline; it names its clients."""
+        """Store libzmq's descriptor. Inner connections are of our processes, which name clients."""
         self.fd = fd
         self.number = 0
         self.is_inner = is_inner
-        self.num_messages = 0  # received
-        # bytes that libzmq and the kernel have for the client; updated by `update_num_read`
+        self.num_messages = 0  # messages received
+        # bytes in the send queues of libzmq and the kernel; `update_num_read` updates the number
         self.num_queued = 0
         # bytes that the client had read at the last `update_num_read`, and `take_progress`
         self.num_read = self.num_read_before = 0
         self.largest = 0  # bytes of the largest message sent
         self.share = share or Share()
-        self.host = ""  # address of the client's machine; empty within this machine
-        self.is_closed = is_closed  # by the client or the gateway: nothing is sent on it any more
+        self.host = ""  # address of the client's machine; empty for this machine
+        self.is_closed = is_closed  # closed by either side: nothing is sent
         self.is_cut_off = False
-        self.is_refused = False  # True if the connection is beyond a limit, and no longer counted
-        # ids of requests with output that waits until the queue has room, oldest first
+        self.is_refused = False  # beyond a limit of connections, and no longer counted
+        # ids of requests whose output waits until the queue has room, oldest first
         self.unsent: dict[str, None] = {}
-        self.replies: deque[list[bytes]] = deque()  # waiting frames of replies to other requests
+        self.replies: deque[list[bytes]] = deque()  # frames of other unsent replies
         self.num_status_queries = 0
         self.retry_at = 0.0
-        # ZeroMQ identity, known from the first message; one that libzmq chose begins with a zero
+        # ZeroMQ identity, known from the first message; libzmq's own begin with a zero byte
         self.identity = b""
 
     @property
@@ -104,26 +104,26 @@ class Connection:
 
 
 class Client(NamedTuple):
-    """The sender of a request: the way back to it, its encoding, and its share."""
+    """The sender of a request: its return address, encoding and share."""
 
-    # the frames before the message: identity, and an empty frame for a REQ socket
+    # frames before the message: the identity, and an empty frame if the sender is a REQ socket
     envelope: tuple[bytes, ...]
     codec: Codec
     connection: Connection
-    share: Share  # of the client that an HTTP server names, otherwise of the connection
-    turn: str = ""  # name in a `FairQueue`: the connections of one client take turns
+    share: Share  # the share of the named client, else of the connection
+    turn: str = ""  # key in a `FairQueue`; the connections of one client take turns
 
 
 class GapError(Exception):
-    """A delta that begins after the known output: the output between was lost."""
+    """A delta that begins after the end of the known output: output between them was lost."""
 
 
 class Request:
-    """An accepted request: its client, its output so far, and how much of it was delivered.
+    """An accepted request: its client, its output so far, and the delivered part of the output.
 
-    The client's message is kept as its bytes: its lists and maps may be 70 times as large.
+    The client's message is stored as bytes: decoded lists and maps may be 70 times as large.
 
-    Its own methods and these classes write its fields (`test_writers.py` compares):
+    Fields are written by methods of this class and by these classes (checked by `test_writers.py`):
 
     - `Ledger`: totals, attempt, num_attempts, tokenizer, num_prompt_tokens, num_waiting_tokens,
       answer, is_open
@@ -140,34 +140,34 @@ class Request:
         num_bytes: int = 0,
         generation: GenerationConfig = DEFAULTS,
     ) -> None:
-        """num_bytes: of the message's frame. generation: the model's defaults of sampling."""
+        """Store a request, whose frame has `num_bytes`, with the model's sampling defaults."""
         self.frame = MSGPACK.encode(message)
         self._generation = generation
         self.request_id = request_id
         self.client = client
         self.share, self.turn = client.share, client.turn
-        self.totals: Share  # of its model, in the ledger
+        self.totals: Share  # share of the model; set by the ledger
         self.priority = message.priority
         self.is_stream, self.num_answers = message.stream, message.num_answers
         self._max_tokens = None if message.pooling else message.max_tokens
         self._stop_token_ids = message.stop_token_ids
         self.attempt = self.num_attempts = 0
         self.replica = 0
-        # attempt → replica, of attempts that were migrated to another replica
+        # attempt → the replica that the request left in this attempt
         self.migrated_from: dict[int, int] = {}
         self.num_deaths = 0  # as in `TokenizedRequest`
         self.timer: Timer | None = None
         self.num_bytes = num_bytes  # bytes of the request's frame, the text and the tokens
-        # prompt tokens until there is output, then 0
+        # number of prompt tokens; 0 after the first output
         self.num_waiting_tokens = estimated_tokens(message)
         has_grammar = message.structured_outputs is not None
-        # estimated bytes to be tokenized, without a grammar, which is compiled elsewhere
+        # Estimated bytes to be tokenized. A grammar does not count: a child process compiles it.
         self.size = TEXT_BYTES * self.num_waiting_tokens if has_grammar else num_bytes
         self.is_open = True
-        # identity of the tokenizer that sent this attempt on; empty once there is output
+        # identity of the tokenizer that sent this attempt on; empty after the first output
         self.tokenizer = b""
         self.accepted_at = monotonic()
-        # moments of the same clock, seconds; 0: not yet
+        # times in seconds of the same clock; 0 before the first token
         self.first_token_at = self.last_token_at = 0.0
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.phase_seconds = (0.0, 0.0)  # as in `StreamOpened`
@@ -181,14 +181,14 @@ class Request:
             self._logprobs = [None] * len(self.token_ids)
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._pooled: bytes | None = None
-        self._result_bytes = 0  # of `_prompt_logprobs` and `_pooled`
+        self._result_bytes = 0  # estimated bytes of `_prompt_logprobs` and `_pooled`
         self._text: list[str] = []
         self._num_chars = 0
         self.rewind()
 
     @property
     def key(self) -> object:
-        """The key of this attempt among the work of tokenizers."""
+        """The key of this attempt in the work lists of tokenizers."""
         return self.request_id, self.attempt
 
     @property
@@ -222,8 +222,8 @@ class Request:
     def append(self, delta: TextDelta) -> bool:
         """Add the new output of a delta. Return False if nothing is new.
 
-        Every hop may repeat itself, so a delta may begin before the end of the known output. Raises
-        GapError for a delta that begins after that end.
+        Every hop may send output again, so a delta may begin before the end of the known output.
+        Raises GapError for a delta that begins after that end.
         """
         if delta.attempt != self.attempt:
             return False
@@ -259,11 +259,11 @@ class Request:
         return True
 
     def unsent_replies(self) -> list[Output]:
-        """Return the replies to be sent: new output, and the answer if there is one."""
+        """Return the replies to be sent: new output, and the answer if the request has ended."""
         return [reply for reply in (self.undelivered(), self.answer) if reply]
 
     def undelivered(self) -> TextDelta | None:
-        """Return the output that a streaming client has not been sent; None if there is none."""
+        """Return the output that was not sent to a streaming client yet; None without output."""
         num_pieces = len(self._text) - self._delivered_pieces
         if not self.is_stream or not num_pieces:
             return None
@@ -295,7 +295,7 @@ class Request:
 
     @property
     def num_unread_bytes(self) -> int:
-        """The bytes of answers that are kept for the client, about."""
+        """Estimated bytes of output that wait for the client."""
         num_tokens = num_chars = num_bytes = 0
         if self.is_stream:
             num_tokens = len(self.token_ids) - self._delivered_tokens
@@ -331,7 +331,7 @@ class Request:
         )
 
     def record_tokens(self, metrics: Metrics, num_tokens: int, now: float) -> None:
-        """Count new tokens, or a pooled result without any: the time before counts for all."""
+        """Record new tokens or a pooled result. Several tokens count as one latency."""
         metrics.generation_tokens += num_tokens
         if self.first_token_at:
             metrics.inter_token_latency_seconds.add(now - self.last_token_at)
@@ -360,13 +360,13 @@ class Request:
             if (num_tokens := usage.output_tokens) > 1:
                 seconds = times.decode / (num_tokens - 1)
                 metrics.request_time_per_output_token_seconds.add(seconds)
-            if times.prefill:  # otherwise the scheduler's part is unknown
+            if times.prefill:  # otherwise the scheduler's times are unknown
                 metrics.request_queue_time_seconds.add(times.queue)
                 metrics.request_prefill_time_seconds.add(times.prefill)
                 metrics.request_inference_time_seconds.add(times.prefill + times.decode)
 
     def _times(self) -> RequestTimes | None:
-        """Return the durations of its parts; None before the first token."""
+        """Return the durations of the request's phases; None before the first token."""
         if not self.first_token_at:
             return None
         queue, prefill = self.phase_seconds
@@ -379,7 +379,7 @@ class Request:
 
 
 def estimated_tokens(message: WorkRequest) -> int:
-    """Return the length of a prompt: exact for token ids, otherwise bytes / 4."""
+    """Return the number of prompt tokens: exact for token ids, otherwise bytes / TEXT_BYTES."""
     if isinstance(message, DetokenizeRequest):
         return 0
     if isinstance(message.prompt, list):
@@ -389,5 +389,5 @@ def estimated_tokens(message: WorkRequest) -> int:
 
 
 def logprob_bytes(num_likeliest: int | None) -> int:
-    """Return the bytes that the logprobs of one token count for."""
+    """Return the estimated bytes of the logprobs of one token."""
     return 0 if num_likeliest is None else _LOGPROB_BYTES * (1 + num_likeliest)

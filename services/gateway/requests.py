@@ -45,8 +45,9 @@ log = logging.getLogger("gateway")
 class Requests:
     """The requests of one model, and the processes that serve them.
 
-    A gateway that was restarted during a drain knows no request. Its clients send again what runs
-    (by its id, under a lease of the scheduler), or what is to be continued: that is accepted.
+    A gateway that restarts during a drain has lost its requests, so it accepts two kinds of
+    resubmitted requests: requests that still run (the scheduler holds a lease on their ids), and
+    requests with `output_token_ids`, which continue.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Requests:
     # ---- admission -----------------------------------------------------------------------------
 
     def submit(self, client: Client, message: GenerateRequest, num_bytes: int) -> None:
-        """Accept a request, or attach the client to the open one. Raises RefusedError."""
+        """Accept a request, or attach the client to an open request. Raises RefusedError."""
         if self.failures.poison.known:
             self.failures.check_poison(message)
         request = self._ledger.find(message.request_id) if message.request_id else None
@@ -110,7 +111,7 @@ class Requests:
             self._clients.adopt(request, client)
 
     def submit_query(self, client: Client, message: TokenizerRequest, num_bytes: int) -> None:
-        """Accept a request that a tokenizer answers alone. Raises RefusedError."""
+        """Accept a query, which a tokenizer answers. Raises RefusedError."""
         if client.connection.is_closed:
             return
         if self.failures.poison.known:
@@ -121,7 +122,7 @@ class Requests:
         self.tokenizers.submit(self.queries.open(client, message, num_bytes))
 
     def abort(self, client: Client, request_id: str) -> bool:
-        """End a request with its output; False if it is not open, or another client's."""
+        """End a request with its output. Return False if it is not open, or not the client's."""
         request = self._ledger.get(request_id)
         owner = request and request.client.connection
         if not request or not owner or not (owner.is_closed or owner is client.connection):
@@ -155,22 +156,22 @@ class Requests:
     # ---- output --------------------------------------------------------------------------------
 
     def on_tokenized(self, request_id: str, attempt: int, num_tokens: int, by: bytes) -> None:
-        """Record that a tokenizer has passed a prompt of `num_tokens` on."""
+        """Record that tokenizer `by` has sent a prompt of `num_tokens` to the scheduler."""
         if request := self._ledger.get(request_id):
             self.router.release_migrated(request, attempt)
             self._ledger.record_tokenized(request, num_tokens, by)
-        else:  # ended meanwhile
+        else:  # the request has ended meanwhile
             self.router.release_everywhere(request_id, attempt)
 
     def on_query_reply(self, message: TokenizerReply) -> None:
-        """Send a tokenizer's reply to the client; the second reply to a query is dropped."""
+        """Send a tokenizer's reply to the client. Drop a second reply to the same query."""
         if query := self.queries.end(message.number):
             self._clients.reply(query.client, message.reply)
         if isinstance(message.reply, ErrorReply):
             self.metrics.count_failure(message.reply.code)
 
     def on_deltas(self, deltas: list[TextDelta], now: float) -> None:
-        """Deliver new output, at `now` of time.monotonic; a request that raises fails alone."""
+        """Deliver new output at `now` of `time.monotonic`. An exception fails its request only."""
         for delta in deltas:
             request = self._ledger.get(delta.request_id)
             if request is None:
@@ -202,9 +203,9 @@ class Requests:
     # ---- schedulers and heartbeats -------------------------------------------------------------
 
     def on_scheduler(self, status: SchedulerStatus) -> bool:
-        """Record a status. Return False if it is outdated.
+        """Record a scheduler's status. Return False if the status is outdated.
 
-        A scheduler of a new epoch gets its requests again; the first epoch is new, too.
+        If the status has a new epoch (the first epoch is new), resubmit the scheduler's requests.
         """
         has_restarted = self.router.record_status(status)
         if has_restarted is None:
@@ -215,18 +216,18 @@ class Requests:
         return True
 
     def on_scheduler_reconnect(self, replica: int) -> None:
-        """Resubmit all requests of a scheduler that reconnected; it forgets all others."""
+        """Resubmit all requests of a scheduler that reconnected. Leases end other requests."""
         self.router.announce_gateway(replica, self._ledger.new_first_attempt())
         self.failures.resubmit_all(replica)
 
     def on_processes(self, names: list[str]) -> None:
-        """Record which processes run; migrate the requests of a scheduler that does not run."""
+        """Record which processes run. Migrate the requests of schedulers that do not run."""
         schedulers = [name for name in names if name.startswith(f"{self.config.prefix}scheduler.")]
         self.router.record_running({replica_of(name, self.config) for name in schedulers})
         self.failures.migrate_stranded()
 
     def on_heartbeat(self) -> None:
-        """Drop processes that are silent, and queries of clients that have disconnected."""
+        """Drop silent peers, and queries of clients that have disconnected."""
         self.tokenizers.lose_silent()
         self.router.on_heartbeat()
         self.failures.migrate_stranded()
@@ -242,7 +243,7 @@ class Requests:
         self._clients.deliver(request)
 
     def drop(self, requests: Iterable[Request]) -> None:
-        """End requests, answered or not, whose client can't get the answer."""
+        """End and release requests whose client can't get the answer, answered or not."""
         self.failures.for_each(requests, self._drop)
 
     def _drop(self, request: Request) -> None:
@@ -263,7 +264,7 @@ class Requests:
         self.router.release(request.replica, request.request_id, request.attempt)
 
     def _write_span(self, request: Request, reply: GenerateReply | ErrorReply) -> None:
-        """Write the span of the whole request, which has ended."""
+        """Write the trace span of a request that has ended."""
         attributes = {
             "gen_ai.usage.input_tokens": request.num_prompt_tokens,
             "gen_ai.usage.output_tokens": len(request.token_ids),

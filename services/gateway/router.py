@@ -1,4 +1,4 @@
-"""The router: assigns each request to a replica, and releases it there. No clock."""
+"""The router: assigns requests to replicas, and releases requests that have ended. No clock."""
 
 import random
 from collections.abc import Collection
@@ -14,72 +14,72 @@ from penstock.services.gateway.request import Request
 
 
 class Replica:
-    """One scheduler with its workers, as far as the gateway knows."""
+    """The gateway's view of one replica: a scheduler and its workers."""
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.first_attempt = 0  # the newest one that this gateway has sent to its scheduler
+        self.first_attempt = 0  # newest `first_attempt` that this gateway has announced
         self.status: SchedulerStatus | None = None
         self.requests: dict[str, Request] = {}
-        self.num_assigned = 0  # requests assigned to it since the gateway's start
-        self.num_missed = 0  # heartbeats since its last status
-        self.num_absent = 0  # newest reports of the supervisor, in a row, without its scheduler
+        self.num_assigned = 0  # requests assigned since the gateway's start
+        self.num_missed = 0  # heartbeats since the last status
+        self.num_absent = 0  # latest consecutive reports of the supervisor without this scheduler
 
     def load(self) -> tuple[int, int]:
-        """Return a key by which equally loaded replicas take turns."""
+        """Return a sort key. Replicas with equal numbers of requests take turns."""
         return len(self.requests), self.num_assigned
 
     @property
     def has_exited(self) -> bool:
-        """The scheduler was missing from two reports in a row; a restart takes less time."""
+        """True if two consecutive reports lack the scheduler: a restart takes less time."""
         return self.num_absent > 1
 
     @property
     def is_silent(self) -> bool:
-        """Its scheduler has exited, or has missed too many heartbeats."""
+        """True if the scheduler has exited or has missed too many heartbeats."""
         return self.has_exited or self.num_missed > MAX_MISSED_HEARTBEATS
 
     @property
     def runs(self) -> bool:
-        """True if its workers are ready: a request that is assigned to it gets a token soon."""
+        """True if the workers are ready: a request assigned to this replica soon gets a token."""
         return bool(self.status and self.status.workers_ready and not self.is_silent)
 
     @property
     def is_down(self) -> bool:
-        """The scheduler is silent, or has reported that it can't run anything soon."""
+        """True if the scheduler is silent, or reports that it can't run requests soon."""
         return self.is_silent or bool(self.status and not _runs_soon(self.status))
 
     @property
     def is_ready(self) -> bool:
-        """Its scheduler is ready, not silent, and serves no gateway that was started later."""
+        """True if the scheduler is ready, is not silent, and serves no later gateway."""
         status = self.status
         serves_us = status and status.first_attempt <= self.first_attempt
         return bool(status and status.ready and serves_us and not self.is_silent)
 
     @property
     def awaits_claims(self) -> bool:
-        """Its scheduler has requests of an earlier gateway, which clients may claim."""
+        """True if the scheduler may hold an earlier gateway's requests, which clients may claim."""
         return not self.is_silent and self._unclaimed() != []
 
     def may_have(self, request_id: str) -> bool:
-        """Return whether a client may claim this request; True if that is not known yet."""
+        """Return whether a client may claim this request; True while the answer is unknown."""
         unclaimed = self._unclaimed()
         return not self.is_silent and (unclaimed is None or request_id in unclaimed)
 
     def _unclaimed(self) -> list[str] | None:
-        """Return its unclaimed requests; None until its scheduler knows this gateway."""
+        """Return the ids of unclaimed requests; None until the scheduler knows this gateway."""
         if self.status is None or 0 < self.status.first_attempt < self.first_attempt:
             return None
         return self.status.unclaimed
 
 
 def _runs_soon(status: SchedulerStatus) -> bool:
-    """Return whether plans can run now or soon, with the KV cache of earlier plans."""
+    """Return whether steps can run now or soon, with the present KV cache."""
     return status.workers_ready or status.awaits_workers
 
 
 class Router:
-    """All replicas, and the open requests of each."""
+    """All replicas, with the open requests of each replica."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Router:
         routing: Literal["prefix", "load", "random"],
         first_attempt: int = 0,
     ) -> None:
-        """to_schedulers: a channel for each replica. first_attempt: of this gateway."""
+        """Make a router with a channel for each replica, and the first attempt of this gateway."""
         self._replicas = [Replica(index) for index in range(len(to_schedulers))]
         self._to_schedulers = to_schedulers
         self._first_attempt = first_attempt
@@ -96,8 +96,8 @@ class Router:
 
     @property
     def statuses(self) -> list[SchedulerStatus]:
-        """The newest statuses; `ready` is False where a replica does not serve this gateway now."""
-        return [  # without ids of other clients' requests
+        """The newest statuses; `ready` is False if a replica does not serve this gateway now."""
+        return [  # `unclaimed` is emptied: it has ids of other clients' requests
             replace(replica.status, ready=replica.is_ready, unclaimed=[])
             for replica in self._replicas
             if replica.status
@@ -115,12 +115,12 @@ class Router:
         return any(replica.may_have(request_id) for replica in self._replicas)
 
     def announce_gateway(self, replica: int, first_attempt: int) -> None:
-        """Have a scheduler serve this gateway, from this attempt on."""
+        """Tell a scheduler to serve this gateway, starting at `first_attempt`."""
         self._replicas[replica].first_attempt = first_attempt
         self._to_schedulers[replica].send(GatewayStarted(first_attempt))
 
     def record_status(self, status: SchedulerStatus) -> bool | None:
-        """Record a status. True: its scheduler has restarted; None: the status is outdated."""
+        """Record a status. Return whether the scheduler has restarted; None for an old status."""
         if status.replica >= len(self._replicas):
             return None
         replica = self._replicas[status.replica]
@@ -134,7 +134,7 @@ class Router:
         return is_new
 
     def record_running(self, running: Collection[int]) -> None:
-        """Record which replicas have a scheduler that runs, as the supervisor reports."""
+        """Record the replicas whose scheduler runs, as the supervisor reports."""
         for replica in self._replicas:
             replica.num_absent = 0 if replica.index in running else replica.num_absent + 1
             if replica.has_exited:
@@ -144,7 +144,7 @@ class Router:
         return all(replica.index in replicas or replica.is_silent for replica in self._replicas)
 
     def on_heartbeat(self) -> None:
-        """Count missed heartbeats, not seconds: after a pause of this process nobody is silent."""
+        """Count missed heartbeats, not seconds, so that a paused gateway finds no peer silent."""
         for replica in self._replicas:
             replica.num_missed += 1
 
@@ -156,7 +156,7 @@ class Router:
         return list(self._replicas[replica].requests.values())
 
     def stranded(self) -> list[Request]:
-        """Return requests of replicas that can't run them, while another one can."""
+        """Return the requests of replicas that are down; none if no replica runs."""
         if not any(replica.runs for replica in self._replicas):
             return []
         down = [replica for replica in self._replicas if replica.is_down]
@@ -176,7 +176,7 @@ class Router:
         replica.num_assigned += 1
 
     def migrate(self, request: Request) -> None:
-        """Leave a replica that can't run the request for one that can, if there is one."""
+        """Move a request to a running replica if its own replica is down."""
         before = self._replicas[request.replica]
         if not before.is_down or not any(replica.runs for replica in self._replicas):
             return
@@ -194,12 +194,12 @@ class Router:
         self._to_schedulers[replica].send(ReleaseRequest(request_id, attempt))
 
     def release_migrated(self, request: Request, attempt: int) -> None:
-        """Release an attempt at a replica that the request has left."""
+        """Release an attempt at the replica that the request left in this attempt."""
         if (replica := request.migrated_from.get(attempt)) is not None:
             self.release(replica, request.request_id, attempt)
 
     def release_everywhere(self, request_id: str, attempt: int) -> None:
-        """Release a request that has ended, unless it is of an earlier gateway."""
+        """Release an ended request at all replicas, unless it belongs to an earlier gateway."""
         if attempt >= self._first_attempt:
             for replica in range(len(self._replicas)):
                 self.release(replica, request_id, attempt)

@@ -1,4 +1,4 @@
-"""The status of the pipeline, and the requests for it that wait."""
+"""The status of the pipeline, and the status requests that wait for readiness or a report."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from penstock.services.gateway.clients import ClientSocket
 from penstock.services.gateway.request import Client, Connection
 from penstock.services.gateway.requests import Requests
 
-# status requests that are answered at once, when a report arrives: in a few milliseconds
+# Limit on waiting status requests: one report answers all of them, in a few milliseconds.
 MAX_WAITING = 1024
 MAX_WAITING_PER_CONNECTION = 64
 
 
 class StatusQuery(NamedTuple):
-    """A status request that waits, and the replicas, by model, that have reported since."""
+    """A waiting status request, with the replicas that have reported since its arrival."""
 
     client: Client
     message: StatusRequest
@@ -25,23 +25,24 @@ class StatusQuery(NamedTuple):
 
 
 class PipelineStatus:
-    """The status of all models, and the requests that wait for readiness or for a fresh report.
+    """The status of all models, and the status requests that wait for readiness or a fresh report.
 
-    Their number is limited, except for our HTTP servers, whose clients ask for `/health`.
+    The total number of waiting requests is limited, except for our HTTP servers, whose clients ask
+    for `/health`.
     """
 
     def __init__(
         self, clients: ClientSocket, models: Sequence[Requests], handlers: Handlers
     ) -> None:
-        self.processes: list[ProcessStatus] = []  # of the supervisor's newest report
-        # by the model that they wait for; None: all
+        self.processes: list[ProcessStatus] = []  # from the supervisor's newest report
+        # requests that wait for a model to be ready; key None: for all models
         self.for_ready: dict[str | None, list[StatusQuery]] = {}
         self.for_report: list[StatusQuery] = []
         self._clients, self._ledger = clients, clients.ledger
         self._models, self._handlers = models, handlers
 
     def submit(self, client: Client, message: StatusRequest) -> None:
-        """Answer a status request now, or later. Raises RefusedError where too many wait."""
+        """Answer a status request, or queue it. Raises RefusedError if too many requests wait."""
         query = StatusQuery(client, message, set())
         must_wait = message.wait and not self.is_ready(message.model)
         if not (must_wait or message.fresh):
@@ -55,12 +56,12 @@ class PipelineStatus:
         waiting.append(query)
 
     def answer_ready(self) -> None:
-        """Answer the requests whose models are ready by now."""
+        """Answer the requests whose models are ready."""
         for name in list(filter(self.is_ready, self.for_ready)):
             self._answer(self.for_ready.pop(name), waited=True)
 
     def on_report(self, model: Requests, replica: int) -> None:
-        """Answer the requests for which every replica that is not silent has reported."""
+        """Record a replica's report. Answer requests that wait for no other live replica."""
         waiting, self.for_report = self.for_report, []
         complete: list[StatusQuery] = []
         for query in waiting:
@@ -69,13 +70,13 @@ class PipelineStatus:
         self._answer(complete, waited=True)
 
     def drop_closed(self) -> None:
-        """Forget the requests of clients that have disconnected."""
+        """Remove the requests of clients that have disconnected."""
         self.for_report = _open(self.for_report)
         waiting = {name: _open(queries) for name, queries in self.for_ready.items()}
         self.for_ready = {name: queries for name, queries in waiting.items() if queries}
 
     def is_ready(self, name: str | None = None) -> bool:
-        """Return whether a model is ready; None: all of them."""
+        """Return whether a model is ready. Without a name, return whether all models are ready."""
         return all(model.is_ready for model in self._models if name in (None, model.name))
 
     def reply(self, metrics: bool = False) -> StatusReply:

@@ -1,4 +1,4 @@
-"""Work for tokenizers, requests and queries: each piece goes to the tokenizer that has the fewest.
+"""The pool of tokenizers: each request or query goes to the tokenizer with the least work.
 
 Suspects, which may have killed a tokenizer, get a tokenizer for themselves; see `TokenizerPoison`.
 """
@@ -12,13 +12,14 @@ from penstock.protocol.transport.peers import Peer, Peers
 from penstock.services.gateway.poison import TokenizerPoison
 from penstock.services.gateway.queries import Work
 
-# of work that one tokenizer has at a time, if it is not one piece: other work can be dropped
+# Limit on the work of one tokenizer, unless it has a single request or query. Work that waits in
+# the gateway can still be dropped.
 MAX_BYTES = 1 << 17
-_LOST = 1 << 32  # subtracted from priorities: more than any two of them differ
+_LOST = 1 << 32  # subtracted from priorities; larger than any difference of priorities
 
 
 class Tokenizers:
-    """All tokenizers and the work of each. Other work waits here; clients take turns."""
+    """All tokenizers with their work, and a fair queue of unassigned work."""
 
     def __init__(
         self,
@@ -29,9 +30,10 @@ class Tokenizers:
         on_poison: Callable[[Work], None],
         on_defect: Callable[[Work], None],
     ) -> None:
-        """on_lost: takes the identity of a tokenizer whose work here is queued again.
+        """Make an empty pool.
 
-        on_defect: fails work, in an `except` block.
+        on_lost: called with the identity of a lost tokenizer, after its work was requeued.
+        on_defect: fails a request or query, in an `except` block.
         """
         self.peers: Peers[Work, list[Work]] = Peers()
         self.unassigned: FairQueue[Work] = FairQueue()
@@ -42,14 +44,14 @@ class Tokenizers:
         self._on_lost, self._on_poison, self._on_defect = on_lost, on_poison, on_defect
 
     def submit(self, work: Work) -> None:
-        """Send work to a tokenizer, now or when one has room."""
+        """Queue work, and send it as soon as a tokenizer has room."""
         if self._poison.known:
             self._poison.suspect_if_known(work)
         self._enqueue(work, work.priority)
         self._assign()
 
     def alive(self, identity: bytes, name: str) -> None:
-        """Record a heartbeat; the first one registers a tokenizer."""
+        """Record a heartbeat. The first heartbeat registers the tokenizer."""
         if self.peers.alive(identity, name):
             self._num_bytes[identity] = 0
             for dead in self.peers.predecessors(identity):
@@ -60,13 +62,13 @@ class Tokenizers:
             self._assign()
 
     def lose_silent(self) -> None:
-        """Remove tokenizers that missed heartbeats; called at each heartbeat."""
+        """Remove tokenizers that missed too many heartbeats. Called at each heartbeat."""
         for identity in self.peers.silent():
             if lost := self.lose(identity, has_died=False):
                 self.peers.remember(identity, lost)
 
     def done(self, identity: bytes, key: object) -> None:
-        """Record that a tokenizer has passed a request on, answered a query, or failed at it."""
+        """Record that a tokenizer is done with a request or query, successfully or not."""
         silent = self.peers.remembered
         for silent_peer, lost in list(silent.items()):
             silent[silent_peer] = [work for work in lost if work.key != key]
@@ -79,11 +81,11 @@ class Tokenizers:
             self._assign()
 
     def forget(self, work: Work) -> None:
-        """Remove work that nobody waits for. A tokenizer that has it still reports it as done."""
+        """Remove work from the queue. A tokenizer that already has the work reports it as done."""
         self.unassigned.remove(work)
 
     def lose(self, identity: bytes, has_died: bool = True) -> list[Work]:
-        """Remove a tokenizer. Return its work, which goes to another one first."""
+        """Remove a tokenizer. Return its work, which is requeued ahead of other work."""
         had = self.peers.lost(identity)
         if has_died and had:
             had = self._blame(identity, had)
@@ -94,7 +96,7 @@ class Tokenizers:
         return had
 
     def _blame(self, identity: bytes, lost: list[Work]) -> list[Work]:
-        """Suspect the work with which a tokenizer died. Return the work that is to be retried."""
+        """Suspect the work of a dead tokenizer. Return the work to retry."""
         if poison := self._poison.blame(identity, lost):
             self.forget(poison)
             self._on_poison(poison)
@@ -138,7 +140,7 @@ class Tokenizers:
             self._take_back(peer, work.key)
             self._on_defect(work)
         else:
-            if not is_sent:  # the tokenizer is gone; it did not die of this work
+            if not is_sent:  # the tokenizer was already gone, so this work is not a suspect
                 self._take_back(peer, work.key)
                 self._enqueue_first([work])
                 self.lose(peer.identity)
