@@ -1,1 +1,1 @@
-"""The scheduler: sequences, blocks, and the plans in flight."""
+"""The scheduler: continuous batching, KV blocks, workers and streams to detokenizers."""

@@ -1,4 +1,4 @@
-"""`python -P -m penstock.services.scheduler`."""
+"""Entry point of a scheduler: `python -P -m penstock.services.scheduler`."""
 
 import os
 
@@ -13,7 +13,7 @@ def main() -> None:
         SchedulerProcess(process).loop.run()
     except Exception as error:
         process.log.exception("unexpected error")
-        raise SystemExit(os.EX_SOFTWARE) from error  # its records are dropped
+        raise SystemExit(os.EX_SOFTWARE) from error  # the supervisor then drops its records
     process.context.destroy()
 
 

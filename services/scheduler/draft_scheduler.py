@@ -1,6 +1,6 @@
-"""The scheduler of draft tokens, where a plan has room for them; `NgramLookup` proposes them.
+"""The scheduler of draft tokens: drafts of `NgramLookup` fill the free rows of a plan.
 
-A step verifies guesses while it decodes: each is a row of its own, which samples the next token.
+A step verifies drafts while it decodes: each draft token is a row, which samples the next token.
 """
 
 from penstock.protocol.config import Config
@@ -12,11 +12,11 @@ from penstock.services.scheduler.sequence import Sequence
 
 
 class DraftScheduler:
-    """Makes and counts the drafts of all sequences."""
+    """The maker and counter of drafts for all sequences."""
 
     def __init__(self, config: Config, blocks: BlockManager) -> None:
-        self.num_draft_tokens = 0  # sent to the workers
-        self.num_accepted_tokens = 0  # found right
+        self.num_draft_tokens = 0  # draft tokens sent to the workers
+        self.num_accepted_tokens = 0  # draft tokens that were right
         self._max_tokens = config.num_speculative_tokens
         self._blocks = blocks
 
@@ -27,12 +27,12 @@ class DraftScheduler:
         }
 
     def begin(self, sequence: Sequence, row: RowAdded) -> None:
-        """Prepare an admitted sequence; a row with extras gets one token a step."""
+        """Prepare an admitted sequence. A row with extras gets no drafts."""
         speculates = sequence.sampling.speculative and row.extras is None
         sequence.ngram_lookup = NgramLookup() if speculates else None
 
     def check(self, sequence: Sequence, lookup: NgramLookup) -> None:
-        """Compare a new token with its guess. A wrong guess voids the later ones."""
+        """Compare a new token with its draft. After a wrong draft, roll later drafts back."""
         is_right = lookup.check(sequence.token_ids)
         if is_right:
             self.num_accepted_tokens += 1
@@ -40,7 +40,7 @@ class DraftScheduler:
             self._blocks.roll_back(sequence, len(sequence.token_ids) - 1)
 
     def add_drafts(self, running: list[Sequence], builder: PlanBuilder, num_left: int) -> None:
-        """Add drafts of decoding sequences; num_left: rows that the step may still get."""
+        """Add drafts of decoding sequences, at most `num_left` rows."""
         for sequence in running:
             if sequence.ngram_lookup and sequence.num_planned_tokens > sequence.num_prefill_tokens:
                 num_left -= self._add(sequence, sequence.ngram_lookup, builder, num_left)
@@ -48,9 +48,9 @@ class DraftScheduler:
     def _add(
         self, sequence: Sequence, lookup: NgramLookup, builder: PlanBuilder, num_left: int
     ) -> int:
-        """Return the number of rows it takes.
+        """Add drafts of a sequence. Return their number of rows.
 
-        The plan already has a row for the sequence's next token, unless that is a guess, too.
+        The plan already has a row for the sequence's next token, unless the last token is a draft.
         """
         token_ids, begin = sequence.token_ids, sequence.num_planned_tokens
         has_row = sequence.last_step == builder.plan.number
@@ -59,7 +59,7 @@ class DraftScheduler:
         may_guess = number and (lookup.look_up(token_ids) if has_row else lookup.matched)
         number = self._make_room(sequence, builder, number if may_guess else 0)
         if not has_row and number < 2:
-            return 0  # alone it would be decoded from, even if it is wrong
+            return 0  # workers would decode from a single draft even if it is wrong
         guesses = lookup.guess(token_ids, begin, begin + number)
         first = [token_ids[-1] if lookup.is_paused else KNOWN] if has_row else []
         if lookup.is_paused or guesses:
@@ -73,7 +73,7 @@ class DraftScheduler:
         return number
 
     def _make_room(self, sequence: Sequence, builder: PlanBuilder, num_tokens: int) -> int:
-        """Take free blocks, if any, for more tokens. Return the number of tokens that fit."""
+        """Append free blocks for more tokens. Return the number of tokens that fit."""
         end = sequence.num_planned_tokens + num_tokens
         while end > sequence.capacity and self._blocks.num_free_blocks:
             builder.append_block(sequence.slot, self._blocks.append(sequence))

@@ -1,7 +1,7 @@
-"""The grammars that rank 0 has compiled, and the sequences that wait for one. No I/O, no clock.
+"""The grammars on rank 0, and the sequences that wait for a grammar. No I/O, no clock.
 
 A sequence is planned only when its grammar is compiled, so that no step waits for a grammar. Equal
-grammars are compiled once. Clients take turns, by what they want to have compiled.
+grammars are compiled once. Clients with grammars to compile take turns.
 """
 
 from collections import OrderedDict
@@ -15,42 +15,42 @@ from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.worker import CompileGrammars, GrammarCompiled
 from penstock.services.scheduler.sequence import Sequence
 
-# grammars that the worker was sent and has not reported: its thread always has a next one
+# grammars sent to the worker and not compiled yet: enough to keep its compiler thread busy
 MAX_COMPILING = 4
-# of one worker, if it has no more rows
+# maximum number of grammars on a worker with fewer rows than this number
 MAX_GRAMMARS = 256
-# of grammars that no sequence has, to be requested again
+# memory of unused grammars, which are kept for later requests
 MAX_UNUSED_BYTES = 256 << 20
 
 
 class _Grammar:
-    """A grammar that sequences have, or had."""
+    """A grammar that sequences use or have used."""
 
     def __init__(self, key: object, wanted: StructuredOutputs) -> None:
-        # its content, or the sequence that has it alone
+        # the grammar's content, or its only sequence for an isolated grammar
         self.key = key
         self.wanted = wanted
-        # the number is 0 until the grammar is sent to the worker
+        # `number` is 0 until the grammar is sent to the worker
         self.number = self.num_bytes = 0
         self.is_compiled = False
-        # unfinished sequences → whether they wait for it outside of the queue
+        # unfinished sequence → whether it waits for the grammar outside of the waiting queue
         self.users: dict[Sequence, bool] = {}
 
 
 class GrammarIndex:
-    """Grammars by content, and their sequences."""
+    """The grammars by content, with their sequences."""
 
     def __init__(self, max_rows: int) -> None:
         self._most = max(max_rows, MAX_GRAMMARS)
         self._known: dict[object, _Grammar] = {}
         self._of: dict[Sequence, _Grammar] = {}
-        # not sent yet
+        # grammars that are not sent yet
         self._queue: FairQueue[_Grammar] = FairQueue()
         self._sent: dict[int, _Grammar] = {}
         self._compiling: dict[int, _Grammar] = {}
-        # compiled, without a sequence; the one that was used last is at the end
+        # compiled grammars without a sequence, most recently used last
         self._unused: OrderedDict[int, _Grammar] = OrderedDict()
-        # numbers that the worker must forget
+        # numbers of grammars that the worker must drop
         self._removed: list[int] = []
         self._numbers = count(1)
 
@@ -58,18 +58,19 @@ class GrammarIndex:
 
     @property
     def waiting(self) -> Iterator[Sequence]:
-        """Sequences that wait for their grammar outside of the queue."""
+        """Sequences that wait for their grammar outside of the waiting queue."""
         return (sequence for sequence, grammar in self._of.items() if grammar.users[sequence])
 
     @property
     def compiling(self) -> set[Sequence]:
-        """Sequences whose grammar is being compiled, of which the worker may die."""
+        """Sequences whose grammar is being compiled, which may kill the worker."""
         return {user for grammar in self._compiling.values() for user in grammar.users}
 
     def request(self, sequence: Sequence, *, waits: bool) -> bool:
-        """Have a sequence's grammar compiled. Return whether it is, or there is none.
+        """Request the compilation of a sequence's grammar, if it has one.
 
-        waits: whether it stays outside of the queue until `on_compiled` returns it.
+        Return True if the sequence has no grammar, or if its grammar is already compiled.
+        waits: whether the sequence stays outside of the waiting queue until `on_compiled`.
         """
         wanted = sequence.sampling.structured_outputs
         if wanted is None:
@@ -87,7 +88,7 @@ class GrammarIndex:
         return grammar.is_compiled
 
     def release(self, sequence: Sequence) -> bool:
-        """Forget a sequence. Return whether it waited outside of the queue."""
+        """Forget a sequence. Return whether the sequence waited outside of the waiting queue."""
         grammar = self._of.pop(sequence, None)
         if grammar is None:
             return False
@@ -97,22 +98,23 @@ class GrammarIndex:
         return waited
 
     def isolate(self, sequence: Sequence) -> bool:
-        """Give a sequence whose matcher failed a grammar of its own. Return False if it has one.
+        """Give a sequence whose matcher failed a grammar of its own.
 
-        Rows with one grammar share a lexer: when one row exceeds its limits, the others fail, too.
+        Rows with the same grammar share a lexer: when a row exceeds its limits, all these rows
+        fail. Return False if the sequence already has its own grammar.
         """
         shared = self._of[sequence]
         if shared.key is sequence:
             return False
         if self._known.get(shared.key) is shared:
-            del self._known[shared.key]  # other sequences get a new one
+            del self._known[shared.key]  # other sequences get a new grammar
         self.release(sequence)
         own = self._known[sequence] = self._of[sequence] = _Grammar(sequence, shared.wanted)
         own.users[sequence] = False
         return True
 
     def _rest(self, grammar: _Grammar) -> None:
-        """Keep a grammar that no sequence has any more, if others may get it."""
+        """Keep an unused grammar if later sequences may get it; otherwise drop it."""
         if not grammar.number:
             self._drop(grammar)
         elif grammar.is_compiled:
@@ -133,10 +135,10 @@ class GrammarIndex:
     # ---- the worker --------------------------------------------------------------------------
 
     def take_message(self, epoch: int, alone: Sequence | None = None) -> CompileGrammars | None:
-        """Return what the worker must get, if anything.
+        """Return the message to rank 0, if any.
 
-        alone: compile only the grammar of this suspect, which nobody else may share: otherwise a
-        death would not show whose grammar is the cause.
+        alone: a suspect. Only its grammar is compiled, and no other sequence may share the grammar.
+        So the suspect is the only possible cause of a worker failure.
         """
         added = []
         if alone in self._of and not self._of[alone].number:
@@ -165,7 +167,7 @@ class GrammarIndex:
             self._drop(oldest)
 
     def on_compiled(self, message: GrammarCompiled) -> tuple[list[Sequence], list[Sequence]]:
-        """Return sequences that need not wait any longer, or those that can't be served."""
+        """Return (sequences to queue, sequences to fail) after a compilation."""
         grammar = self._compiling.pop(message.number, None)
         if grammar is None:
             return [], []
@@ -182,7 +184,7 @@ class GrammarIndex:
         return ready, []
 
     def lose(self) -> None:
-        """Have all grammars that sequences have compiled again: the worker died."""
+        """Requeue all grammars of sequences for compilation after a worker failure."""
         lost, self._sent = self._sent, {}
         self._compiling.clear()
         self._unused.clear()

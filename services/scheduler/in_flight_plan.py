@@ -1,4 +1,4 @@
-"""Plans in flight: building them, their results, and their number."""
+"""Plans in flight: how plans are built, their results, and the number of plans in flight."""
 
 import math
 import statistics
@@ -17,22 +17,21 @@ from penstock.protocol.messages.plan import (
 from penstock.protocol.messages.sampling import LOGITS_NUMBERS
 from penstock.services.scheduler.sequence import Sequence
 
-MIN_PLANS = 2  # minimum in flight; with fewer, the GPU waits for the host
-# seconds from a step's end until a plan that follows from its tokens is launched, at the worst: 1.1
-# ms between the processes at the 90th percentile, as sleeping threads wake late; 0.25 ms of launch
+MIN_PLANS = 2  # minimum number of plans in flight; with fewer, the GPU waits for the host
+# Worst-case seconds from the end of a step to the launch of a plan that depends on its tokens: 1.1
+# ms between the processes at the 90th percentile, as sleeping threads wake late; 0.25 ms of launch.
 ROUND_TRIP = 2.5e-3
 
 
 class InFlightPlan(NamedTuple):
-    """A plan in flight, as `Scheduler.update` needs it."""
+    """The scheduler's part of a plan in flight, for `Scheduler.update`."""
 
     number: int
-    # rows that get a token, in ascending order of slot; a sequence with guesses has several
+    # sequence of each row that samples a token, by slot; a sequence with drafts has several rows
     sampled: list[Sequence]
-    chunks: dict[int, Sequence]  # sequences with a chunk of prefill, by their slot in this plan
-    chunk_ends: list[int]  # the position after each of `chunks`
-    # blocks of these chunks that others may share, and the numbers of their content, uncertain
-    # until the plan is confirmed
+    chunks: dict[int, Sequence]  # slot in this plan → sequence with a chunk of prefill
+    chunk_ends: list[int]  # end position of each chunk, in the order of `chunks`
+    # (published block of the chunks, number of its content); uncertain until the plan is confirmed
     published: list[tuple[int, int]]
 
     @property
@@ -41,7 +40,7 @@ class InFlightPlan(NamedTuple):
 
     @property
     def sequences(self) -> set[Sequence]:
-        """All sequences that the plan computes tokens of."""
+        """All sequences in the plan."""
         return {*self.sampled, *self.chunks.values()}
 
     def rows(
@@ -50,15 +49,15 @@ class InFlightPlan(NamedTuple):
         failed: list[tuple[int, str]],
         fail: Callable[[Sequence, int, str], None],
     ) -> Iterable[tuple[Sequence, int]]:
-        """Yield each sampled row, in order, with its token; call `fail` for the failed ones.
+        """Yield (sequence, token) of each sampled row, in order. Call `fail` for each failed row.
 
-        A row after a wrong guess does not fail: it is void.
+        A row after a wrong draft is void and does not fail.
         """
         rows = zip(self.sampled, token_ids, strict=True)
         return _without_failed(rows, dict(failed), fail) if failed else rows
 
     def add_outputs(self, tokens: SampledTokens) -> list[Sequence]:
-        """Give each sequence its logprobs or pooled numbers; those of a failed row are void.
+        """Add logprobs and pooled numbers to the sequences. Ignore logprobs of failed rows.
 
         Return the sequences that end with pooled numbers; their tokens are void.
         """
@@ -76,7 +75,7 @@ class InFlightPlan(NamedTuple):
 
 
 class PlanBuilder:
-    """A `BatchPlan` while it is made, and its `InFlightPlan`."""
+    """The builder of a `BatchPlan` and its `InFlightPlan`."""
 
     def __init__(self, number: int) -> None:
         self.plan = InFlightPlan(number, [], {}, [], [])
@@ -89,7 +88,7 @@ class PlanBuilder:
         self.appended.append(slot << BLOCK_BITS | block)
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let a row compute the `num_tokens` before `num_planned_tokens`, of its prefill."""
+        """Add a chunk of prefill: the `num_tokens` before the sequence's `num_planned_tokens`."""
         self._chunks.extend((sequence.slot, num_tokens))
         self.plan.chunks[sequence.slot] = sequence
         self.plan.chunk_ends.append(sequence.num_planned_tokens)
@@ -101,7 +100,7 @@ class PlanBuilder:
 
 
 def row_of(sequence: Sequence) -> RowAdded:
-    """Return the row of a sequence in the persistent batch, for the workers."""
+    """Return the message that adds a sequence to the workers' persistent batch."""
     numbers = sequence.sampling.numbers()
     return RowAdded(
         slot=sequence.slot,
@@ -115,7 +114,7 @@ def row_of(sequence: Sequence) -> RowAdded:
 
 
 def _extras(sequence: Sequence, *, is_changed: bool) -> RowExtras | None:
-    """Return the extras of a row, or None; is_changed: the row has LOGITS_NUMBERS."""
+    """Return the extras of a row, if any. `is_changed`: whether LOGITS_NUMBERS are set."""
     sampling, needs_prompt_logprobs = sequence.sampling, sequence.needs_prompt_logprobs
     extras = RowExtras(
         num_prompt_tokens=sequence.num_prompt_tokens,
@@ -154,13 +153,13 @@ class PlanOutput(NamedTuple):
     """The result of a plan."""
 
     sequences: list[Sequence]
-    token_ids: list[int]  # one for each of `sequences`
+    token_ids: list[int]  # a token for each element of `sequences`
     finished: list[Sequence]
-    failed: list[tuple[Sequence, str]]  # sequences that ended without a token, and the reason
+    failed: list[tuple[Sequence, str]]  # (failed sequence, reason)
 
 
 class PlanDepth:
-    """The number of plans that run during one round trip, from the rate of steps.
+    """The number of plans in flight: as many as run during a round trip, at the rate of steps.
 
     A larger number would only make new requests wait longer for their first step.
     """
@@ -169,11 +168,11 @@ class PlanDepth:
         self.num_plans = min(MIN_PLANS, most)
         self._most = most
         self._last = -math.inf
-        # between two steps; the median ignores one that is late
+        # seconds between steps; the median ignores a single late step
         self._seconds = deque([math.inf] * 3, maxlen=3)
 
     def on_tokens(self, now: float) -> None:
-        """Note the tokens of a step; `now` in seconds."""
+        """Record the arrival of a step's tokens at `now`, in seconds."""
         self._seconds.append(now - self._last)
         self._last = now
         step = max(statistics.median(self._seconds), ROUND_TRIP / self._most)

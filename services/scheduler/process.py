@@ -1,4 +1,4 @@
-"""The scheduler's process: sockets around `Scheduler`, `WorkerGroup` and `Streams`."""
+"""The scheduler process: sockets around `Scheduler`, `WorkerGroup` and `Streams`."""
 
 import contextlib
 import math
@@ -53,7 +53,7 @@ NOT_COMPILED = "structured_outputs: got one that the worker can't compile"
 
 
 class SchedulerProcess:
-    """Takes requests, keeps plans in flight, passes tokens on."""
+    """The event handlers of the scheduler: requests, worker results, detokenizers."""
 
     def __init__(self, process: Process) -> None:
         self.log, self.config = process.log, process.config
@@ -67,7 +67,7 @@ class SchedulerProcess:
         node, sizes = process.context.node_id, (self.config.tp, self.config.spare_workers)
         self.group = WorkerGroup(*sizes, self.replica, node, self.epoch + 1)
         self.streams = Streams(self.epoch)
-        # requests that the gateway has not released; they are queued once there is a scheduler
+        # requests that the gateway has not released; queued once `self.scheduler` is set
         self.requests: dict[str, Sequence] = {}
         self.lease = Lease(self.config.lease_timeout)
         self.reported_ready, self.has_deaths, self.plan_bytes = False, False, 0
@@ -98,7 +98,7 @@ class SchedulerProcess:
     def on_workers(self) -> None:
         for identity, message in self.workers.receive():
             self.process_result(identity, message)
-        self.send_tokens()  # before the next plan: the workers usually have others meanwhile
+        self.send_tokens()  # before the next plan: workers usually have plans left
         self.schedule()
 
     def on_detokenizers(self) -> None:
@@ -107,13 +107,13 @@ class SchedulerProcess:
         self.schedule()
 
     def schedule(self) -> None:
-        """Send every plan that may be sent, and then what detokenizers have to know."""
+        """Send all plans that may be sent, then the messages to detokenizers."""
         if scheduler := self.scheduler:
             scheduler.max_plans = self.plan_depth.num_plans
         while scheduler and self.group.ready and scheduler.epoch == self.group.epoch:
             if messages := scheduler.next_messages():
                 self.forward(messages)
-            # after the plan, for which all others may have been preempted before a suspect
+            # after the plan, which may have preempted other sequences for a suspect
             elif grammars := scheduler.next_grammars():
                 self.send_to_workers([(self.group.members[0], grammars)])
             else:
@@ -123,7 +123,7 @@ class SchedulerProcess:
             self.send_status()
 
     def forward(self, messages: list[BatchPlan | CopyBlocks | FolderRequest]) -> None:
-        """Send a plan, and the messages around it, to each rank."""
+        """Send a plan with its copies and folder request to each rank."""
         frames = [self.workers.encode(message) for message in messages]
         self.plan_bytes += sum(map(len, frames))
         for member in self.group.members:
@@ -132,7 +132,7 @@ class SchedulerProcess:
                 break
 
     def send_tokens(self) -> None:
-        """Send the tokens of the last results to detokenizers."""
+        """Send new tokens to detokenizers."""
         for identity, message in self.streams.take_messages():
             if not self.detokenizers.send(message, identity):
                 self.lose_detokenizer(identity)
@@ -155,10 +155,11 @@ class SchedulerProcess:
                 self.send_status()
 
     def accept(self, request: TokenizedRequest) -> None:
-        """Queue a request, in place of another one of that id.
+        """Queue a request, or continue the known request with this id.
 
-        A running one continues for the new attempt. Its output is sent again from the start, which
-        a restarted gateway does not know. An attempt before the known one changes nothing.
+        If the known request has the same prompt and parameters, it continues for the new attempt.
+        Its output is sent again from the start, because a restarted gateway does not have the
+        output. A different known request is replaced. An older attempt changes nothing.
         """
         known = self.requests.get(request.request_id)
         if known and request.attempt < known.attempt:
@@ -179,7 +180,7 @@ class SchedulerProcess:
             self.queue(sequence, self.scheduler)
 
     def queue(self, sequence: Sequence, scheduler: Scheduler) -> None:
-        """Pass a request on to the scheduler, unless it can't be served."""
+        """Queue a request in the scheduler, or fail a request that can't be served."""
         try:
             sequence.check(self.model.vocab_size)
             scheduler.add(sequence)
@@ -190,7 +191,7 @@ class SchedulerProcess:
             self.streams.open(sequence)
 
     def fail(self, sequence: Sequence, reply: ErrorReply, is_poison: bool = False) -> None:
-        """Report to the gateway why a request can't be served."""
+        """Report a failed request to the gateway."""
         self.gateway.send(RequestFailed(sequence.request_id, sequence.attempt, reply, is_poison))
 
     def release(self, request_id: str, attempt: int) -> None:
@@ -206,7 +207,7 @@ class SchedulerProcess:
                 self.poison.remember(sequence)
 
     def give_up(self, sequence: Sequence, reason: str, is_poison: bool = False) -> None:
-        """Fail a request that can't continue, or is poison; the others continue."""
+        """Fail and release a request that can't continue, or a poison request."""
         error = ErrorReply(code="failed", message=reason)
         if reason.startswith("structured_outputs:"):
             error = ErrorReply(code="invalid", message=reason, field="structured_outputs")
@@ -221,7 +222,7 @@ class SchedulerProcess:
     # ---- workers -------------------------------------------------------------------------------
 
     def process_result(self, identity: bytes, message: FromWorker) -> None:
-        """Handle tokens of the oldest step, and what else a worker says."""
+        """Handle a worker's message."""
         if isinstance(message, WorkerState):
             self.on_worker_state(identity, message)
         elif isinstance(message, FolderReport):
@@ -234,13 +235,13 @@ class SchedulerProcess:
                 self.on_tokens(message)
 
     def on_grammar(self, message: GrammarCompiled) -> None:
-        """Queue requests whose grammar is compiled; end those whose grammar can't be."""
+        """Queue requests whose grammar is compiled. Fail requests whose grammar has an error."""
         if self.scheduler and message.epoch == self.scheduler.epoch == self.group.epoch:
             for sequence in self.scheduler.on_compiled(message):
                 self.give_up(sequence, f"{NOT_COMPILED} ({message.error})")
 
     def on_tokens(self, message: SampledTokens) -> None:
-        """Add the tokens of a step; those of an older group are dropped and computed again."""
+        """Add the tokens of a step. Drop tokens of an older group, which are computed again."""
         if self.scheduler and message.epoch == self.scheduler.epoch == self.group.epoch:
             output = self.scheduler.update(message)
             if self.has_deaths:
@@ -251,7 +252,7 @@ class SchedulerProcess:
                 self.give_up(sequence, reason)
 
     def on_worker_state(self, identity: bytes, state: WorkerState) -> None:
-        """Assign the worker a place; when the last one is ready, plans can be sent."""
+        """Record a worker's state. Start the group when its last worker is ready."""
         if reason := refusal(state.name, state.version):
             self.workers.send(WorkerExit(reason), identity)
             return
@@ -266,18 +267,18 @@ class SchedulerProcess:
             )
 
     def send_to_workers(self, messages: list[WorkerMessage]) -> None:
-        """Send messages to workers; a worker that can't be reached is lost."""
+        """Send messages to workers. Treat a worker that can't be reached as lost."""
         for identity, message in messages:
             if not self.workers.send(message, identity):
                 self.lose_worker(identity)
 
     def lose_worker(self, identity: bytes) -> None:
         messages = self.group.lost(identity)
-        self.end_group()  # reports these members: a failed send would replace them
+        self.end_group()  # report the dead members before a failed send replaces them
         self.send_to_workers(messages)
 
     def start_group(self) -> None:
-        """Begin an epoch with a group of workers that is ready."""
+        """Begin an epoch with a worker group that is ready."""
         self.log.info("workers ready: %s", self.group)
         if self.scheduler is None:
             self.scheduler = self.make_scheduler()
@@ -290,7 +291,7 @@ class SchedulerProcess:
             self.scheduler.begin(self.group.epoch, self.group.has_memory, self.group.memory_id)
 
     def make_scheduler(self) -> Scheduler:
-        """Return a scheduler for a group that is ready, with what its predecessor has recorded."""
+        """Return a scheduler for a ready worker group, with recovered prefix-cache records."""
         size = self.group.num_blocks, self.group.block_size
         records = BlockRecords.open(f"blocks.{self.replica}", *size, self.group.memory_id)
         blocks = BlockManager.from_config(self.config, *size, records)
@@ -298,7 +299,7 @@ class SchedulerProcess:
         return Scheduler(self.config, length, blocks, self.group.epoch)
 
     def end_group(self) -> None:
-        """Forget the plans in flight if the workers died."""
+        """Drop the plans in flight after a worker failure. Fail poison requests."""
         if self.scheduler and self.scheduler.epoch not in (NO_GROUP, self.group.epoch):
             self.has_deaths = True
             dead = [(worker.name, worker.pid) for worker in self.group.members_before]
@@ -320,7 +321,7 @@ class SchedulerProcess:
                 self.lose_detokenizer(dead)
 
     def lose_detokenizer(self, identity: bytes) -> None:
-        """Move its sequences to another detokenizer, now or when one registers."""
+        """Move the sequences of a dead detokenizer to others, now or when one registers."""
         name = identity.decode(errors="replace")
         self.log.warning("detokenizer %s is lost; moving its requests", name)
         self.has_deaths = True
@@ -333,11 +334,11 @@ class SchedulerProcess:
     # ---- heartbeats and status -----------------------------------------------------------------
 
     def renew_epoch(self) -> None:
-        """Act as a restarted scheduler, so that the gateway resubmits what may be lost."""
+        """Act as a restarted scheduler, so that the gateway resubmits requests that may be lost."""
         self.epoch += 1
 
     def on_heartbeat(self) -> None:
-        """Give up silent peers and unclaimed requests; report the status."""
+        """Drop silent peers, release requests with an expired lease, and send the status."""
         for identity in self.streams.lose_silent():
             self.log.warning("detokenizer %s is silent", identity.decode(errors="replace"))
         self.send_to_workers(self.group.heartbeat())
@@ -351,7 +352,7 @@ class SchedulerProcess:
         return self.group.ready and len(self.streams.detokenizers) > 0
 
     def send_status(self) -> None:
-        """Send the status to the gateway, which learns of a restart by the first one."""
+        """Send the status to the gateway, which detects a restart by a new epoch."""
         self.reported_ready = self.ready
         self.end_group()
         status = SchedulerStatus(epoch=self.epoch, ready=self.ready, replica=self.replica)
@@ -367,7 +368,7 @@ class SchedulerProcess:
         self.gateway.send(status)
 
     def add_load(self, status: SchedulerStatus, scheduler: Scheduler) -> None:
-        """Add queues, blocks and steps to the status."""
+        """Add the numbers of requests, blocks and steps to the status."""
         blocks = scheduler.block_manager
         status.gpu_idle_us = self.group.idle_us
         if not self.group.ready:
@@ -391,7 +392,7 @@ class SchedulerProcess:
         status.step_tokens = scheduler.step_tokens
 
     def counters(self) -> dict[str, float]:
-        """Return metrics: the age of the queue's head is in seconds, 0 if nothing waits."""
+        """Return metrics. The queue age is the wait of the first request in seconds, or 0."""
         head = next(iter(self.scheduler.waiting), None) if self.scheduler else None
         age = monotonic() - head.arrived_at if head else 0.0
         drafts = self.scheduler.draft_scheduler.counters() if self.scheduler else {}
@@ -399,9 +400,9 @@ class SchedulerProcess:
 
 
 def write_spans(tracer: Tracer, sequence: Sequence) -> None:
-    """Report the spans `queue`, `prefill` and `decode` of a sequence that is released.
+    """Write the trace spans `queue`, `prefill` and `decode` of a released sequence.
 
-    A sequence that is preempted, or whose workers die, stays in the span it is in.
+    Preemptions and worker failures begin no new span.
     """
     moments = {
         "queue": sequence.arrived_at,
@@ -416,30 +417,30 @@ def write_spans(tracer: Tracer, sequence: Sequence) -> None:
 
 
 class Lease:
-    """The lease of requests that an earlier gateway left running.
+    """The lease on the running requests of an earlier gateway.
 
-    `now` is in seconds, of any monotonic clock.
+    `now` is the time of a monotonic clock in seconds.
     """
 
     def __init__(self, timeout: float) -> None:
-        self.first_attempt = 0  # of the newest gateway: earlier attempts belong to its predecessors
+        self.first_attempt = 0  # the newest gateway's; lower attempts are unclaimed
         self._timeout = timeout
         self._end = math.inf
 
     def begin(self, first_attempt: int, now: float) -> None:
-        """Begin the lease of a gateway's start, unless a newer gateway is known."""
+        """Begin the lease at a gateway's start, unless a newer gateway is known."""
         if first_attempt > self.first_attempt:
             self.first_attempt = first_attempt
             self._end = now + self._timeout
 
     def unclaimed(self, requests: Iterable[Sequence]) -> list[Sequence]:
-        """Return the requests that have a lease now."""
+        """Return the requests under the lease, which no client has claimed."""
         if self._end == math.inf:
             return []
         return [sequence for sequence in requests if sequence.attempt < self.first_attempt]
 
     def take_expired(self, requests: Iterable[Sequence], now: float) -> list[Sequence]:
-        """Return, once, the requests that no client has claimed when the lease ends."""
+        """End the lease after its timeout. Return the unclaimed requests, once."""
         if now < self._end:
             return []
         expired = self.unclaimed(requests)
@@ -448,20 +449,20 @@ class Lease:
 
 
 class WorkerExits:
-    """Exits of the workers of this machine, noticed at once: their heartbeats would be later."""
+    """A watch for worker exits on this machine, which is faster than missed heartbeats."""
 
     def __init__(self, loop: EventLoop, node: str, on_exit: Callable[[bytes], None]) -> None:
-        """node: this machine, as `WorkerState.node`; on_exit: takes the identity of a worker."""
+        """Watch workers of `node`. Call `on_exit` with the identity of a worker that exits."""
         self._loop = loop
         self._node = node
         self._on_exit = on_exit
         self._watched: set[bytes] = set()
 
     def watch(self, identity: bytes, state: WorkerState) -> None:
-        """Watch a worker's process; without effect for one that is watched, or elsewhere."""
+        """Watch a worker's process, unless it is already watched or on another machine."""
         if identity in self._watched or state.node != self._node or state.pid <= 0:
             return
-        with contextlib.suppress(OSError):  # it has exited, or no descriptor is left
+        with contextlib.suppress(OSError):  # the worker has exited, or no descriptor is left
             process = ProcessExit(state.pid)
             self._watched.add(identity)
 

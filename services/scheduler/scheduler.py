@@ -1,12 +1,12 @@
-"""The policy of the pipeline: the choice of sequences for each step. No sockets, no clock.
+"""The scheduling policy: the choice of sequences for each step. No sockets, no clock.
 
 `schedule` makes plans, up to `max_plans` ahead of `update`, which takes the tokens of the oldest
-plan. A plan is made without the tokens of earlier plans in flight: only their number, or guesses,
-are known. A sequence grows only in `update`. Blocks of generated tokens are published there, too;
-blocks of the prefill as soon as a plan computes them.
+plan. A new plan does not know the tokens of earlier plans in flight, only their number or drafts. A
+sequence grows only in `update`, which also publishes the blocks of generated tokens. Blocks of the
+prefill are published as soon as a plan computes them.
 
-When the workers die, `lose_plans` forgets the plans in flight. Sequences continue after the
-positions that are confirmed, as soon as `begin` is called for the next workers.
+After a worker failure, `lose_plans` forgets the plans in flight. Sequences continue after their
+confirmed positions, as soon as `begin` is called for the next workers.
 """
 
 from bisect import insort
@@ -39,7 +39,7 @@ from penstock.services.scheduler.in_flight_plan import (
 from penstock.services.scheduler.sequence import Sequence, Status, count_death
 from penstock.services.scheduler.waiting_queue import WaitingQueue
 
-NO_GROUP = -1  # an epoch that no group of workers has
+NO_GROUP = -1  # the epoch while there is no worker group
 
 
 class Scheduler:
@@ -48,28 +48,28 @@ class Scheduler:
     def __init__(
         self, config: Config, max_model_len: int, block_manager: BlockManager, epoch: int = 0
     ) -> None:
-        self.epoch = epoch  # epoch of the plans; each group of workers has its own
+        self.epoch = epoch  # epoch of the plans; each worker group has another epoch
         self.block_manager = block_manager
         self.waiting = WaitingQueue()
         self.grammars = GrammarIndex(config.max_num_seqs)
         self.draft_scheduler = DraftScheduler(config, block_manager)
-        # running sequences by `Sequence.rank`: the last one is the first to be preempted
+        # running sequences by `Sequence.rank`: the last sequence is preempted first
         self.running: list[Sequence] = []
         self.in_flight: deque[InFlightPlan] = deque()
-        # limit of plans in flight; may change at any time
+        # maximum number of plans in flight, which may change at any time
         self.max_plans = config.num_plans_in_flight
         self.num_steps = self.num_preemptions = 0
-        # tokens that were computed again after preemptions and deaths
+        # tokens recomputed after preemptions and worker failures
         self.num_recomputed_tokens = 0
         self.step_tokens = Histogram.of(ITERATION_TOKENS)
-        # copies for the newest plan, which workers must receive before the plan
+        # copies for the newest plan; workers must receive them before the plan
         self.copies: CopyBlocks | None = None
         self._max_length = min(max_model_len, block_manager.max_tokens)
         self._max_tokens_per_step = config.max_num_batched_tokens
         self._max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_slots = list(range(self._max_rows))
         self._removed: list[int] = []  # slots that leave the persistent batch with the next plan
-        # running sequences that the workers do not have, since the death of earlier ones
+        # running sequences without a row at the workers, since a worker failure
         self._returning: set[Sequence] = set()
         self._suspect: Sequence | None = None  # the suspect that was admitted last, if any
         self._speculates = config.speculative_method == "ngram"
@@ -79,7 +79,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. Raises CannotFitError.
 
-        A sequence that an earlier attempt had completed is finished at once.
+        A sequence whose output is already complete, from an earlier attempt, is finished at once.
         """
         sequence.limit_length(self._max_length)
         if self._has_grammar(sequence):
@@ -88,7 +88,7 @@ class Scheduler:
             self._end_if_due(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence in any state. Its tokens in flight are discarded."""
+        """End a sequence in any state. Discard its tokens in flight."""
         if sequence.status is Status.FINISHED:
             return
         awaits_grammar = self.grammars.release(sequence)
@@ -109,12 +109,12 @@ class Scheduler:
 
     @property
     def _is_trial(self) -> bool:
-        """True while a suspect runs that has not got a token yet: it runs alone."""
+        """True while a suspect runs alone, until its next token."""
         suspect, statuses = self._suspect, (Status.RUNNING, Status.DRAINING)
         return suspect is not None and suspect.is_suspect and suspect.status in statuses
 
     def _must_wait(self, sequence: Sequence) -> bool:
-        """Return whether a sequence is still in flight, or waits for a trial, perhaps its own."""
+        """Return whether a sequence must wait for its plans in flight, or for a suspect's trial."""
         if self.in_flight and sequence.last_step >= self.in_flight[0].number:
             return True
         if sequence.is_suspect and not self._is_trial:
@@ -123,22 +123,22 @@ class Scheduler:
         return self._is_trial
 
     def _has_grammar(self, sequence: Sequence) -> bool:
-        """Return whether a sequence may be queued; otherwise it waits for its grammar first.
+        """Request a sequence's grammar. Return whether the sequence may be queued now.
 
-        A suspect is queued: its grammar is compiled when nothing else runs.
+        A suspect is queued without its grammar, which is compiled when nothing else runs.
         """
         waits = not sequence.is_suspect
         return self.grammars.request(sequence, waits=waits) or not waits
 
     def next_grammars(self) -> CompileGrammars | None:
-        """Return what rank 0 must compile. While a suspect is tried, only its grammar is."""
+        """Return grammars for rank 0 to compile, if any: for a suspect's trial only its grammar."""
         suspect = self.waiting.suspect
         if self._is_trial or (suspect and self._must_wait(suspect)):
             return None
         return self.grammars.take_message(self.epoch, alone=suspect)
 
     def on_compiled(self, message: GrammarCompiled) -> list[Sequence]:
-        """Queue sequences whose grammar is compiled. Return those whose grammar can't be."""
+        """Queue sequences whose grammar is compiled. Return sequences with a bad grammar."""
         ready, failed = self.grammars.on_compiled(message)
         for sequence in ready:
             self.waiting.add(sequence)
@@ -147,7 +147,7 @@ class Scheduler:
     # ---- the next step -------------------------------------------------------------------------
 
     def next_messages(self) -> list[BatchPlan | CopyBlocks | FolderRequest]:
-        """Return the next plan with the messages around it, or what else workers must get."""
+        """Return the next messages to workers: copies, plan and folder request, if any."""
         plan = self.schedule()
         request = self.block_manager.take_folder_request(self.epoch)
         messages = self.copies if plan else None, plan, request
@@ -156,8 +156,8 @@ class Scheduler:
     def schedule(self) -> BatchPlan | None:
         """Return the next plan; None if `max_plans` are in flight or there is nothing to run.
 
-        After the plan of the last sequences, an empty one follows: a worker may keep the tokens of
-        a step until it has launched the next.
+        The plan of the last sequences is followed by an empty plan: a worker may keep the tokens of
+        a step until the worker has launched the next step.
         """
         if len(self.in_flight) >= self.max_plans:
             return None
@@ -185,9 +185,9 @@ class Scheduler:
         return self._launch(builder)
 
     def _return_rows(self, builder: PlanBuilder) -> None:
-        """Add the rows of sequences that continue after a death; each has room for its tokens.
+        """Add rows for sequences that continue after a worker failure, with room for their tokens.
 
-        Those whose grammar is not compiled again yet come later.
+        Sequences whose grammar must be compiled again come in a later plan.
         """
         returning = [
             sequence
@@ -208,18 +208,18 @@ class Scheduler:
             self.draft_scheduler.begin(sequence, builder.added[-1])
 
     def _schedule_decode(self, builder: PlanBuilder) -> list[Sequence]:
-        """Plan a token for every row whose prefill is computed. Return the other rows."""
+        """Plan a token for each sequence after its prefill. Return sequences in prefill."""
         prefilling: list[Sequence] = []
         running, sampled = self.running, builder.plan.sampled
         number = builder.plan.number
-        for sequence in running:  # a preemption takes the last one, which then does not come
+        for sequence in running:  # a preemption removes the last sequence from `running`
             position = sequence.num_planned_tokens
             if position < sequence.num_prefill_tokens:
                 prefilling.append(sequence)
             elif (
                 sequence.ngram_lookup and sequence.is_paused and position >= len(sequence.token_ids)
             ):
-                pass  # the next token can only be guessed
+                pass  # only a draft can name the next input token
             elif position < sequence.capacity or self._append_block(sequence, builder):
                 sequence.num_planned_tokens = position + 1
                 sequence.last_step = number
@@ -236,7 +236,7 @@ class Scheduler:
         return budget
 
     def _append_block(self, sequence: Sequence, builder: PlanBuilder) -> bool:
-        """Give a row a block. Return False if it was preempted instead."""
+        """Append a block to a row. Return False if the sequence was preempted instead."""
         block = self._take_block(sequence)
         if block is not None:
             builder.append_block(sequence.slot, block)
@@ -250,17 +250,17 @@ class Scheduler:
             self.num_recomputed_tokens += min(end, sequence.num_lost_tokens) - begin
         sequence.last_step = builder.plan.number
         builder.add_chunk(sequence, num_tokens)
-        # A layer stores the keys and values of a whole step before it reads any: rows that are
-        # admitted after this one, even to this plan, find its blocks.
+        # Each layer stores the KV of a whole step before it reads any KV. So sequences that are
+        # admitted later, even to this plan, can share these blocks.
         builder.plan.published.extend(self.block_manager.publish(sequence, end))
         if end == sequence.num_prefill_tokens:
             builder.plan.sampled.append(sequence)
         return num_tokens
 
     def _loads(self, sequence: Sequence, builder: PlanBuilder) -> bool:
-        """Plan copies of its KV from the host; return whether it may compute in this plan.
+        """Plan a sequence's copies from the host. Return whether it may compute in this plan.
 
-        Copies overlap the step of other sequences. Where there are none, they precede it.
+        The copies overlap the step of other sequences, or precede a step without others.
         """
         if sequence.loads:
             overlapped = builder.plan.computes
@@ -274,7 +274,7 @@ class Scheduler:
             if self._must_wait(sequence) or not sequence.may_run:
                 break
             if not self.block_manager.allocate(sequence, keep_watermark=bool(self.running)):
-                self.waiting.hold(sequence)  # a sequence alone may have the whole pool
+                self.waiting.hold(sequence)  # every sequence fits when it is alone
                 continue
             self.waiting.admit(sequence)
             insort(self.running, sequence, key=attrgetter("rank"))
@@ -289,7 +289,7 @@ class Scheduler:
         return budget
 
     def _retire_rows(self, builder: PlanBuilder) -> None:
-        """Remove rows whose last token this plan samples from the next plan."""
+        """Retire sequences whose last token this plan samples: the next plan omits them."""
         for sequence in builder.plan.sampled:
             is_last = sequence.num_planned_tokens + 1 == sequence.max_length
             if is_last and not sequence.is_paused:
@@ -310,7 +310,7 @@ class Scheduler:
     # ---- its result ----------------------------------------------------------------------------
 
     def update(self, tokens: SampledTokens) -> PlanOutput:
-        """Add the tokens of the oldest plan in flight to its sequences, one for each sampled row.
+        """Add the tokens of the oldest plan in flight to its sequences, a token per sampled row.
 
         Raises ValueError for tokens of another plan.
         """
@@ -327,7 +327,7 @@ class Scheduler:
             output.finished.append(sequence)
         for sequence, token_id in plan.rows(token_ids, tokens.failed, partial(self._fail, output)):
             if sequence.finish_reason is not None:
-                continue  # it ended while the plan was in flight
+                continue  # the sequence ended while the plan was in flight
             lookup = sequence.ngram_lookup
             if lookup and not lookup.accept_row():
                 continue
@@ -349,13 +349,13 @@ class Scheduler:
         return output
 
     def _fail(self, output: PlanOutput, sequence: Sequence, token_id: int, reason: str) -> None:
-        """End a failed row; keys and values that may be NaN are hidden from others.
+        """End the sequence of a failed row. Hide blocks that may contain NaN.
 
-        A row whose matcher failed is tried again, once, without the others that share its lexer.
+        If the grammar's matcher failed, retry the sequence once with a lexer of its own.
         """
         if reason.startswith(GRAMMAR_FAILED):
             if sequence.status is Status.WAITING:
-                return  # a later plan in flight
+                return  # from a later plan in flight
             if self.grammars.isolate(sequence):
                 self._restart(sequence)
                 return
@@ -379,7 +379,7 @@ class Scheduler:
     # ---- slots and blocks ----------------------------------------------------------------------
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take slot and blocks from a running sequence; the KV of its tokens is recomputed."""
+        """Preempt a running sequence: free its slot and blocks. Its KV is recomputed later."""
         self.running.remove(sequence)
         self._leave_slot(sequence)
         self._requeue(sequence)
@@ -406,7 +406,7 @@ class Scheduler:
         sequence.slot = -1
 
     def _take_block(self, sequence: Sequence) -> int | None:
-        """Append a block to a table, preempting newer sequences; None if it was the newest."""
+        """Append a block, after preemptions if needed. Return None if `sequence` is preempted."""
         while not self.block_manager.num_free_blocks:
             victim = self.running[-1]
             self.preempt(victim)
@@ -414,20 +414,20 @@ class Scheduler:
                 return None
         return self.block_manager.append(sequence)
 
-    # ---- the workers die -----------------------------------------------------------------------
+    # ---- worker failures -----------------------------------------------------------------------
 
     @property
     def at_risk(self) -> set[Sequence]:
-        """Sequences of which the workers may die: in flight, or their grammar is compiled."""
+        """Sequences that may kill the workers: in flight, or with a grammar in compilation."""
         in_flight = {sequence for plan in self.in_flight for sequence in plan.sequences}
         return in_flight | self.grammars.compiling
 
     def lose_plans(self) -> list[Sequence]:
-        """Forget the plans in flight: the workers died, and other ones may have their memory.
+        """Forget the plans in flight after a worker failure. Finish and return poison requests.
 
-        Only what these plans wrote is uncertain. A sequence with confirmed positions keeps its
-        blocks and continues there; others wait. Return the sequences that are given up, and ended,
-        as poison requests.
+        The next workers may have the same KV memory, in which only writes of these plans are
+        uncertain. A sequence with confirmed positions keeps its blocks and continues after these
+        positions. Other sequences are requeued.
         """
         plans = list(self.in_flight)
         in_flight = self.at_risk
@@ -461,7 +461,7 @@ class Scheduler:
         return given_up
 
     def _queue_again(self) -> None:
-        """Move what has become a suspect to the suspects, and what has lost its grammar to wait."""
+        """Requeue waiting sequences that have become suspects or have lost their grammar."""
         no_grammar = list(self.grammars.waiting)
         for sequence in list(self.waiting):
             sequence.last_step = -1
@@ -475,14 +475,14 @@ class Scheduler:
                 self.waiting.add(sequence)
 
     def _can_continue(self, sequence: Sequence) -> bool:
-        """Return whether a sequence keeps its blocks; a suspect must wait to be alone."""
+        """Return whether a sequence keeps its blocks. A suspect must wait, to run alone."""
         needs_all = sequence.is_suspect or sequence.needs_prompt_logprobs
         return not needs_all and self.block_manager.num_confirmed_tokens(sequence) > 0
 
     def begin(self, epoch: int, has_memory: bool, memory_id: int = 0) -> None:
-        """Make plans for new workers, after `lose_plans`; all wait if the KV memory is lost.
+        """Begin an epoch with new workers, after `lose_plans`.
 
-        memory_id: `WorkerGroup.memory_id`.
+        Preempt all sequences if the KV memory is lost. memory_id: `WorkerGroup.memory_id`.
         """
         self.epoch = epoch
         if not has_memory:

@@ -1,4 +1,4 @@
-"""A request in the scheduler: a growing list of tokens."""
+"""The state of a request in the scheduler: its tokens, blocks and progress."""
 
 from collections import deque
 from collections.abc import Collection
@@ -16,18 +16,18 @@ from penstock.protocol.messages.structured import Reasoning
 from penstock.protocol.tokenizer_file import NO_TAGS, ReasoningTokens, ReasoningTracker
 from penstock.services.scheduler.ngram_lookup import NgramLookup
 
-# deaths of workers in a row, without a token in between, after which a request is given up
+# consecutive worker failures without a new token after which a request fails
 MAX_WORKER_DEATHS = 3
-# preemptions of a sequence by those with a better priority; then it keeps its blocks
+# number of preemptions of a sequence after which sequences with fewer are preempted first
 MAX_PREEMPTIONS = 4
-TOKEN_BYTES = 4  # of a packed token id
-# logprobs of one prompt. A detokenizer handles this number in a second, and nothing else in this
-# time. After five seconds it would be given up, and the next detokenizer, too.
+TOKEN_BYTES = 4  # bytes of a packed token id
+# Limit on the logprobs of a prompt: a detokenizer takes a second for this number. A detokenizer
+# that is busy for five seconds is replaced, and its successor would stall again.
 MAX_PROMPT_LOGPROBS = 1 << 19
 
 
 class CannotFitError(ValueError):
-    """A request that could not run even alone; the message names the numbers."""
+    """A request that can't run even alone, with the field and numbers in the message."""
 
     @property
     def reply(self) -> ErrorReply:
@@ -36,12 +36,12 @@ class CannotFitError(ValueError):
 
 
 class Status(Enum):
-    """The state of a sequence."""
+    """The scheduling state of a sequence."""
 
-    WAITING = "waiting"  # not in the persistent batch; new, or preempted
-    # has a slot; part of every plan until its end is planned, unless it is paused
+    WAITING = "waiting"  # not in the persistent batch: new or preempted
+    # has a slot, and a row in every plan until its last token is planned, unless it is paused
     RUNNING = "running"
-    DRAINING = "draining"  # its last token is in a plan in flight; it has blocks, but no slot
+    DRAINING = "draining"  # the last token is in flight; has blocks, but no slot
     FINISHED = "finished"
 
 
@@ -49,7 +49,7 @@ class Status(Enum):
 class Sequence:
     """Tokens, blocks and progress of one request.
 
-    In addition to its own methods, these write its fields (compared by test_sequence_writers.py):
+    Fields are written by methods of this class and by this code (see `test_sequence_writers.py`):
 
     - `Scheduler`: status, finish_reason, slot, token_ids, last_step, num_deaths, num_lost_tokens,
       num_preemptions, num_planned_tokens, num_computed_tokens
@@ -77,18 +77,18 @@ class Sequence:
     seed: int = field(init=False)
     reasoning: Reasoning = field(init=False)
     bad_words: list[list[int]] = field(init=False)
-    # the sequence ends with its prompt, without a token
+    # parameters of a pooling request, which ends after its prompt without a token
     pooling: Pooling | None = field(init=False)
     is_chat: bool = field(init=False)
-    end_token_ids: frozenset[int] = field(init=False)  # EOS, unless it is ignored
-    # `end_token_ids`, and tokens that end the answer, but not reasoning
+    end_token_ids: frozenset[int] = field(init=False)  # EOS tokens; empty with `ignore_eos`
+    # `end_token_ids`, and stop tokens that end the answer, but not reasoning
     stop_token_ids: frozenset[int] = field(init=False)
-    # of a chat whose reasoning has stop tokens to outlive; it knows `num_tracked_tokens`
+    # the tracker of reasoning in a chat with stop tokens; it was fed `num_tracked_tokens` tokens
     tracker: ReasoningTracker | None = field(init=False)
     num_tracked_tokens: int = field(init=False)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
-    # deaths of workers at which it was in flight, since its last token
+    # worker failures while this sequence was in flight, since its last token
     num_deaths: int = field(init=False)
     cache_salt: str = field(init=False)
     # logprobs of each output token, None for tokens of an earlier attempt; None: not requested
@@ -98,42 +98,42 @@ class Sequence:
     pooled: bytes | None = None  # result of `pooling`
     arrived_at: float = field(default_factory=monotonic)
     scheduled_at: float = 0.0
-    first_token_at: float = 0.0  # at the scheduler; 0: not yet
-    admission: int = -1  # number of its first admission to the running batch
-    # limit of tokens, prompt and output; set when the scheduler takes the sequence
+    first_token_at: float = 0.0  # arrival at the scheduler; 0 before it
+    admission: int = -1  # number of the first admission to the running batch
+    # maximum number of tokens, prompt and output; set by `Scheduler.add`
     max_length: int = 0
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     slot: int = -1
-    last_step: int = -1  # number of the last plan that includes it
-    # tokens known when it was last admitted: these are prefilled, the rest is decoded
+    last_step: int = -1  # number of the last plan that includes this sequence
+    # tokens known at the last admission: these are prefilled, later tokens are decoded
     num_prefill_tokens: int = 0
-    # positions whose KV is computed by the plans sent so far, or was found in the cache; some may
-    # be those of guesses
+    # positions whose KV is computed by the plans sent so far, drafts included, or was found in the
+    # prefix cache
     num_planned_tokens: int = 0
-    # positions of the prefill whose KV a result has confirmed since its admission
+    # positions of the prefill that results have confirmed since the last admission
     num_computed_tokens: int = 0
-    # positions that were planned before a preemption or a death, also of a scheduler: where their
-    # KV is not found, it is computed again
+    # positions that were planned before a preemption or a failure of workers or scheduler: KV that
+    # is not found in the cache is recomputed
     num_lost_tokens: int = 0
-    # number of its compiled grammar; 0: it has none, or is not planned yet
+    # number of the compiled grammar; 0 without a grammar, or before its compilation
     grammar: int = 0
-    ngram_lookup: NgramLookup | None = None  # made at its admission, if it speculates
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
+    ngram_lookup: NgramLookup | None = None  # made at admission, if the sequence may have drafts
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)
-    capacity: int = 0  # positions for which its blocks have room
-    # hashes of its last planned blocks, whose copies from the host are still to be planned
+    capacity: int = 0  # positions for which the blocks have room
+    # hashes of the last planned blocks whose copies from the host are not planned yet
     loads: deque[bytes] = field(default_factory=deque)
-    has_fetched: bool = False  # its files have been requested
-    # (hash, token ids) of its full blocks, as far as they have been needed
+    has_fetched: bool = False  # True if files of the folder tier were requested
+    # (hash, token ids) of the first full blocks, computed when needed
     full_blocks: list[tuple[bytes, bytes]] = field(default_factory=list)
-    detokenizer: bytes | None = None  # identity of its detokenizer
+    detokenizer: bytes | None = None  # identity of the detokenizer
     stream_id: int = -1
     num_published_blocks: int = 0
-    # number of its last published block's content; see `BlockPool.publish`
+    # number of the last published block's content; see `BlockPool.publish`
     published_content: int = 0
-    # place of its next token in `BlockRecords.tokens`; 0: its last block is not recorded
+    # index of the next token in `BlockRecords.tokens`; 0: the last block is not recorded
     record_place: int = 0
 
     def __post_init__(
@@ -146,12 +146,12 @@ class Sequence:
         self.client, self.priority = request.client, request.priority
         self.cache_salt = request.cache_salt
         self.sampling = sampling = request.sampling
-        own_seed = xxhash.xxh64_intdigest(request.request_id.encode()) >> 1  # after a restart, too
+        own_seed = xxhash.xxh64_intdigest(request.request_id.encode()) >> 1  # equal after a restart
         self.seed = own_seed if sampling.seed is None else sampling.seed
         self.reasoning, self.bad_words = request.reasoning, request.bad_words
         self.pooling = request.pooling
         self.num_deaths = request.num_deaths
-        # After the end of a grammar, only these tokens can be sampled.
+        # After the end of a grammar, only EOS tokens can be sampled.
         ignores_eos = sampling.ignore_eos and sampling.structured_outputs is None
         self.end_token_ids = frozenset() if ignores_eos else eos_token_ids
         self.stop_token_ids = self.end_token_ids | frozenset(sampling.stop_token_ids)
@@ -172,14 +172,14 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     def packed_token_ids(self) -> bytes:
-        """Return all token ids, packed; full blocks have been packed before."""
+        """Return all token ids, packed. Reuse the packed token ids of full blocks."""
         known = b"".join(token_ids for _, token_ids in self.full_blocks)
         return known + pack(self.token_ids[len(known) // TOKEN_BYTES :])
 
     def is_stopped(self) -> bool:
         """Return whether the last token ends the output.
 
-        Reasoning is ended by EOS only, and so is the white space after it.
+        Only EOS ends the output during reasoning, or in the white space after reasoning.
         """
         token_id = self.token_ids[-1]
         if token_id not in self.stop_token_ids or token_id in self.end_token_ids:
@@ -193,47 +193,48 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[bool, int, int]:
-        """Order of preemption, the highest first: by priority, then by admission.
+        """Order of preemption: the sequence with the highest rank is preempted first.
 
-        The priority of a sequence that was preempted often does not count.
+        The rank is the priority, then the admission. After MAX_PREEMPTIONS the priority of a
+        sequence does not count, and sequences with fewer than MAX_PREEMPTIONS are preempted first.
         """
         is_young = self.num_preemptions < MAX_PREEMPTIONS
         return is_young, self.priority if is_young else 0, self.admission
 
     @property
     def is_suspect(self) -> bool:
-        """True if it must run alone: it would be given up at the next death."""
+        """True if the sequence must run alone: at the next worker failure it would be poison."""
         return self.num_deaths >= MAX_WORKER_DEATHS - 1
 
     @property
     def may_run(self) -> bool:
-        """True unless the workers do not have its grammar yet."""
+        """True unless the sequence's grammar is not compiled yet."""
         return self.grammar > 0 or self.sampling.structured_outputs is None
 
     @property
     def has_place(self) -> bool:
-        """True if its blocks have room for every known token."""
+        """True if the blocks have room for every known token."""
         return len(self.token_ids) <= self.capacity
 
     @property
     def is_paused(self) -> bool:
-        """True if a plan computes nothing of it unless a draft names it."""
+        """True if only a draft can name the sequence's next input token in a plan."""
         return self.ngram_lookup is not None and self.ngram_lookup.is_paused
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """True if they are requested, and some are missing."""
+        """True if prompt logprobs are requested and not complete."""
         known = self.prompt_logprobs
         return known is not None and len(known) < self.num_prompt_tokens - 1
 
     @property
     def has_begun(self) -> bool:
-        """True if output may be passed on: not before all logprobs of the prompt are known."""
+        """True if the stream may be opened: the prompt logprobs, if requested, are complete."""
         is_text = self.pooling is None and not self.needs_prompt_logprobs
         return self.num_prefill_tokens > 0 and is_text
 
     def limit_length(self, max_length: int) -> None:
-        """Set the length at which the sequence ends. Raises CannotFitError."""
+        """Set `max_length`. Raises CannotFitError."""
         room = 1 if self.pooling is None else 0
         most = max_length - room
         if self.num_prompt_tokens > most:
@@ -245,15 +246,15 @@ class Sequence:
         self.max_length = min(self.num_prompt_tokens + max_tokens, most + 1)
 
     def check(self, vocab_size: int) -> None:
-        """Check the parameters that depend on the model. Raises CannotFitError.
+        """Check token ids against the vocabulary, and the number of prompt logprobs.
 
-        The model must know each token id, and logprobs must not be too many.
+        Raises CannotFitError.
         """
         most = f"expected up to {vocab_size - 1}"
         if not self.num_prompt_tokens:
             raise CannotFitError("prompt: got no token, expected one or more")
         for extreme in (min(self.token_ids), max(self.token_ids)):
-            if not 0 <= extreme < vocab_size:  # every worker, and its successor, would exit
+            if not 0 <= extreme < vocab_size:  # else every worker and its successor would exit
                 raise CannotFitError(f"prompt: got token id {extreme}, {most}")
         named = {
             "logit_bias": self.sampling.logit_bias,
@@ -271,17 +272,17 @@ class Sequence:
             )
 
     def admit(self, slot: int) -> None:
-        """Give the sequence, which has its blocks, a slot: it is part of the next plan."""
+        """Admit the sequence, which already has blocks, to the running batch at this slot."""
         self.status = Status.RUNNING
         self.slot = slot
         self.scheduled_at = self.scheduled_at or monotonic()
         if self.needs_prompt_logprobs:
-            self.prompt_logprobs = []  # all are computed again
+            self.prompt_logprobs = []  # all prompt logprobs are computed again
         if not self.num_preemptions:
             self.num_cached_tokens = min(self.num_planned_tokens, self.num_prompt_tokens)
 
     def phase_seconds(self) -> tuple[float, float]:
-        """Return seconds in the queue and of the prefill; 0 before the first result."""
+        """Return (seconds in the queue, seconds of the prefill); 0 before the first result."""
         has_text = len(self.token_ids) > self.num_prompt_tokens
         if not self.scheduled_at or not (has_text or self.pooled):
             return 0.0, 0.0
@@ -289,7 +290,7 @@ class Sequence:
         return self.scheduled_at - self.arrived_at, self.first_token_at - self.scheduled_at
 
     def add_logprobs(self, packed: PackedLogprobs) -> None:
-        """Append logprobs of its next token, unless it has ended."""
+        """Append logprobs of the next token, unless the sequence has ended."""
         if self.logprobs is not None and self.finish_reason is None:
             self.logprobs.append(packed)
 
@@ -304,20 +305,20 @@ class Sequence:
         return self.finish_reason is None
 
     def is_requested_by(self, request: TokenizedRequest) -> bool:
-        """Return whether `request` is for this output, of which it knows no more."""
+        """Return whether `request` is equal, with an output that is a prefix of this output."""
         prompt, output = unpack(request.prompt_token_ids), unpack(request.output_token_ids)
         return (
             (request.sampling, request.pooling) == (self.sampling, self.pooling)
             and len(prompt) == self.num_prompt_tokens
             and [*prompt, *output] == self.token_ids[: len(prompt) + len(output)]
-            and None not in (self.logprobs or [])[len(output) :]  # else nobody has these logprobs
+            and None not in (self.logprobs or [])[len(output) :]  # else these logprobs are lost
         )
 
 
 def count_death(in_flight: Collection[Sequence]) -> list[Sequence]:
-    """Count a death of the workers. Return the sequence that is given up, if any.
+    """Count a worker failure. Return the poison request, if any.
 
-    It is a suspect that was alone in flight, even if it was aborted meanwhile.
+    A poison request is a suspect that was alone in flight, even if it was aborted meanwhile.
     """
     guilty = [sequence for sequence in in_flight if sequence.is_suspect and len(in_flight) == 1]
     for sequence in in_flight:

@@ -1,4 +1,4 @@
-"""The streams of sequences: the detokenizer of each, its next message, and its successor."""
+"""The streams of tokens to detokenizers, and their failover to other detokenizers."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,11 +10,11 @@ from penstock.services.scheduler.in_flight_plan import PlanOutput
 from penstock.services.scheduler.poison import DetokenizerTrials
 from penstock.services.scheduler.sequence import Sequence
 
-MAX_CHARACTER_TOKENS = 4  # a character has at most 4 bytes, and a token at least one
+MAX_CHARACTER_TOKENS = 4  # a character has at most 4 bytes, a token at least 1
 
 
 class Outbox:
-    """The next message for one detokenizer, while it is built."""
+    """The builder of the next message for one detokenizer."""
 
     def __init__(self) -> None:
         self._num_taken = 0
@@ -29,12 +29,12 @@ class Outbox:
         self.logprobs: list[tuple[int, PackedLogprobs]] = []
 
     def close(self, stream_id: int) -> None:
-        """Close a stream; one that this message would open is left out."""
+        """Close a stream. A stream that this message would open is not opened."""
         if self.opened.pop(stream_id, None) is None:
             self.closed.append(stream_id)
 
     def take_alone(self, epoch: int, sequences: list[Sequence]) -> StepTokens:
-        """Return a message that opens only these streams and must be confirmed."""
+        """Return a message that opens only these streams and requests a confirmation."""
         self._num_taken += 1
         return StepTokens(
             epoch,
@@ -44,7 +44,7 @@ class Outbox:
         )
 
     def take(self, epoch: int, confirm: bool = False) -> StepTokens | None:
-        """Return the message made since the last call; None if it is empty."""
+        """Return the message with everything since the last call; None if it would be empty."""
         has_content = self.opened or self.stream_ids or self.finished or self.closed
         if not (has_content or confirm):
             return None
@@ -65,23 +65,24 @@ class Outbox:
 
 
 class Streams:
-    """The detokenizer of every sequence: the least loaded one. A stream is opened with a token.
+    """The streams of all sequences, each assigned to the least loaded detokenizer.
 
-    A sequence can move at any time: its text follows from its tokens, and the gateway drops what it
-    has already. `poison` has the rules of trials.
+    A stream is opened with the first token. A sequence can move to another detokenizer at any time:
+    its text depends only on its tokens, and the gateway drops repeated output. The module `poison`
+    has the rules of trials.
     """
 
     def __init__(self, epoch: int) -> None:
-        # of a silent detokenizer: whether its streams were a trial's, and these streams
+        # remembered of a silent detokenizer: whether it had a trial, and its streams
         self.detokenizers: Peers[Sequence, tuple[bool, dict[int, Sequence]]] = Peers()
         self._outboxes: dict[bytes, Outbox] = {}
         self._epoch = epoch
         self._num_streams = 0
         self._unassigned: dict[int, Sequence] = {}
-        # streams that no detokenizer knows: their prompt is not computed yet
+        # streams that are not opened at a detokenizer: they have no token yet
         self._unopened: set[int] = set()
         self._trials = DetokenizerTrials()
-        # the next message of a trial, and its detokenizer
+        # (detokenizer, next message) of a trial
         self._trial: tuple[bytes, StepTokens] | None = None
 
     def open(self, sequence: Sequence) -> None:
@@ -125,7 +126,7 @@ class Streams:
         outbox.opened[sequence.stream_id] = _opened(sequence)
 
     def put(self, output: PlanOutput) -> None:
-        """Add the tokens of a step to the next messages."""
+        """Add the tokens of a step to the next messages for detokenizers."""
         outboxes = self._outboxes
         for sequence, token_id in zip(output.sequences, output.token_ids, strict=True):
             outbox = outboxes.get(sequence.detokenizer)  # type: ignore[arg-type]
@@ -140,18 +141,18 @@ class Streams:
                 outbox.token_ids.append(token_id)
         for sequence in output.finished:
             outbox = outboxes.get(sequence.detokenizer or b"")
-            if outbox and sequence.stream_id in self._unopened:  # without a token
+            if outbox and sequence.stream_id in self._unopened:  # finished without a token
                 self._open(sequence, outbox)
             elif outbox and sequence.finish_reason:
                 outbox.finished.append((sequence.stream_id, sequence.finish_reason))
 
     def take_messages(self) -> Iterator[tuple[bytes, StepTokens]]:
-        """Yield the next message of each detokenizer that has one."""
+        """Yield (detokenizer, next message) for each detokenizer with new content."""
         if self._trials.waiting and not self._trials.at:
             self._begin_trial()
         if self._trial:
             yield self._trial
-            self._trial = None  # if it was lost, the detokenizer died of another cause
+            self._trial = None  # still set if the send fails: then the trial is not the cause
         for identity, outbox in list(self._outboxes.items()):
             if identity != self._trials.at and (message := outbox.take(self._epoch)):
                 yield identity, message
@@ -159,7 +160,7 @@ class Streams:
     # ---- detokenizers come and go --------------------------------------------------------------
 
     def alive(self, identity: bytes, name: str) -> bool:
-        """Note a heartbeat. Return whether it is the first one, which registers the detokenizer."""
+        """Record a heartbeat. Return whether it is the first, which registers a detokenizer."""
         if not self.detokenizers.alive(identity, name):
             return False
         self._outboxes[identity] = Outbox()
@@ -169,7 +170,7 @@ class Streams:
         return True
 
     def _rebalance(self) -> None:
-        """Move sequences from detokenizers that have more than their share."""
+        """Move sequences away from detokenizers that have more than their share."""
         num_sequences = sum(len(peer.work) for peer in self.detokenizers)
         share = -(-num_sequences // len(self.detokenizers))
         for peer in self.detokenizers:
@@ -181,11 +182,11 @@ class Streams:
             self._assign(surplus)
 
     def predecessors(self, identity: bytes) -> list[bytes]:
-        """Return earlier incarnations of a detokenizer that registered: they have died."""
+        """Return earlier incarnations of a new detokenizer, which must have died."""
         return self.detokenizers.predecessors(identity)
 
     def lose_silent(self) -> list[bytes]:
-        """Move the sequences of detokenizers that missed heartbeats; called at each heartbeat."""
+        """Move the sequences of silent detokenizers, at each heartbeat. Return the detokenizers."""
         trials, silent = self._trials, self.detokenizers.silent()
         for identity in silent:
             is_trial = identity == trials.at and bool(trials.batch) and not self._trial
@@ -203,10 +204,10 @@ class Streams:
     def lost(
         self, identity: bytes, has_died: bool = False
     ) -> tuple[list[Sequence], list[Sequence]]:
-        """Move the sequences of a detokenizer to others, with all their tokens.
+        """Move the sequences of a lost detokenizer to others, with all their tokens.
 
-        If it `has_died`, suspects are tried first. Return the suspects, and those of them that are
-        given up, which have no detokenizer.
+        If the detokenizer `has_died`, suspects are tried first. Return (suspects, poison requests);
+        the latter are among the suspects and get no detokenizer.
         """
         if identity in self.detokenizers.remembered:
             return self._blame(identity)
@@ -221,7 +222,7 @@ class Streams:
         if is_tried and has_died and trials.batch and not self._trial:
             suspects, given_up = trials.batch, trials.failed()
         else:
-            if is_tried:  # it has not received the trial
+            if is_tried:  # the detokenizer has not received the trial
                 trials.add(trials.batch)
                 trials.at, trials.batch = b"", []
             trials.add(suspects)
@@ -234,7 +235,7 @@ class Streams:
         return suspects, given_up
 
     def _blame(self, identity: bytes) -> tuple[list[Sequence], list[Sequence]]:
-        """Try the streams with which a detokenizer fell silent that died. Return as `lost`."""
+        """Queue a dead, formerly silent detokenizer's streams for trials. Return as `lost` does."""
         is_trial, opened = self.detokenizers.remembered.pop(identity)
         suspects = [
             sequence for stream_id, sequence in opened.items() if self._is_open(sequence, stream_id)
@@ -245,7 +246,7 @@ class Streams:
             if sequence not in self._trials.suspects:
                 self.close(sequence)
                 sequence.detokenizer = None
-                self._number(sequence)  # its detokenizer may get the trial before the closing
+                self._number(sequence)  # the close of the old stream may arrive after the trial
                 self._trials.add([sequence])
         return suspects, []
 
@@ -258,7 +259,7 @@ class Streams:
     # ---- trials --------------------------------------------------------------------------------
 
     def _begin_trial(self) -> None:
-        """Have one detokenizer confirm all earlier messages, so that the next one is alone."""
+        """Ask a detokenizer to confirm all earlier messages, so that the trial runs alone."""
         if peer := self.detokenizers.least_loaded():
             self._trials.at = peer.identity
             message = self._outboxes[peer.identity].take(self._epoch, confirm=True)
@@ -266,7 +267,7 @@ class Streams:
             self._trial = peer.identity, message
 
     def confirmed(self, identity: bytes) -> None:
-        """Note a confirmation of a detokenizer: a trial begins, or has passed."""
+        """Handle a confirmation: a trial can begin, or has passed."""
         trials, outbox = self._trials, self._outboxes.get(identity)
         if identity != trials.at or outbox is None:
             return
@@ -296,7 +297,7 @@ def _opened(sequence: Sequence) -> StreamOpened:
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         skip_special_tokens=sampling.skip_special_tokens,
         min_tokens=sampling.min_tokens,
-        logprobs=None if sequence.logprobs is None else list(sequence.logprobs),  # a copy: it grows
+        logprobs=None if sequence.logprobs is None else list(sequence.logprobs),  # a copy
         prompt_logprobs=None if sequence.needs_prompt_logprobs else sequence.prompt_logprobs,
         prompt_tokens=end,
         cached_tokens=sequence.num_cached_tokens,

@@ -1,4 +1,4 @@
-"""The order in which waiting sequences are admitted to the running batch. No I/O, no clock."""
+"""The order in which waiting sequences join the running batch. No I/O, no clock."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -7,28 +7,29 @@ from itertools import count, islice
 from penstock.protocol.fair_queue import FairQueue
 from penstock.services.scheduler.sequence import Sequence
 
-MAX_RETRIED = 4  # held sequences that are tried again in one step, the oldest first
-# new sequences that may fail to get blocks in one step; the others wait for the next one
+MAX_RETRIED = 4  # held sequences that a step retries, the oldest first
+# new sequences that may fail to get blocks in a step, before the step tries no more
 MAX_TRIES = 4
 
 
 class WaitingQueue:
-    """Sequences without a place in the running batch, in four parts.
+    """The waiting sequences, in four queues.
 
-    1. Suspects go first: each runs alone, so that the others can continue together.
-    2. Preempted sequences; only suspects pass them.
-    3. Held sequences: the first of a client that did not get its blocks; one a client. Others may
-       pass a held sequence, until as many tokens have passed as it has itself: from then on freed
-       blocks are reserved for it. So no sequence starves.
-    4. New sequences: round-robin over clients, by (priority, arrival) in one client.
+    1. Suspects, which go first. Each suspect runs alone, so that the others can continue together.
+    2. Preempted sequences. Only suspects can pass them.
+    3. Held sequences, at most one per client: the client's first sequence without enough blocks.
+       Other sequences may pass a held sequence until their tokens add up to the held sequence's
+       own length. Then freed blocks are reserved for the held sequence, so no sequence starves.
+    4. New sequences: round-robin over clients, by (priority, arrival) within a client.
 
-    The candidates of a step do not depend on the length of the queue.
+    The number of candidates in a step does not depend on the length of the queue.
     """
 
     def __init__(self) -> None:
         self._suspects: OrderedDict[Sequence, None] = OrderedDict()
         self._preempted: OrderedDict[Sequence, None] = OrderedDict()
-        self._held: OrderedDict[Sequence, int] = OrderedDict()  # → tokens that have passed it
+        # held sequence → number of tokens of the sequences that have passed it
+        self._held: OrderedDict[Sequence, int] = OrderedDict()
         self._holding: set[str] = set()  # clients of held sequences
         self._new: FairQueue[Sequence] = FairQueue()
         self._admissions = count()
@@ -37,14 +38,14 @@ class WaitingQueue:
         return len(self._suspects) + len(self._preempted) + len(self._held) + len(self._new)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Yield sequences that others can't pass first; new sequences by arrival."""
+        """Yield all sequences in the order of the queues; new sequences by arrival."""
         yield from self._suspects
         yield from self._preempted
         yield from self._held
         yield from self._new
 
     def add(self, sequence: Sequence) -> None:
-        """Append a new sequence, which may be a suspect of another replica."""
+        """Append a sequence to its queue. A new sequence may be a suspect of another replica."""
         if sequence.is_suspect:
             self._suspects[sequence] = None
         elif sequence.admission >= 0:
@@ -53,14 +54,14 @@ class WaitingQueue:
             self._new.add(sequence, sequence.client, sequence.priority)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Put a preempted sequence before all others, or a suspect before all suspects."""
+        """Put a preempted sequence at the head of its queue, a suspect ahead of all suspects."""
         queue = self._suspects if sequence.is_suspect else self._preempted
         queue[sequence] = None
         queue.move_to_end(sequence, last=False)
 
     @property
     def suspect(self) -> Sequence | None:
-        """The suspect that is tried next, if any."""
+        """The suspect of the next trial, if any."""
         return next(iter(self._suspects), None)
 
     def remove(self, sequence: Sequence) -> None:
@@ -72,7 +73,7 @@ class WaitingQueue:
     def candidates(self) -> Iterator[Sequence]:
         """Yield sequences in the order in which a step may admit them.
 
-        For each one the caller calls `admit` or `hold` before the next one, or stops.
+        The caller must `admit` or `hold` each sequence before it takes the next, or stop.
         """
         for queue in (self._suspects, self._preempted):
             while queue:
@@ -94,7 +95,7 @@ class WaitingQueue:
             num_failed += new in self._new or new in self._held
 
     def admit(self, sequence: Sequence) -> None:
-        """Remove a candidate that has its blocks; its client has had its turn."""
+        """Remove an admitted candidate. End the turn of its client."""
         for held in islice(self._held, MAX_RETRIED):
             if held is sequence:
                 break
@@ -105,14 +106,14 @@ class WaitingQueue:
             sequence.admission = next(self._admissions)
 
     def hold(self, sequence: Sequence) -> None:
-        """Hold a candidate that did not get its blocks, unless its client has a held one."""
+        """Hold a candidate without enough blocks, unless its client has a held sequence."""
         if sequence in self._new and sequence.client not in self._holding:
             self._new.remove(sequence)
             self._held[sequence] = 0
             self._holding.add(sequence.client)
 
     def _may_pass(self, before: Sequence | None = None) -> bool:
-        """Return whether all held sequences that are retried, up to `before`, may be passed."""
+        """Return whether all retried held sequences ahead of `before` may be passed."""
         for sequence, num_passed in islice(self._held.items(), MAX_RETRIED):
             if sequence is before:
                 break

@@ -1,4 +1,4 @@
-"""The tensor-parallel group: the worker of each rank, and the state of the group."""
+"""The tensor-parallel worker group: its members by rank, spare workers and failover."""
 
 from itertools import count
 
@@ -12,22 +12,22 @@ from penstock.protocol.messages.worker import (
 )
 from penstock.protocol.transport.peers import Peers
 
-# identity of the worker, and the message
+# (identity of the worker, message)
 WorkerMessage = tuple[bytes, WorkerAssignment | WorkerExit | CompileGrammars]
 
-LISTENING = 2  # heartbeats for which a restarted scheduler waits for workers of its predecessor
-# heartbeats for which it waits for the other ranks of a worker: they may wait for that worker in a
-# collective, for a plan that only some ranks have got
+LISTENING = 2  # heartbeats that a restarted scheduler waits for an existing worker group
+# Heartbeats that a restarted scheduler waits for missing ranks of an existing group. Missing ranks
+# may hang in a collective, if only some ranks have received the last plan.
 MAX_UNHEARD = 4
 
 
 class WorkerGroup:
-    """The ranks of workers. No sockets: every method returns the messages to send.
+    """The worker group and its spare workers. No sockets: methods return the messages to send.
 
-    A group is complete when every rank is taken, and ready when every rank has loaded its model.
-    A group that loses a member is dissolved: a collective can't continue without it. Workers that
-    are in a group already, after a restart of the scheduler, keep their places. Workers beyond
-    `tp_size` wait, to replace those that die.
+    A group is complete when every rank has a worker, and ready when every rank has loaded its
+    model. A group that loses a member is dissolved, because collectives need all ranks. After a
+    restart of the scheduler, an existing group keeps its ranks. Workers beyond `tp_size` are
+    spares, for failover.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class WorkerGroup:
         node: str = "",
         first_epoch: int = 1,
     ) -> None:
-        """Expect `tp_size` workers and the spare ones.
+        """Expect `tp_size` workers and `num_spares` spare workers.
 
-        node: the scheduler's own, as `WorkerState.node`. first_epoch: positive, above all epochs of
-        earlier schedulers.
+        node: the scheduler's own node, as in `WorkerState.node`. first_epoch: a positive number
+        above all epochs of earlier schedulers.
         """
         self._epochs = count(first_epoch)
         self.tp_size = tp_size
@@ -50,19 +50,19 @@ class WorkerGroup:
         self._num_expected = tp_size + num_spares
         self._num_heartbeats = self._num_unheard = 0
         self._had_group = self._is_adopted = False
-        self.epoch = 0  # of this group's plans; 0 while there is no group
-        self.ready = False  # plans may be sent
+        self.epoch = 0  # epoch of this group's plans; 0 while there is no group
+        self.ready = False  # True if plans may be sent
         self.members: list[bytes] = []  # identities by rank; empty while there is no group
-        # identities by rank of a standby group; empty while there is none
+        # identities of the standby group by rank; empty while there is no standby group
         self.standby: list[bytes] = []
-        self._states: dict[bytes, WorkerState] = {}  # the newest state of each worker, by identity
+        self._states: dict[bytes, WorkerState] = {}  # newest state of each worker
         self._peers: Peers[None, None] = Peers()
-        self._assignments: list[WorkerMessage] = []  # the latest ones to the members
+        self._assignments: list[WorkerMessage] = []  # latest assignments of the members
         self._standby_assignments: list[WorkerMessage] = []
-        self._num_blocks_before = 0  # of the last group that was ready
-        # of the last group: they may hold its memory still
+        self._num_blocks_before = 0  # number of blocks of the last ready group
+        # members of the last group, which may still hold its memory
         self.members_before: list[WorkerState] = []
-        self._memory_id_before = 0  # `memory_id` of the last group that was ready
+        self._memory_id_before = 0  # `memory_id` of the last ready group
 
     def __str__(self) -> str:
         memory = ", with the KV of the last ones" if self.has_memory else ""
@@ -70,7 +70,7 @@ class WorkerGroup:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that every rank has."""
+        """Number of KV blocks on every rank."""
         return min(self._states[member].num_blocks for member in self.members)
 
     @property
@@ -80,18 +80,18 @@ class WorkerGroup:
 
     @property
     def has_memory(self) -> bool:
-        """True if every rank has the KV memory of the last group that was ready."""
+        """True if every rank has the KV memory of the last ready group."""
         return self.memory_id != 0 and self.memory_id == self._memory_id_before
 
     @property
     def memory_id(self) -> int:
-        """The id of the KV memory of all ranks; 0 if that of one ends with the worker."""
+        """The id of the KV memory of all ranks; 0 if any rank's memory ends with its worker."""
         ids = [self._states[member].memory_id for member in self.members]
         return 0 if 0 in ids else xxh3_64_intdigest(repr(ids).encode()) >> 1
 
     @property
     def host_tier(self) -> tuple[int, int]:
-        """Slots that every rank has, 0 until all have them; and the id of their memory."""
+        """(Host slots of every rank, id of their memory); 0 slots until all ranks have slots."""
         states = [self._states[member] for member in self.members]
         ids = [state.host_memory_id for state in states]
         return min(state.host_slots for state in states), xxh3_64_intdigest(repr(ids).encode()) >> 1
@@ -106,7 +106,7 @@ class WorkerGroup:
 
     @property
     def idle_us(self) -> tuple[float, float]:
-        """Idle times of rank 0's GPU between steps; 0 while there is no group."""
+        """Idle times of rank 0's GPU between steps, in microseconds; 0 while there is no group."""
         return self._states[self.members[0]].idle_us if self.members else (0.0, 0.0)
 
     @property
@@ -114,10 +114,10 @@ class WorkerGroup:
         return [self._states[member].name for member in self.members]
 
     def on_state(self, identity: bytes, state: WorkerState) -> list[WorkerMessage]:
-        """Note the state of a worker.
+        """Record the state of a worker. Assign ranks if a group is complete.
 
-        Of two workers of one name, the one that started earlier was given up: it was killed
-        unnoticed, or its machine was unreachable.
+        If two workers have the same name, the earlier worker is lost: it was killed unnoticed, or
+        its machine was unreachable.
         """
         messages: list[WorkerMessage] = []
         for other, known in list(self._states.items()):
@@ -126,7 +126,7 @@ class WorkerGroup:
             if state.incarnation < known.incarnation:
                 return self._dismiss([identity], f"another {state.name} was started later")
             messages += self.lost(other)
-        if identity in self.standby:  # it may not know that yet
+        if identity in self.standby:  # the worker may not know its assignment yet
             old = self._states[identity]
             state.group, state.rank, state.standby = old.group, old.rank, True
         self._states[identity] = state
@@ -136,7 +136,7 @@ class WorkerGroup:
         return messages + self._check_ready() + self._seat_standby()
 
     def lost(self, identity: bytes) -> list[WorkerMessage]:
-        """Dissolve the group of a lost worker; spare workers make the next one."""
+        """Remove a lost worker. Dissolve its group; spare workers form the next group."""
         if identity in self.members:
             name = self._states[identity].name
             return self._dissolve(f"{name} exited or is unreachable", identity)
@@ -148,11 +148,12 @@ class WorkerGroup:
         return self._dismiss(rest, "a rank of its standby group was lost") + self._seat_standby()
 
     def heartbeat(self) -> list[WorkerMessage]:
-        """Return the members' places again, once an interval.
+        """Return the members' assignments again, at each heartbeat.
 
-        They change nothing and show which worker can't be reached; a worker at a long step can.
-        Other workers that miss MAX_MISSED_HEARTBEATS intervals are forgotten. Ranks of an earlier
-        scheduler's group whose others are not heard are dismissed after MAX_UNHEARD intervals.
+        Repeated assignments change nothing, but the send fails for an unreachable worker. A worker
+        in a long step stays reachable. Workers outside of a group are forgotten after
+        MAX_MISSED_HEARTBEATS intervals. Ranks of an earlier scheduler's group are dismissed after
+        MAX_UNHEARD intervals without the missing ranks.
         """
         self._num_heartbeats += 1
         for identity in set(self._peers.silent()).difference(self.members, self.standby):
@@ -166,10 +167,10 @@ class WorkerGroup:
         return self._assignments + self._standby_assignments
 
     def _check_ready(self) -> list[WorkerMessage]:
-        """Check whether all ranks have loaded, and those of an adopted group have run equal plans.
+        """Set `ready` if all ranks are loaded. Dissolve an adopted group with unequal plans.
 
-        A scheduler may die when some ranks have a plan that others never get. These ranks wait in
-        a collective, which the first one of the next epoch would be taken for.
+        An earlier scheduler may have died when only some ranks had received a plan. These ranks
+        wait in a collective, and would mix it up with the first collective of the next epoch.
         """
         states = [self._states[member] for member in self.members]
         has_begun = not self._is_adopted or all(state.epoch == self.epoch for state in states)
@@ -179,7 +180,7 @@ class WorkerGroup:
         return []
 
     def _dissolve(self, reason: str, lost: bytes = b"") -> list[WorkerMessage]:
-        """End the group, of which one member may be lost; spare workers make the next one."""
+        """Dissolve the group, of which a member may be `lost`. Spares form the next group."""
         if self.ready:
             self._num_blocks_before, self._memory_id_before = self.num_blocks, self.memory_id
         self.members_before = [self._states[member] for member in self.members]
@@ -199,7 +200,7 @@ class WorkerGroup:
         return [(identity, WorkerExit(reason)) for identity in identities]
 
     def _seat(self) -> list[WorkerMessage]:
-        """Take a whole group that exists, or make one of workers without a group."""
+        """Adopt an existing complete group, or form a group of workers without a group."""
         fresh = [identity for identity, state in self._states.items() if not state.group]
         # A spare worker may register before a group that outlived the scheduler.
         all_heard = (
@@ -207,7 +208,7 @@ class WorkerGroup:
             or self._num_heartbeats > LISTENING
             or self._had_group
         )
-        # a standby group may be heard before the one whose memory it shares
+        # a standby group may be heard before the group whose memory it shares
         groups = {state.group: state.standby for state in self._states.values() if state.group}
         for group in sorted(groups, key=lambda group: groups[group]):
             ranks = {
@@ -217,16 +218,16 @@ class WorkerGroup:
             }
             if set(ranks) == set(range(self.tp_size)) and (all_heard or not groups[group]):
                 return self._assign([ranks[rank] for rank in range(self.tp_size)], group)
-            if fresh and all_heard:  # a member was restarted: the group will never be whole again
+            if fresh and all_heard:  # a member was restarted, so the group stays incomplete
                 return self._dismiss(list(ranks.values()), f"group {group} is not whole")
         if len(fresh) < self.tp_size or not all_heard:
             return []
         return self._assign(self._neighbours(fresh), "")
 
     def _neighbours(self, fresh: list[bytes]) -> list[bytes]:
-        """Choose `tp_size` workers in rank order, preferring one node.
+        """Choose `tp_size` workers, in rank order, preferably on one node.
 
-        A node with enough of them comes first, then the scheduler's own, then the one with most.
+        Prefer nodes with enough workers, then the scheduler's node, then nodes with more workers.
         """
         on_node: dict[str, list[bytes]] = {}
         for identity in fresh:
@@ -242,13 +243,13 @@ class WorkerGroup:
         return [identity for node in nodes for identity in on_node[node]][: self.tp_size]
 
     def _seat_standby(self) -> list[WorkerMessage]:
-        """Let spare workers prepare to continue with the memory of a group that is ready."""
+        """Let spare workers prepare to take over the memory of the ready group."""
         if self.standby or not self.ready or not self.memory_id:
             return []
         rest = [identity for identity in self._states if identity not in self.members]
         groups = {self._states[identity].group for identity in rest} - {""}
         fresh = [identity for identity in rest if not self._states[identity].group]
-        if groups:  # of an earlier scheduler; all ranks will be heard
+        if groups:  # a standby group of an earlier scheduler; all its ranks will register
             fresh = [identity for identity in rest if self._states[identity].group]
             fresh.sort(key=lambda identity: self._states[identity].rank)
         if len(fresh) < self.tp_size:

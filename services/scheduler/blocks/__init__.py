@@ -1,1 +1,1 @@
-"""KV blocks: tables, the pool with its prefix cache, host and folder tiers, and records."""
+"""KV blocks: block tables, the pool with its prefix cache, host and folder tiers, and records."""

@@ -1,7 +1,8 @@
-"""The state of sequences in the workers' memory: keys and values, in blocks and their tiers.
+"""The KV cache of sequences, in blocks of the workers' memory and in its tiers.
 
-Planning and recovery know `BlockManager` alone: it allocates, publishes, rolls back, copies to the
-host and back, and says after which token a sequence continues when its workers have died.
+`BlockManager` is the interface for planning and recovery. The manager allocates, publishes and
+rolls back blocks, and plans copies to the host and back. After a worker failure, the manager gives
+the position after which a sequence continues.
 """
 
 import logging
@@ -19,9 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class BlockManager:
-    """Gives sequences their blocks, finds prefixes in the cache and publishes full blocks.
+    """The allocator of blocks for sequences, with the prefix cache.
 
-    `watermark` is the number of blocks that admission leaves free for the sequences that run.
+    `watermark` is the number of blocks that admission leaves free for running sequences.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class BlockManager:
     def from_config(
         cls, config: Config, num_blocks: int, block_size: int, records: BlockRecords | None = None
     ) -> "BlockManager":
-        """Return the manager of `num_blocks` blocks; records: as in `BlockPool`."""
+        """Return the manager of `num_blocks` blocks, with `records` as in `BlockPool`."""
         pool = BlockPool(num_blocks, records=records)
         watermark = int(num_blocks * config.watermark)
         return cls(pool, block_size, watermark, config.enable_prefix_caching)
@@ -50,26 +51,26 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks without references; some may hold a cached prefix."""
+        """Number of blocks without references; some of them may hold a cached prefix."""
         return self.pool.num_free_blocks
 
     @property
     def max_tokens(self) -> int:
-        """Tokens for which a sequence alone has room."""
+        """Maximum length of a sequence that has the whole pool."""
         return self.pool.num_blocks * self.block_size
 
     # ---- allocate ------------------------------------------------------------------------------
 
     def has_room(self, keep_watermark: bool) -> bool:
-        """Return whether `allocate` may succeed: every sequence needs a block of its own."""
+        """Return whether `allocate` may succeed. It needs at least one unshared block."""
         return self.pool.num_free_blocks > (self.watermark if keep_watermark else 0)
 
     def allocate(self, sequence: Sequence, keep_watermark: bool) -> bool:
-        """Allocate blocks for every known token, cached ones first. Return False if that fails."""
+        """Allocate blocks for all tokens. Return False if blocks are missing or still loading."""
         num_tokens = len(sequence.token_ids)
         num_matchable = (num_tokens - 1) // self.block_size  # one token is always computed
         if sequence.needs_prompt_logprobs:
-            num_matchable = 0  # these are computed with the prompt
+            num_matchable = 0  # prompt logprobs are computed with the prompt
         full_blocks = self._full_blocks(sequence, num_matchable)
         matched = self.pool.match(full_blocks)
         offload, rest = self.pool.offload, full_blocks[len(matched) :]
@@ -101,9 +102,10 @@ class BlockManager:
         return True
 
     def _match_recovered(self, sequence: Sequence, matched: list[int]) -> tuple[int, int]:
-        """Return as `RecoveredBlocks.find`, for the block after those that matched.
+        """Find a recovered block for the tokens after the matched blocks.
 
-        Full blocks are taken, which others lose, for a sequence that had output.
+        Return the block and its number of equal tokens, as `RecoveredBlocks.find` does. A sequence
+        that had output may take a full block, which other sequences then can't match.
         """
         recovered = self.pool.recovered
         if not recovered or not self._caching or sequence.needs_prompt_logprobs:
@@ -116,7 +118,7 @@ class BlockManager:
         return recovered.find(self.pool.last_number(matched), keys, sequence.token_ids[begin:end])
 
     def append(self, sequence: Sequence) -> int:
-        """Append a block to the table. Raises KeyError if none is free."""
+        """Append a block to the block table. Raises KeyError if no block is free."""
         block = self.pool.take()
         sequence.block_table.append(block)
         sequence.capacity += self.block_size
@@ -125,8 +127,8 @@ class BlockManager:
     def free(self, sequence: Sequence) -> None:
         """Release all blocks.
 
-        Plans run in order on one stream, so the next plan may allocate them, whatever plans in
-        flight still write to them.
+        Plans run in order on one stream. So the next plan may reuse blocks to which plans in flight
+        still write.
         """
         self.pool.release(sequence.block_table)
         sequence.block_table, sequence.capacity = [], 0
@@ -137,9 +139,9 @@ class BlockManager:
     # ---- publish -------------------------------------------------------------------------------
 
     def confirm(self, sequence: Sequence) -> None:
-        """Publish or record the newest token that is computed: workers have sampled the next one.
+        """Publish or record the newest computed token, after workers have sampled the next token.
 
-        Called once a token.
+        Called once per token.
         """
         num_computed = len(sequence.token_ids)
         if num_computed // self.block_size > sequence.num_published_blocks:
@@ -152,9 +154,9 @@ class BlockManager:
                 self._record_tail(sequence, num_computed)
 
     def _record_tail(self, sequence: Sequence, num_computed: int) -> None:
-        """Record the confirmed tokens of the block that is being filled, if there is one.
+        """Record the confirmed tokens of a partly filled last block, if any.
 
-        From now on, `record_place` is the place of the next token.
+        Then `record_place` is the place of the next token in the records.
         """
         index, num_tokens = divmod(num_computed, self.block_size)
         table = sequence.block_table
@@ -166,17 +168,17 @@ class BlockManager:
             sequence.record_place = self.records.token_place(table[index], num_tokens)
 
     def _hash_before(self, sequence: Sequence, num_blocks: int) -> bytes:
-        """Return the hash of the first blocks, to be chained."""
+        """Return the chained hash of the first `num_blocks` blocks."""
         full_blocks = self._full_blocks(sequence, num_blocks)
         return full_blocks[-1][0] if full_blocks else hash_root(sequence.cache_salt)
 
     def publish(self, sequence: Sequence, num_computed: int) -> list[tuple[int, int]]:
-        """Publish every block whose tokens are known and computed by the plans so far.
+        """Publish all full blocks whose tokens are known and computed by the plans so far.
 
-        Return these blocks, with the numbers of their content, for `BlockPool.confirm`.
+        Return (block, number of its content) of each published block, for `BlockPool.confirm`.
 
-        The plan that is being built counts: plans run in order. A sequence that was preempted
-        meanwhile has no blocks, and nothing is published.
+        The plan that is being built counts, because plans run in order. A sequence that was
+        preempted meanwhile has no blocks, so nothing is published.
         """
         num_full = min(num_computed // self.block_size, len(sequence.block_table))
         full_blocks = self._full_blocks(sequence, num_full)
@@ -191,20 +193,20 @@ class BlockManager:
         return published
 
     def confirm_plan(self, published: list[tuple[int, int]], number: int) -> None:
-        """Note that a plan has run: `published` is computed, and its copies are made."""
+        """Record that a plan has run, so that its `published` blocks and its copies are certain."""
         self.pool.confirm(published)
         if self.pool.offload:
             self.pool.offload.confirm(number)
 
     def unpublish(self, sequence: Sequence) -> None:
-        """Hide every block of the sequence, its prompt included, from others."""
+        """Hide all blocks of a sequence, prompt included, from other sequences."""
         self.pool.unpublish(hash_ for hash_, _ in sequence.full_blocks)
         if self.records:
             for block in sequence.block_table:
                 self.records.clear(block)
 
     def _full_blocks(self, sequence: Sequence, num_blocks: int) -> list[tuple[bytes, bytes]]:
-        """Return (hash, token ids) of the first blocks; none without prefix caching."""
+        """Return (hash, token ids) of the first blocks; an empty list without prefix caching."""
         if not self._caching:
             return []
         known = sequence.full_blocks
@@ -215,24 +217,25 @@ class BlockManager:
             sequence.full_blocks.append((self.pool.hash_block(parent, token_ids), token_ids))
         return known[:num_blocks]
 
-    # ---- roll back, and outlive a death of the workers -----------------------------------------
+    # ---- rollback, and recovery from worker failures -------------------------------------------
 
     def roll_back(self, sequence: Sequence, num_tokens: int) -> None:
-        """Plan again from a position: what was written after it is overwritten in place."""
+        """Plan a sequence again from a position. Later KV is overwritten in place."""
         sequence.num_planned_tokens = num_tokens
 
     @staticmethod
     def num_confirmed_tokens(sequence: Sequence) -> int:
-        """Return positions whose KV no plan in flight writes; 0 while its first plan is in flight.
+        """Return the number of positions whose KV no plan in flight writes.
 
-        A sequence continues after them when its workers die and their memory remains.
+        A sequence continues after these positions when its workers die and their memory remains.
+        The number is 0 while the sequence's first plan is in flight.
         """
         if sequence.num_computed_tokens < sequence.num_prefill_tokens:
             return sequence.num_computed_tokens
         return len(sequence.token_ids) - 1
 
     def restore(self, sequence: Sequence) -> None:
-        """Continue after the confirmed positions; the table stays, and all else is prefilled."""
+        """Keep the block table and the confirmed positions. Prefill all later positions again."""
         confirmed = self.num_confirmed_tokens(sequence)
         self.roll_back(sequence, confirmed)
         sequence.num_computed_tokens = confirmed
@@ -242,23 +245,23 @@ class BlockManager:
             self.pool.confirm(self.publish(sequence, confirmed))
 
     def is_published(self, sequence: Sequence, num_computed: int) -> bool:
-        """Return whether the sequence's published blocks are computed, and known to others."""
+        """Return whether the sequence's published blocks are computed and still in the cache."""
         number = sequence.num_published_blocks
         if not 0 < number <= min(len(sequence.full_blocks), num_computed // self.block_size):
             return False
         return self.pool.holds(sequence.full_blocks[number - 1][0], sequence.published_content)
 
     def hide(self, published: Iterable[tuple[int, int]]) -> None:
-        """Hide what plans in flight have published: the workers died, and it is uncertain."""
+        """Hide blocks of plans in flight, whose KV is uncertain after a worker failure."""
         self.pool.hide(block for block, _ in published)
 
     def lose_copies(self) -> None:
-        """Forget the copies of plans in flight, once no sequence awaits one."""
+        """Forget the copies of plans in flight. No sequence may still wait for such a copy."""
         if self.pool.offload:
             self.pool.offload.lose()
 
     def forget(self, memory_id: int) -> None:
-        """Empty the cache, because the KV memory was replaced. No sequence may have blocks."""
+        """Clear the cache after the KV memory was replaced. No sequence may have blocks."""
         if self.pool.records:
             self.pool.records.begin(memory_id)
         old = self.pool
@@ -270,7 +273,7 @@ class BlockManager:
     def use_host_tier(
         self, config: Config, replica: int, epoch: int, num_slots: int, memory_id: int
     ) -> None:
-        """Use the host tier of the workers of an epoch, if all of them have one by now."""
+        """Use the host tier of an epoch's workers, if all workers have a host tier."""
         if not num_slots or not self._caching:
             self.use_offload(None)
         elif self.offload is None or self.offload.memory_id != memory_id:
@@ -290,17 +293,17 @@ class BlockManager:
             offload.use_folder(FolderIndex(epoch, config.tp))
 
     def use_offload(self, offload: OffloadIndex | None) -> None:
-        """Use an index, or none while the workers have no host tier."""
+        """Use a host tier's index, or no index while the workers have no host tier."""
         self.offload = offload or self.offload
         self.pool.offload = offload
 
     def load(self, sequence: Sequence, overlapped: bool) -> None:
-        """Plan copies of KV from the host, beside a step or before it."""
+        """Plan copies of KV from the host, which run with (`overlapped`) or before the step."""
         if self.pool.offload:
             self.pool.offload.load_blocks(sequence, self.block_size, overlapped)
 
     def take_copies(self, epoch: int, number: int) -> CopyBlocks | None:
-        """Return the copies that workers must get before a plan, if there are any."""
+        """Return the copies that workers must get before a plan, if any."""
         offload = self.pool.offload
         if not offload:
             return None
@@ -309,10 +312,10 @@ class BlockManager:
         return offload.flush(epoch, number)
 
     def take_folder_request(self, epoch: int) -> FolderRequest | None:
-        """Return what workers must get after a plan, if anything."""
+        """Return the folder request that workers must get after a plan, if any."""
         return self.pool.offload.take_request(epoch) if self.pool.offload else None
 
     def on_report(self, report: FolderReport) -> None:
-        """Note files that workers have read or failed to read."""
+        """Record the files that workers have read or failed to read."""
         if self.offload:
             self.offload.on_report(report)

@@ -1,4 +1,4 @@
-"""The pool of KV blocks, and the prefix cache in it."""
+"""The pool of KV blocks, with the prefix cache."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +18,10 @@ from penstock.services.scheduler.blocks.offload_index import OffloadIndex
 class BlockPool:
     """Reference counts, the free list, and the prefix cache over `num_blocks` blocks.
 
-    A free block keeps its content until it is allocated again. The free list is in order of last
-    use: blocks without content first, and of one sequence the last blocks first. So a block is not
-    evicted before the blocks that follow it. Every operation is O(1) a block.
+    A free block keeps its content until the block is allocated again. The free list is in order of
+    last use, after blocks without content. The last blocks of a sequence come before its first
+    blocks. So a block is not evicted before the blocks that follow it. Every operation takes O(1)
+    per block.
     """
 
     def __init__(
@@ -29,18 +30,18 @@ class BlockPool:
         hash_block: Callable[[bytes, bytes], bytes] = hash_block,
         records: BlockRecords | None = None,
     ) -> None:
-        """Make a pool; records: of the blocks that earlier schedulers' workers have computed."""
+        """Make a pool with the recorded blocks that workers computed for earlier schedulers."""
         self.num_blocks = num_blocks
         self.hash_block = hash_block
         self.records = records
-        self.offload: OffloadIndex | None = None  # the tier to which evicted content goes
+        self.offload: OffloadIndex | None = None  # index of the tier for evicted content
         self._ref_counts = [0] * num_blocks
         self._contents: dict[int, Content] = {}
-        self._cached: dict[bytes, int] = {}  # hash → block, of all `_contents`
+        self._cached: dict[bytes, int] = {}  # hash → block, for all `_contents`
         self._num_contents = ROOT
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         found = recover(records) if records else []
-        # what an earlier scheduler has recorded, without blocks that were taken or hidden since
+        # blocks that an earlier scheduler has recorded and that were not taken or hidden since
         self.recovered = RecoveredBlocks(found, self._free) if found else None
         for block, record in found:
             self._free.move_to_end(block)
@@ -51,11 +52,11 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks without references; some may hold a cached prefix."""
+        """Number of blocks without references; some of them may hold a cached prefix."""
         return len(self._free)
 
     def match(self, full_blocks: Iterable[tuple[bytes, bytes]]) -> list[int]:
-        """Return the cached blocks of the longest known prefix; the caller must `share` them next.
+        """Return the cached blocks of the longest cached prefix. The caller must `share` them next.
 
         `full_blocks` are (hash, token ids) of the sequence's full blocks, in order.
         """
@@ -73,17 +74,17 @@ class BlockPool:
         return blocks
 
     def adopt(self, block: int) -> None:
-        """Take a free block to write to, of which some tokens are kept; its content is hidden."""
+        """Take a free block whose first tokens are kept. Hide its content, as it will change."""
         del self._free[block]
         self.hide([block])
         self._ref_counts[block] = 1
 
     def num_free_without(self, matched: Sequence[int]) -> int:
-        """Return the number of free blocks left when `matched` are shared."""
+        """Return the number of free blocks that remain after `share(matched)`."""
         return len(self._free) - sum(not self._ref_counts[block] for block in matched)
 
     def share(self, matched: Sequence[int]) -> int:
-        """Refer to matched blocks. Return the number of the last one's content."""
+        """Add a reference to each matched block. Return the number of the last block's content."""
         for block in matched:
             if not self._ref_counts[block]:
                 del self._free[block]
@@ -91,16 +92,16 @@ class BlockPool:
         return self.last_number(matched)
 
     def last_number(self, matched: Sequence[int]) -> int:
-        """Return the number of the last block's content."""
+        """Return the number of the last matched block's content; ROOT without blocks."""
         return self._contents[matched[-1]].number if matched else ROOT
 
     def holds(self, hash_: bytes, number: int) -> bool:
-        """Return whether the content of this hash has this number."""
+        """Return whether the cached content with this hash has this number."""
         block = self._cached.get(hash_)
         return block is not None and self._contents[block].number == number
 
     def take(self) -> int:
-        """Return a block to write to; its content is evicted. Raises KeyError if none is free."""
+        """Allocate a block and evict its content. Raises KeyError if no block is free."""
         block, _ = self._free.popitem(last=False)
         if self.offload and (content := self._contents.get(block)):
             self.offload.store(block, content.hash)
@@ -111,7 +112,7 @@ class BlockPool:
         return block
 
     def store_ahead(self, offload: OffloadIndex) -> None:
-        """Copy content that is evicted next, while the step runs; no step has to wait for it."""
+        """Copy the next content to be evicted while the step runs, so that no step must wait."""
         for block in islice(self._free, 2 * offload.copies_per_step):
             if not offload.has_overlap_room:
                 break
@@ -119,7 +120,7 @@ class BlockPool:
                 offload.store(block, content.hash, overlapped=True)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block of a block table."""
+        """Drop a reference to each block of a block table."""
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
@@ -128,11 +129,11 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def publish(self, block: int, parent: int, hash_: bytes, token_ids: bytes) -> int:
-        """Make a full block visible to others. Return the number of its content.
+        """Publish a full block to other sequences. Return the number of its content.
 
-        If an equal block is published already, return its number; `block` stays private. Other
-        content of this hash is replaced: a collision, or a block whose parent was evicted, so that
-        it can't be found.
+        If an equal block is already published, return the number of that block's content; `block`
+        stays private. Different content with this hash is replaced: a collision, or a block that
+        can't be found because its parent was evicted.
         """
         old_block = self._cached.get(hash_)
         if old_block is not None:
@@ -146,14 +147,14 @@ class BlockPool:
         return self._num_contents
 
     def unpublish(self, hashes: Iterable[bytes]) -> None:
-        """Hide the blocks of these hashes; sequences that have them keep them."""
+        """Hide the blocks with these hashes. Sequences keep hidden blocks in their tables."""
         hashes = list(hashes)
         self.hide(self._cached[hash_] for hash_ in hashes if hash_ in self._cached)
         if self.offload:
             self.offload.discard(hashes)
 
     def hide(self, blocks: Iterable[int]) -> None:
-        """Hide blocks, some of which may not be published; sequences that have them keep them."""
+        """Hide blocks, published or not. Sequences keep hidden blocks in their tables."""
         for block in blocks:
             if self.recovered:
                 self.recovered.remove(block)
@@ -163,7 +164,7 @@ class BlockPool:
                     self.records.clear(block)
 
     def confirm(self, published: Iterable[tuple[int, int]]) -> None:
-        """Record blocks, with the numbers of their content, that workers have computed."""
+        """Record the computed blocks in `published`: (block, number of its content)."""
         for block, number in published:
             content = self._contents.get(block)
             if self.records and content and content.number == number:

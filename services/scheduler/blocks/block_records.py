@@ -1,9 +1,9 @@
-"""Records of the blocks that the prefix cache holds, in memory that outlives the scheduler.
+"""Records of the cached blocks, in memory that outlives the scheduler.
 
-Only content that a result has confirmed is recorded, and a record is cleared before its block may
-be written to. So whatever a killed scheduler leaves is right, as long as the workers have the same
-KV memory. A record counts if its number is not 0; the number is written last, by one store. The
-record of a block that is not full yet has a negative number, and grows by one store a token.
+Only content that a step's result has confirmed is recorded. A record is cleared before its block
+may be written to. So the records of a killed scheduler are correct as long as the workers have the
+same KV memory. A record is valid if its number is not 0; the number is written last, by one store.
+The record of a partly filled block has a negative number, and grows by one store per token.
 """
 
 import logging
@@ -29,7 +29,7 @@ class Content(NamedTuple):
     """The content of a published block.
 
     `number` is unique; `parent` is the number of the preceding content. So equal numbers mean equal
-    prefixes, whatever the hashes.
+    prefixes, even if hashes collide.
     """
 
     number: int
@@ -39,9 +39,9 @@ class Content(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The confirmed content of a block that is not full.
+    """The confirmed content of a partly filled block.
 
-    `parent` is the number of the preceding content; `hash` is the chained hash of no tokens.
+    `parent` is the number of the preceding content, `hash` its chained hash with no tokens added.
     """
 
     parent: int
@@ -49,50 +49,50 @@ class Tail(NamedTuple):
     token_ids: bytes
 
 
-Recorded = list[tuple[int, Content | Tail]]  # blocks, and what they hold
+Recorded = list[tuple[int, Content | Tail]]  # blocks with their content
 
 
 def hash_root(cache_salt: str) -> bytes:
-    """Return the parent of the first block: nobody can choose a salt that gives a block's hash."""
+    """Return the parent hash of a first block. No salt can produce another block's hash."""
     return sha256(b"salt:" + cache_salt.encode()).digest()
 
 
 def hash_block(parent: bytes, token_ids: bytes) -> bytes:
-    """Return the identity of a prefix, in the pool and in all tiers: 256 bits, chained.
+    """Return the chained hash of a prefix, its key in the pool and in all tiers.
 
-    Equal hashes mean equal salts and tokens, for anybody and any time (SHA-256).
-    parent: `hash_root`, or the hash of the block before.
+    Equal hashes mean equal salts and tokens, in all processes and at all times (SHA-256).
+    parent: `hash_root`, or the hash of the preceding block.
     """
     return sha256(b"block" + parent + token_ids).digest()
 
 
 class BlockRecords:
-    """One record per block: int64 numbers and parents, hashes, and int32 token ids.
+    """A record per block: int64 number and parent, hash, and int32 token ids.
 
-    The number of a tail is -1 - `parent`; 1 is added to its token ids, and a 0 ends them.
+    The number of a tail is -1 - `parent`. Its token ids are stored plus 1, with a 0 at the end.
     """
 
     def __init__(self, memory: mmap | bytearray, num_blocks: int, block_size: int) -> None:
-        """memory: of `size_of` bytes, zeros or those of an earlier scheduler."""
+        """Map `memory` of `size_of` bytes, zeros or the records of an earlier scheduler."""
         self._bytes = view = memoryview(memory)
         self._bodies = 8 + 16 * num_blocks
         self._memory_id = view[:8].cast("q")
         self._numbers = view[8 : 8 + 8 * num_blocks].cast("q")
         self._parents = view[8 + 8 * num_blocks : self._bodies].cast("q")
         self._body_bytes = HASH_BYTES + 4 * block_size
-        self.tokens = view.cast("i")  # for `token_place`
+        self.tokens = view.cast("i")  # indexed by `token_place`
 
     @classmethod
     def open(cls, name: str, num_blocks: int, block_size: int, memory_id: int) -> Self | None:
-        """Return the records of the last scheduler, or empty ones; memory_id: as in `begin`.
+        """Return the records of the last scheduler, or empty records.
 
-        Return None where memory can't be persistent.
+        Return None where memory can't be persistent. memory_id: as in `begin`.
         """
         client = MemoryClient.from_environment()
         if client is None:
             return None
         size = num_blocks, block_size
-        layout = repr((*size, hash_block(hash_root(""), b"")))  # other hashes: other records
+        layout = repr((*size, hash_block(hash_root(""), b"")))  # a new hash: other records
         try:
             memory = client.open(name, cls.size_of(*size), layout.encode())
         except OSError as error:
@@ -104,18 +104,18 @@ class BlockRecords:
 
     @staticmethod
     def size_of(num_blocks: int, block_size: int) -> int:
-        """Return the number of bytes of the memory."""
+        """Return the size of the memory in bytes."""
         return 8 + num_blocks * (16 + HASH_BYTES + 4 * block_size)
 
     def begin(self, memory_id: int) -> None:
-        """Keep the records if they are of this KV memory, that of `WorkerGroup`, or clear them."""
+        """Clear the records unless they describe this KV memory (`WorkerGroup.memory_id`)."""
         if memory_id == 0 or memory_id != self._memory_id[0]:
             self._memory_id[0] = 0
             self._bytes[8 : 8 + self._numbers.nbytes] = bytes(self._numbers.nbytes)
             self._memory_id[0] = memory_id
 
     def read(self) -> Iterator[tuple[int, Content | Tail]]:
-        """Yield blocks and their content."""
+        """Yield recorded blocks with their content."""
         for block, number in enumerate(self._numbers):
             if number:
                 begin = self._bodies + block * self._body_bytes
@@ -129,18 +129,18 @@ class BlockRecords:
                     yield block, Tail(-1 - number, hash_, pack(token_id - 1 for token_id in known))
 
     def write(self, block: int, content: Content) -> None:
-        """Record confirmed content of a full block, unless it is recorded already."""
+        """Record the confirmed content of a full block, unless it is already recorded."""
         if self._numbers[block] == content.number:
             return
         self._write(block, content.number, content.hash + content.token_ids, content.parent)
 
     def write_tail(self, block: int, parent: int, before: bytes, token_ids: list[int]) -> None:
-        """Record confirmed content of a block that is not full, as in `Tail`."""
+        """Record the confirmed content of a partly filled block; `before` is `Tail.hash`."""
         body = before + pack([token_id + 1 for token_id in token_ids])
         self._write(block, -1 - parent, body.ljust(self._body_bytes, b"\0"), parent)
 
     def token_place(self, block: int, index: int) -> int:
-        """Return the place in `tokens` where a token id + 1 of a tail is to be stored."""
+        """Return the index in `tokens` of a token id (stored plus 1) of a tail."""
         return (self._bodies + block * self._body_bytes + HASH_BYTES) // 4 + index
 
     def _write(self, block: int, number: int, body: bytes, parent: int) -> None:
@@ -155,10 +155,10 @@ class BlockRecords:
 
 
 def recover(records: BlockRecords) -> Recorded:
-    """Return blocks and content that can be found, in the order of last use; clear others.
+    """Return recorded blocks whose parents are recorded, least recently used first. Clear others.
 
-    The last use of a content is taken to be the time when the last one after it was published.
-    Of one sequence, the last blocks come first.
+    The last use of a content is estimated as the time when its last descendant was published. The
+    last blocks of a sequence come before its first blocks.
     """
     last_uses = {ROOT: 0}
     found: Recorded = []
@@ -182,7 +182,7 @@ def recover(records: BlockRecords) -> Recorded:
 
 
 def _order(record: Content | Tail) -> tuple[bool, int]:
-    """Return the key of an order in which every content comes after its parent."""
+    """Return a sort key that puts every content after its parent."""
     return (False, record.number) if isinstance(record, Content) else (True, record.parent)
 
 
@@ -193,18 +193,18 @@ def _last_full(record: Content | Tail) -> int:
 class RecoveredBlocks:
     """Recorded blocks that no full block follows, by the hash before them and by their tokens.
 
-    Neighbours in the order of tokens have the longest prefix in common, so a search takes
-    O(log n), however many blocks follow the same content.
+    Blocks with the longest common prefix are neighbours in the sorted list of token ids. So a
+    search takes O(log n) for n blocks after the same content.
     """
 
     def __init__(self, found: Recorded, free: Collection[int]) -> None:
-        """free: the free blocks of the pool, now and later."""
+        """Index the found blocks. The pool keeps `free`, its free blocks, up to date."""
         self._free = free
         hashes = {record.number: record.hash for _, record in found if isinstance(record, Content)}
         parents = {record.parent for _, record in found if isinstance(record, Content)}
-        # content with its key in `_by_key`: the hash before it; of a `Tail` its own one
+        # block → key in `_by_key` (the hash before the content, or the hash of a `Tail`), content
         self.blocks: dict[int, tuple[bytes, Content | Tail]] = {}
-        # token ids, and the block that holds them
+        # key → sorted (token ids, block)
         self._by_key: dict[bytes, list[tuple[array[int], int]]] = {}
         for block, record in found:
             if isinstance(record, Tail) or record.number not in parents:
@@ -215,9 +215,10 @@ class RecoveredBlocks:
             entries.sort()
 
     def find(self, parent: int, keys: Iterable[bytes], token_ids: list[int]) -> tuple[int, int]:
-        """Return the free block that begins with most of `token_ids`, and how many; 0 if none does.
+        """Return the free block with the most first tokens of `token_ids`, and their number.
 
-        parent: the number of the content before. keys: of this content, as in `blocks`.
+        The number is 0 if no block has any. parent: the number of the content before the block.
+        keys: possible keys in `_by_key`.
         """
         wanted = array("i", token_ids)
         return max((self._find(parent, key, wanted) for key in keys), key=itemgetter(1))
@@ -234,7 +235,7 @@ class RecoveredBlocks:
         return block, number
 
     def remove(self, block: int) -> None:
-        """Remove a block; nothing happens if it is not there."""
+        """Remove a block if it is in the index."""
         if block in self.blocks:
             key, record = self.blocks.pop(block)
             entries = self._by_key[key]
@@ -242,7 +243,7 @@ class RecoveredBlocks:
 
 
 def num_equal(first: "array[int]", second: "array[int]") -> int:
-    """Return the number of equal integers with which both begin."""
+    """Return the length of the common prefix."""
     number = 0
     for a, b in zip(first, second, strict=False):
         if a != b:

@@ -1,8 +1,8 @@
-"""The host tier of the prefix cache: the blocks that lie in host memory, and their copies. No I/O.
+"""The host tier of the prefix cache: the index of blocks in host memory, and their copies. No I/O.
 
-Blocks go to the host before the pool gives them to another sequence, and are copied back on a hit.
-Workers run all copies in the order of the index: those of `blocking` between two steps, those of
-`overlapped` while the plan's step runs. So the index knows every slot's content without a reply.
+A block is copied to the host before the pool gives the block to another sequence, and copied back
+on a hit. Workers run all copies in the order of the index: `blocking` copies between two steps,
+`overlapped` copies during the plan's step. So the index knows every slot's content without a reply.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -17,21 +17,21 @@ from penstock.services.scheduler.sequence import Sequence
 
 
 class _Reading:
-    """A file that ranks read into a host slot."""
+    """A file that all ranks are reading into a host slot."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
-        self.ranks = 0  # bits of the ranks that have reported
+        self.ranks = 0  # bit mask of ranks that have reported
         self.is_right = True
 
 
 class FolderIndex:
-    """Files by the hash of the whole prefix, as the ranks of one epoch report them."""
+    """The files of the folder tier, by prefix hash, as the ranks of one epoch report them."""
 
     def __init__(self, epoch: int, num_ranks: int) -> None:
         self.epoch = epoch
         self._all_ranks = (1 << num_ranks) - 1
-        self._ranks: dict[bytes, int] = {}  # bits of the ranks that have a file
+        self._ranks: dict[bytes, int] = {}  # hash → bit mask of ranks that have the file
         self._reading: dict[bytes, _Reading] = {}
 
     def __contains__(self, hash_: bytes) -> bool:
@@ -39,24 +39,24 @@ class FolderIndex:
 
     @property
     def slots(self) -> list[int]:
-        """Host slots into which files are read."""
+        """Host slots into which files are being read."""
         return [reading.slot for reading in self._reading.values()]
 
     def is_reading(self, hash_: bytes) -> bool:
         return hash_ in self._reading
 
     def read(self, hash_: bytes, slot: int) -> None:
-        """Note that all ranks are requested to read a file."""
+        """Record that all ranks are requested to read a file."""
         self._reading[hash_] = _Reading(slot)
 
     def remove(self, hash_: bytes) -> bool:
-        """Forget a file that may be wrong. Return whether any rank has it."""
+        """Forget a file that may be wrong. Return whether any rank has the file."""
         if reading := self._reading.get(hash_):
             reading.is_right = False
         return self._ranks.pop(hash_, 0) != 0
 
     def on_report(self, report: FolderReport) -> Iterator[tuple[bytes, int, bool]]:
-        """Note a report; yield hash, slot and success of each file that all ranks have read."""
+        """Record a report. Yield (hash, slot, success) of each file that all ranks have read."""
         bit = 1 << report.rank
         for hash_ in report.added:
             self._ranks[hash_] = self._ranks.get(hash_, 0) | bit
@@ -77,14 +77,14 @@ class FolderIndex:
 
 class _Entry(NamedTuple):
     slot: int
-    number: int  # unique, of the copy that filled the slot
+    number: int  # unique number of the copy to this slot
 
 
 class OffloadIndex:
-    """Blocks in host slots by the hash of the whole prefix, least recently used first.
+    """The blocks in host slots, by prefix hash, least recently used first.
 
     Equal hashes mean equal prefixes (SHA-256), also after a restart of the scheduler. A copy is
-    certain, and recorded, when workers have confirmed it.
+    recorded when workers have confirmed it.
     """
 
     def __init__(
@@ -94,27 +94,28 @@ class OffloadIndex:
         memory_id: int = 0,
         records: BlockRecords | None = None,
     ) -> None:
-        """Make an index; copies_per_step: maximum of copies that overlap a step.
+        """Make an index.
 
-        memory_id: of the slots. records: of the slots that earlier schedulers' workers have filled.
+        copies_per_step: maximum number of copies that overlap a step. memory_id: id of the slots'
+        memory. records: records of slots that workers have filled for earlier schedulers.
         """
         self.num_slots, self.memory_id = num_slots, memory_id
         self.copies_per_step = copies_per_step
         self.num_loaded = 0  # blocks that were copied back
-        # a block of the plan that is built had to be copied before its step
+        # True if a block must be copied before the step of the current plan
         self.has_blocking_stores = False
         self._records = records
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        self._pins: Counter[bytes] = Counter()  # hashes that sequences load, whose slots stay
-        self._loaded: list[bytes] = []  # hashes whose pins end with the plan that is built
+        self._pins: Counter[bytes] = Counter()  # hashes that sequences load; their slots are kept
+        self._loaded: list[bytes] = []  # hashes whose pins end with the current plan
         self._blocking: list[int] = []
         self._overlapped: list[int] = []
-        # entries that the plan that is built copies to the host
+        # entries that the current plan copies to the host
         self._new: dict[bytes, _Entry] = {}
         self.folder: FolderIndex | None = None
-        self._request = FolderRequest(0)  # the next one
+        self._request = FolderRequest(0)  # the next request
         self.num_fetched = 0  # blocks that were read from files
-        # (number of a plan; entries that are certain once it is confirmed)
+        # (number of a plan, entries that are certain once the plan is confirmed)
         self._uncertain: deque[tuple[int, list[tuple[bytes, _Entry]]]] = deque()
         self._num_copies = ROOT
         for slot, content in recover(records) if records else ():
@@ -126,13 +127,13 @@ class OffloadIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks on the host."""
+        """Number of blocks on the host."""
         return len(self._entries)
 
     def match(self, sequence: Sequence, hashes: list[bytes]) -> list[bytes] | None:
-        """Return the first of these hashes, those of blocks that lie on the host.
+        """Return the leading hashes whose blocks are on the host.
 
-        Return None if the sequence waits: for files, or for another sequence that loads the blocks.
+        Return None if the sequence must wait, for files or for a sequence that loads the blocks.
         """
         if self.is_loading(hashes[0]):
             return None
@@ -147,15 +148,15 @@ class OffloadIndex:
         return found
 
     def find(self, hashes: Iterable[bytes]) -> list[bytes]:
-        """Return the hashes of the longest prefix that lies on the host."""
+        """Return the hashes of the longest prefix on the host."""
         return list(takewhile(self._entries.__contains__, hashes))
 
     def is_loading(self, hash_: bytes) -> bool:
-        """Return whether a sequence loads this block, and publishes it soon."""
+        """Return whether a sequence is loading this block, which it will publish soon."""
         return hash_ in self._pins
 
     def store(self, block: int, hash_: bytes, overlapped: bool = False) -> None:
-        """Copy a block to the host, unless its content lies there or all slots are pinned."""
+        """Plan a copy of a block to the host, unless it is there or no slot can be freed."""
         if hash_ in self._entries:
             self._entries.move_to_end(hash_)
         elif (slot := self._take_slot()) is not None:
@@ -169,7 +170,7 @@ class OffloadIndex:
         return entry
 
     def pin(self, hashes: Iterable[bytes]) -> None:
-        """Keep the slots of hashes that a sequence loads, until `load` or `unpin`."""
+        """Keep the slots of these hashes, which a sequence loads, until `load` or `unpin`."""
         for hash_ in hashes:
             self._pins[hash_] += 1
             self._entries.move_to_end(hash_)
@@ -181,14 +182,14 @@ class OffloadIndex:
                 del self._pins[hash_]
 
     def load(self, hash_: bytes, block: int, overlapped: bool) -> None:
-        """Copy a pinned slot into a block."""
+        """Plan a copy of a pinned slot into a block."""
         self.num_loaded += 1
         self._loaded.append(hash_)
         copies = self._overlapped if overlapped else self._blocking
         copies.extend((block, -1 - self._entries[hash_].slot))
 
     def load_blocks(self, sequence: Sequence, block_size: int, overlapped: bool) -> None:
-        """Plan the copies of a sequence's blocks; overlapped: those for which the step has room."""
+        """Plan copies of a sequence's blocks, if `overlapped` only as many as fit in the step."""
         num_loads = len(sequence.loads)
         begin = sequence.num_planned_tokens // block_size - num_loads
         for block in sequence.block_table[begin : begin + num_loads]:
@@ -198,13 +199,13 @@ class OffloadIndex:
 
     @property
     def has_overlap_room(self) -> bool:
-        """True if more copies may overlap the step of the plan that is built."""
+        """True if more copies may overlap the step of the current plan."""
         return len(self._overlapped) < 2 * self.copies_per_step
 
     def flush(self, epoch: int, number: int) -> CopyBlocks | None:
-        """Return the copies of a plan, or None without any.
+        """Return the copies of a plan, or None if it has no copies.
 
-        Copies that overlap a step have ended when the next step has.
+        Copies that overlap a step have ended when the next step ends.
         """
         self.unpin(self._loaded)
         self._loaded.clear()
@@ -221,14 +222,14 @@ class OffloadIndex:
         return copies
 
     def confirm(self, number: int) -> None:
-        """Note that workers have run a plan: its copies, and those that ran with the last one."""
+        """Record that a plan has run, with its blocking and the previous overlapped copies."""
         while self._uncertain and self._uncertain[0][0] <= number:
             for hash_, entry in self._uncertain.popleft()[1]:
                 if self._records and self._entries.get(hash_) == entry:
                     self._records.write(entry.slot, Content(entry.number, ROOT, hash_, b""))
 
     def lose(self) -> None:
-        """Forget the copies of plans in flight: the workers died."""
+        """Forget the copies of plans in flight after a worker failure."""
         new = [entry for _, entries in self._uncertain for entry in entries]
         for hash_, entry in (*new, *self._new.items()):
             if self._entries.get(hash_) == entry:
@@ -243,12 +244,12 @@ class OffloadIndex:
     # ---- the folder --------------------------------------------------------------------------
 
     def use_folder(self, folder: FolderIndex | None) -> None:
-        """Use the files of other workers, which are requested to list them, or none."""
+        """Use the files of a new worker group, which must list its files, or no files."""
         self._free += self.folder.slots if self.folder else []
         self.folder, self._request = folder, FolderRequest(0, lists=folder is not None)
 
     def fetch(self, hashes: Iterable[bytes]) -> bool:
-        """Let the longest prefix in the folder be read; return whether any of it is."""
+        """Request the longest prefix in the folder. Return whether any file is requested."""
         slots = []
         for hash_ in hashes:
             if self.folder is None or hash_ not in self.folder or hash_ in self._entries:
@@ -262,7 +263,7 @@ class OffloadIndex:
         return bool(slots)
 
     def take_request(self, epoch: int) -> FolderRequest | None:
-        """Return what workers must get after the plan, if anything."""
+        """Return the request that workers must get after the plan, if any."""
         request = self._request
         if self.folder is None or not (request.fetched or request.removed or request.lists):
             return None
@@ -271,7 +272,7 @@ class OffloadIndex:
         return request
 
     def on_report(self, report: FolderReport) -> None:
-        """Note files that ranks have read or failed to read."""
+        """Record the files that ranks have read or failed to read."""
         if self.folder is None or report.epoch != self.folder.epoch:
             return
         for hash_, slot, is_right in self.folder.on_report(report):
@@ -284,7 +285,7 @@ class OffloadIndex:
                 self._records.write(slot, Content(entry.number, ROOT, hash_, b""))
 
     def discard(self, hashes: Iterable[bytes]) -> None:
-        """Forget content that may be wrong, unless a sequence loads it."""
+        """Forget content that may be wrong, unless a sequence is loading it."""
         for hash_ in hashes:
             if hash_ in self._entries and hash_ not in self._pins and hash_ not in self._new:
                 self._free.append(self._drop(hash_))
@@ -292,7 +293,7 @@ class OffloadIndex:
                 self._request.removed.append(hash_)
 
     def _take_slot(self) -> int | None:
-        """Return a free slot, or that of the content used least recently."""
+        """Return a free slot, or evict the least recently used content; None if all are in use."""
         if self._free:
             return self._free.pop()
         victims = (
@@ -302,7 +303,7 @@ class OffloadIndex:
         return None if victim is None else self._drop(victim)
 
     def _drop(self, hash_: bytes) -> int:
-        """Forget content; it may be overwritten from now on. Return its slot."""
+        """Forget content and return its slot, which may be overwritten from now on."""
         slot = self._entries.pop(hash_).slot
         if self._records:
             self._records.clear(slot)
