@@ -1,4 +1,4 @@
-"""The detokenizer: token ids to text, as they come.
+"""The detokenizer, which decodes output tokens incrementally.
 
-The text of a request is a pure function of its token ids, so any detokenizer can resume it.
+The text of a request is a pure function of its token ids, so any detokenizer can resume a request.
 """

@@ -1,4 +1,4 @@
-"""`python -P -m penstock.services.detokenizer`."""
+"""Entry point of a detokenizer: `python -P -m penstock.services.detokenizer`."""
 
 from penstock.protocol.messages.pipeline import Goodbye
 from penstock.protocol.transport.process import Process
@@ -6,7 +6,7 @@ from penstock.services.detokenizer.process import DetokenizerProcess
 
 
 def main() -> None:
-    """Run until SIGTERM; then another detokenizer takes its streams."""
+    """Run until SIGTERM. Other detokenizers then take over the streams."""
     process = Process("detokenizer")
     detokenizer = DetokenizerProcess(process)
     detokenizer.loop.run()

@@ -1,4 +1,4 @@
-"""The detokenizer's process: the text streams, and sockets around them."""
+"""The detokenizer process: the text streams of each replica, and their sockets."""
 
 import logging
 from collections.abc import Sequence
@@ -34,25 +34,25 @@ DEFECT = "a defect of the server: the text of the answer can't be made; its log 
 
 
 class LostError(Exception):
-    """A message did not arrive."""
+    """A gap in the numbers of a scheduler's messages."""
 
 
 class Detokenizer:
-    """All streams of one scheduler; no sockets."""
+    """All text streams of one scheduler. No sockets."""
 
     def __init__(self, table: TokenBytes) -> None:
         self._table = table
         self._streams: dict[int, TextStream] = {}
         self._epoch = 0
-        self._number: int | None = 0  # of the last message; None: only a first one is of use
+        self._number: int | None = 0  # number of the last message; None: wait for number 1
         self._deltas: list[TextDelta] = []
-        self._stops: list[StopFound] = []  # texts and found stops of the step that is being handled
-        # requests whose text can't be made, to be taken by the caller
+        self._stops: list[StopFound] = []  # output of the current step
+        # requests whose text can't be made; the caller removes them from the list
         self.failures: list[RequestFailed] = []
 
     def handle(self, message: StepTokens) -> tuple[list[TextDelta], list[StopFound]]:
-        """Return the step's texts and found stops. Raises LostError if a message is missing."""
-        if message.epoch > self._epoch:  # another scheduler: it opens its streams again
+        """Return the text deltas and stops of a step. Raises LostError after a lost message."""
+        if message.epoch > self._epoch:  # a new scheduler, which opens its streams again
             self._epoch = message.epoch
             self._streams.clear()
         if message.epoch < self._epoch or not self._is_next(message.number):
@@ -76,12 +76,12 @@ class Detokenizer:
         return self._deltas, self._stops
 
     def forget(self) -> None:
-        """Drop all streams after a loss, until the scheduler opens them again."""
+        """Drop all streams after a lost message, until the scheduler opens its streams again."""
         self._streams.clear()
         self._number = None
 
     def _is_next(self, number: int) -> bool:
-        if number == 1:  # all streams are opened after it
+        if number == 1:  # the scheduler opens all its streams again
             self._streams.clear()
         elif number and self._number is None:
             return False
@@ -102,7 +102,7 @@ class Detokenizer:
         self._feed(opened.stream_id, known, opened.logprobs or ())
 
     def _fail(self, request: StreamOpened | TextStream) -> None:
-        """Fail one request, in an `except` block; the others continue."""
+        """Report a failed request; other requests continue. Called in an `except` block."""
         named = {"request_id": request.request_id}
         log.exception("text of request %s can't be made", request.request_id, extra=named)
         error = ErrorReply(code="failed", message=DEFECT)
@@ -112,7 +112,7 @@ class Detokenizer:
         self, stream_id: int, token_ids: list[int], logprobs: Sequence[PackedLogprobs | None]
     ) -> None:
         stream = self._streams.get(stream_id)
-        if stream is None:  # ended by a stop string; the scheduler does not know yet
+        if stream is None:  # a stop string ended the stream; the scheduler does not know yet
             return
         try:
             self._deltas.append(stream.feed(token_ids, logprobs))
@@ -127,7 +127,7 @@ class Detokenizer:
     def _end(
         self, stream_id: int, reason: FinishReason, newest: dict[tuple[str, int], TextDelta]
     ) -> None:
-        """Add the end of a stream to its `newest` delta, or as a delta of its own."""
+        """End a stream: extend its delta in `newest`, or add a delta."""
         stream = self._streams.pop(stream_id, None)
         if stream is None:
             return
@@ -140,7 +140,7 @@ class Detokenizer:
 
 
 def _pooled_delta(opened: StreamOpened) -> TextDelta:
-    """Return the whole answer to a request that has numbers in place of text."""
+    """Return the delta of a pooling request, which has numbers and no text."""
     return TextDelta(
         request_id=opened.request_id,
         token_offset=0,
@@ -157,7 +157,7 @@ def _pooled_delta(opened: StreamOpened) -> TextDelta:
 
 
 class DetokenizerProcess:
-    """Sockets around a `Detokenizer` for each replica."""
+    """The sockets of the process, and a `Detokenizer` for each replica."""
 
     def __init__(self, process: Process) -> None:
         self.name = process.name
@@ -168,14 +168,14 @@ class DetokenizerProcess:
         self.gateway = context.connect(zmq.PUSH, results, on_reconnect=self.reopen_all)
         self.heartbeats = HeartbeatThread(process, to_peers=self.on_heartbeat)
         self.loop = EventLoop(process.context, self.on_heartbeat, self.heartbeats)
-        # streams of each replica → id of the request, and when it was opened; for traces
+        # for traces: replica → stream id → id of the request, and the time when the stream opened
         self.traced: dict[Detokenizer, dict[int, tuple[str, float]]] = {}
         self.tokens: list[Channel[ToDetokenizer]] = []
-        self.detokenizers: list[Detokenizer] = []  # of each replica
+        self.detokenizers: list[Detokenizer] = []  # a detokenizer for each replica
         for at in process.all_endpoints:
             where = at.detokenizers
             tokens = context.connect(zmq.DEALER, where, ToDetokenizer, process.identity)
-            # the gateway ends what has stopped, too
+            # a lost StopFound does no harm: the gateway also ends stopped requests
             scheduler = context.connect(zmq.PUSH, at.requests, on_reconnect=lambda: None)
             detokenizer = Detokenizer(table)
             self.tokens.append(tokens)
@@ -208,7 +208,7 @@ class DetokenizerProcess:
                 self.trace(self.traced.setdefault(detokenizer, {}), message)
 
     def reopen(self, tokens: Channel[ToDetokenizer], detokenizer: Detokenizer) -> None:
-        """Have a scheduler open all its streams again: tokens, or texts, may be lost."""
+        """Ask a scheduler to open all its streams again, because tokens or text may be lost."""
         detokenizer.forget()
         tokens.send(Goodbye())
         tokens.send(Heartbeat(self.name))
@@ -218,8 +218,8 @@ class DetokenizerProcess:
             self.reopen(tokens, detokenizer)
 
     def trace(self, streams: dict[int, tuple[str, float]], message: StepTokens) -> None:
-        """Write the span of each stream that has ended, or was closed before its end."""
-        if message.number == 1:  # all streams are opened after it
+        """Write the trace span of each stream that was finished or closed."""
+        if message.number == 1:  # the scheduler opens all its streams again
             streams.clear()
         for opened in message.opened:
             streams[opened.stream_id] = opened.request_id, monotonic()

@@ -1,4 +1,4 @@
-"""The text of one request, from the bytes of its tokens."""
+"""Incremental detokenization of one request, with stop strings."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from penstock.protocol.tokenizer_file import (
 
 
 class TokenBytes(Struct, frozen=True):
-    """The bytes of every token by id; ids that no token has are in neither."""
+    """The bytes of every token by id. Unused ids are in neither map."""
 
-    text: dict[int, bytes]  # special tokens have none
-    special: dict[int, bytes]  # the special tokens' names
+    text: dict[int, bytes]  # special tokens have empty text
+    special: dict[int, bytes]  # names of the special tokens
     reasoning: ReasoningTokens
 
     def logprobs(
         self, packed: PackedLogprobs | None, text_offset: int | None = None
     ) -> TokenLogprobs | None:
-        """Return the logprobs of one position as a client sees them."""
+        """Return the logprobs of one position, in the format for clients."""
         if packed is None:
             return None
         ranks = [packed.rank, *range(1, len(packed.token_ids) // 4)]
@@ -46,7 +46,7 @@ class TokenBytes(Struct, frozen=True):
 def token_bytes(folder: Path) -> TokenBytes:
     """Return the bytes of a checkpoint's tokens.
 
-    Raises ModelError if the tokenizer is not a byte-level one.
+    Raises ModelError if the tokenizer is not byte-level.
     """
     file = read_tokenizer_file(folder)
     alphabet = {character: byte for byte, character in enumerate(byte_characters())}
@@ -67,10 +67,10 @@ Utf8Decoder = getincrementaldecoder("utf-8")
 
 
 class TextStream:
-    """The text of one request, held back while it may be half a character or a stop string.
+    """The text of one request.
 
-    Stop strings and stop tokens apply to the answer, not to a chat's reasoning before it, nor to
-    the newlines between the two.
+    The end of the text is held back while it may be half a character or part of a stop string. Stop
+    strings and stop tokens apply to the answer, not to a chat's reasoning or the newlines after it.
     """
 
     def __init__(self, opened: StreamOpened, table: TokenBytes) -> None:
@@ -79,7 +79,7 @@ class TextStream:
         self._prompt_tokens = opened.prompt_tokens
         self._cached_tokens = opened.cached_tokens
         self._starts_reasoning = opened.starts_reasoning
-        self._phase_seconds = opened.phase_seconds  # not sent yet; then 0
+        self._phase_seconds = opened.phase_seconds  # set to 0 once sent
         self._table = table
         self._text = table.text
         self._special = {} if opened.skip_special_tokens else table.special
@@ -88,14 +88,14 @@ class TextStream:
         self._min_tokens = opened.min_tokens
         self._max_held = max((len(stop) - 1 for stop in opened.stop), default=0)
         self._has_logprobs = opened.logprobs is not None
-        self._prompt_logprobs = opened.prompt_logprobs  # not sent yet
+        self._prompt_logprobs = opened.prompt_logprobs  # set to None once sent
         self._decoder = Utf8Decoder("replace")
-        for token_id in unpack(opened.prompt_tail):  # may end within a character
+        for token_id in unpack(opened.prompt_tail):  # the prompt may end within a character
             self._decoder.decode(self._text.get(token_id, b""))
-        # of a character, which the output has yet to continue
+        # bytes of an incomplete character at the end of the prompt
         self._prompt_bytes = self._decoder.getstate()[0]
         ends = opened.eos_token_ids, opened.stop_token_ids
-        # tokens without text: of reasoning, of the answer
+        # tokens without text: in reasoning, and in the answer
         self._silent = [frozenset() if self._keeps_stop else frozenset(ids) for ids in ends]
         self._reasoning: ReasoningTracker | None = None
         self._reasoning_begin: int | None = None
@@ -103,19 +103,19 @@ class TextStream:
         if opened.is_chat:
             self._reasoning = ReasoningTracker(table.reasoning, opened.starts_reasoning)
             self._reasoning_begin = 0 if self._reasoning.is_open else None
-        self._is_between = False  # after reasoning, and before any text but newlines
+        self._is_between = False  # after reasoning, while the text has only newlines
         self._num_tokens = 0
         self._num_chars = 0
         self._held = ""
-        self.stopped = ""  # the stop string that was found: the text is complete
+        self.stopped = ""  # the stop string that was found, which ends the text
 
     def feed(
         self, token_ids: list[int], logprobs: Sequence[PackedLogprobs | None] = ()
     ) -> TextDelta:
-        """Return the text that these tokens add; tokens after a stop string are dropped.
+        """Return the text that these tokens add. Drop tokens after a stop string.
 
         Decode token by token, so that the text is independent of batching.
-        logprobs: one for each token, if requested.
+        logprobs: an element for each token, if the request has logprobs.
         """
         offset, text = self._num_tokens, ""
         text_offsets: list[int] = []
@@ -145,7 +145,7 @@ class TextStream:
         return self._delta(self._num_tokens, [], text, reason)
 
     def _answer(self, token_id: int) -> str:
-        """Return the text that a token of the answer adds, or one before it."""
+        """Return the text that a token of the answer completes, held text included."""
         if not self._is_between:
             return self._release(self._decode(self._bytes(token_id)))
         is_blank = token_id in self._table.reasoning.blank
@@ -155,9 +155,9 @@ class TextStream:
         return text[: len(text) - len(rest)] + self._release(rest)
 
     def _tagged(self, token_id: int, reasoning: ReasoningTracker, num_chars: int) -> str:
-        """Return the text that a token of reasoning adds, or one before it.
+        """Return the text that a token of reasoning completes, held text included.
 
-        num_chars: released before it.
+        num_chars: number of characters released before this token.
         """
         was_open = reasoning.is_open
         reasoning.feed(token_id)
@@ -180,7 +180,7 @@ class TextStream:
         return self._text.get(token_id) or self._special.get(token_id, b"")
 
     def _decode(self, data: bytes) -> str:
-        """Decode bytes; those of a character that the prompt alone has begun are dropped."""
+        """Decode bytes. Drop an incomplete character of the prompt if no byte continues it."""
         if data and self._prompt_bytes:
             try:
                 Utf8Decoder("strict").decode(self._prompt_bytes + data[:1])
@@ -213,9 +213,9 @@ class TextStream:
         return delta
 
     def _release(self, text: str) -> str:
-        """Return held and new text, except an end that may become a stop string.
+        """Return held and new text, except an end that may be part of a stop string.
 
-        A stop string that ends within held text is ignored: it came before `min_tokens`.
+        A stop string that ends within held text came before `min_tokens` and is ignored.
         """
         if not self._stop:
             return text

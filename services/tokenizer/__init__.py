@@ -1,1 +1,1 @@
-"""The tokenizer: prompts and conversations to token ids."""
+"""The tokenizer, which encodes prompts and conversations as token ids."""

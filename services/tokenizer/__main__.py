@@ -1,4 +1,4 @@
-"""`python -P -m penstock.services.tokenizer`."""
+"""Entry point of a tokenizer: `python -P -m penstock.services.tokenizer`."""
 
 from penstock.protocol.messages.pipeline import Goodbye
 from penstock.protocol.transport.process import Process
@@ -6,7 +6,7 @@ from penstock.services.tokenizer.process import TokenizerProcess
 
 
 def main() -> None:
-    """Run until SIGTERM; then another tokenizer takes the open requests."""
+    """Run until SIGTERM. Other tokenizers then take over the open requests."""
     process = Process("tokenizer")
     tokenizer = TokenizerProcess(process)
     tokenizer.loop.run()

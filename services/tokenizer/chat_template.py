@@ -1,7 +1,7 @@
-"""Chat templates: a conversation as the text that the model was trained on.
+"""Chat templates, which render a conversation in the text format of the model's training.
 
-They are Jinja templates that come with a checkpoint, written for transformers' environment
-(`apply_chat_template`), which this one equals without importing transformers and, with it, torch.
+Chat templates are Jinja templates of a checkpoint, written for the environment of transformers
+(`apply_chat_template`). This module has an equal environment, without transformers and torch.
 """
 
 import functools
@@ -28,7 +28,7 @@ DEFECT = "a defect of the server: the request can't be tokenized; its log says m
 
 
 class PromptError(ValueError):
-    """A prompt that can't be served: which field, and why; too_long: as in ErrorReply."""
+    """An error in a field of a prompt, with `too_long` as in `ErrorReply`."""
 
     def __init__(self, field: str, message: str, too_long: tuple[int, int] | None = None) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class PromptError(ValueError):
 
 
 def error_reply(error: Exception) -> ErrorReply:
-    """Return the reply for an exception, in an `except` block; except PromptError, a defect."""
+    """Return the reply for an exception in an `except` block. Log defects."""
     if isinstance(error, PromptError):
         return ErrorReply(
             code="invalid", message=str(error), field=error.field, too_long=error.too_long
@@ -47,28 +47,28 @@ def error_reply(error: Exception) -> ErrorReply:
 
 
 log = logging.getLogger("tokenizer")
-# arguments of `apply_chat_template` that `chat_template_kwargs` can't give
+# arguments of `apply_chat_template` that are not allowed in `chat_template_kwargs`
 NOT_FOR_CLIENTS = frozenset(
     {"messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}
     | {"continue_final_message", "conversation", "return_dict", "return_tensors"}
 )
-# of CPU time: a usual template takes milliseconds, and others wait meanwhile
+# Limit on CPU time. A usual template takes milliseconds; other requests wait meanwhile.
 MAX_RENDER_SECONDS = 5.0
-MAX_RENDER_BYTES = 1 << 28  # of memory, for a client's template
-MAX_OWN_BYTES = 1 << 30  # of memory, for the checkpoint's template
+MAX_RENDER_BYTES = 1 << 28  # limit on added memory, for a client's template
+MAX_OWN_BYTES = 1 << 30  # limit on added memory, for the checkpoint's template
 LIMITS = f"takes more than {MAX_RENDER_SECONDS:g} s or {MAX_RENDER_BYTES >> 20} MiB to render"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
-# in templates of models that begin `<think>` themselves, unless the prompt has an empty one
+# variable in templates of models that generate `<think>`, unless the prompt has empty reasoning
 REASONING_SWITCH = "enable_thinking"
-# put after the final message if it is to be continued: the text before it is the prompt
+# A marker after a final message that is continued: the text before the marker is the prompt.
 _END_OF_FINAL_MESSAGE = "\ue000end of the final message\ue001"
 
-# what reading a checkpoint's template and special tokens raises
+# errors of reading a checkpoint's template and special tokens
 _UNREADABLE = (
     *(OSError, msgspec.MsgspecError, TemplateError),
     *(TypeError, LookupError, RecursionError, ValueError),
 )
-# how a refusal begins: of the model's template, and of the request's
+# first words of a refusal by the checkpoint's template, and by the request's template
 _OWN_REFUSAL = (
     "messages: the chat template refused them: ",
     "chat_template: got one that refuses the messages: ",
@@ -76,7 +76,7 @@ _OWN_REFUSAL = (
 
 
 class TimeLimitError(BaseException):
-    """The CPU time is over. Not an Exception: the code that is interrupted may catch those."""
+    """The end of the CPU time. No `Exception`, which the interrupted code may catch."""
 
 
 def _end(*_: object) -> NoReturn:
@@ -84,10 +84,10 @@ def _end(*_: object) -> NoReturn:
 
 
 class ChatTemplate:
-    """The chat template of a checkpoint; one without it serves prompts only."""
+    """The chat templates of a checkpoint. A checkpoint without templates serves prompts only."""
 
     def __init__(self, folder: Path) -> None:
-        """Read a template, in the main thread, which gets the signal of the time limit."""
+        """Read the templates. Must run in the main thread, which gets the time limit's signal."""
         signal.signal(signal.SIGVTALRM, _end)
         try:
             config = _tokenizer_config(folder / "tokenizer_config.json")
@@ -95,9 +95,9 @@ class ChatTemplate:
             self._templates: dict[str, Template] = {}
             for name, source in sources.items():
                 self._templates[name] = template = _environment().from_string(source)
-                # each rendering copies them: a plain map faster than Jinja's ChainMap
+                # each rendering copies the globals: a dict is copied faster than Jinja's ChainMap
                 template.globals = dict(template.globals)
-            # the model itself, where the prompt leaves it to it
+            # True if the model generates `<think>` itself
             self.opens_reasoning = any(REASONING_SWITCH in source for source in sources.values())
             self._special_tokens = {
                 name: token["content"] if isinstance(token, dict) else token
@@ -108,7 +108,7 @@ class ChatTemplate:
             raise ModelError(f"the chat template of {folder} can't be read: {error}") from error
 
     def render(self, request: PromptFields) -> str:
-        """Render `messages` up to where the assistant's answer begins. Raises PromptError."""
+        """Render `messages` up to the start of the assistant's answer. Raises PromptError."""
         own = choose_template(self._templates, has_tools=request.tools is not None)
         if own is None and request.chat_template is None:
             names = f" but {', '.join(sorted(self._templates))}" * bool(self._templates)
@@ -137,7 +137,7 @@ class ChatTemplate:
 
 
 def _render_in_child(source: str, variables: dict[str, Any]) -> str:
-    """Render a client's template. Raises PromptError."""
+    """Render a client's template in a child process. Raises PromptError."""
 
     def work() -> bytes:
         try:
@@ -180,13 +180,14 @@ def _log_limits() -> None:
 def _render(template: Template, variables: dict[str, Any]) -> str:
     """Render a template. Raises PromptError, also after MAX_RENDER_SECONDS of CPU time.
 
-    A call into C is not interrupted; the supervisor ends a process in one after --step-timeout.
+    The time limit can't interrupt a call into C. The supervisor kills a process that hangs in C
+    after --step-timeout.
     """
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, MAX_RENDER_SECONDS)
         try:
             text = str(template.render(variables))
-            text.encode()  # fails where the template makes lone surrogates
+            text.encode()  # raises if the text has lone surrogates
             return text
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -218,7 +219,7 @@ def _compile(source: str) -> Template:
         raise PromptError("chat_template", message) from error
 
 
-# what a template raises, itself or for data that it is not made for
+# errors that a template raises, itself or for data of a wrong type
 _REFUSALS = (
     *(TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError),
     *(TypeError, ValueError),
@@ -230,12 +231,12 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
 
 
 def _as_map(message: ChatMessage) -> dict[str, Any]:
-    """Only what is set, but always a role and a content: templates add strings to it."""
+    """Return the set fields, always with a role and a content, which templates concatenate."""
     return {"role": message.role, "content": message.content, **msgspec.to_builtins(message)}
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks what is trained on, is its content."""
+    """The block `{% generation %}…{% endgeneration %}` for training, rendered as its content."""
 
     tags = {"generation"}  # noqa: RUF012  as Jinja types it
 
@@ -269,7 +270,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes what is special in HTML."""
+    """Encode without Jinja's escapes of HTML characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

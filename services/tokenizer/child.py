@@ -1,4 +1,4 @@
-"""Child processes for work that can't be interrupted; the kernel ends them at their limits."""
+"""Child processes with limits of time and memory, for work that can't be interrupted."""
 
 import contextlib
 import faulthandler
@@ -15,7 +15,8 @@ def start_child(
 ) -> tuple[int, int]:
     """Fork a child for `work`, with limits of CPU time and added memory. Return pid and pipe.
 
-    Raises OSError at the limit of processes, of memory or of descriptors.
+    The kernel ends a child at its limits. Raises OSError at the limit of processes, of memory or
+    of descriptors.
     """
     reader, writer = os.pipe()
     try:
@@ -45,7 +46,7 @@ def start_child(
 
 
 def end_child(pid: int, reader: int) -> tuple[int, bytes]:
-    """Wait for a child. Return its exit code, negative for a signal, and its result."""
+    """Wait for a child. Return its exit code (negative for a signal) and its result."""
     with os.fdopen(reader, "rb") as file:
         result = file.read()
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), result
@@ -53,7 +54,7 @@ def end_child(pid: int, reader: int) -> tuple[int, bytes]:
 
 @contextlib.contextmanager
 def added_memory(num_bytes: int) -> Iterator[None]:
-    """Limit the memory of this process meanwhile; beyond it, Python raises MemoryError."""
+    """Limit the added memory of this process in a block. Beyond it, Python raises MemoryError."""
     before, _ = resource.getrlimit(resource.RLIMIT_AS)
     limit = _num_bytes() + num_bytes
     _set_limit(resource.RLIMIT_AS, limit if before < 0 else min(limit, before))
@@ -68,7 +69,7 @@ def _num_bytes() -> int:
 
 
 def _set_limit(kind: int, number: int) -> None:
-    """Set a limit, unless the hard limit is lower; macOS refuses some limits."""
+    """Set a limit, unless the hard limit is lower or the system (macOS) refuses the limit."""
     _, hard = resource.getrlimit(kind)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(kind, (number, hard))

@@ -1,9 +1,9 @@
-"""Grammars on their way in: one that can't be served is refused before it reaches a worker.
+"""Validation of grammars: a grammar that can't be served is refused before it reaches a worker.
 
-Compiling runs in llguidance, which can't be interrupted, which some schemas keep busy for minutes
-within all its limits, and whose stack some grammars overflow. So each grammar is compiled in a
-child process; meanwhile this process continues. A grammar that compiles there compiles in the
-worker, which has the same limits and a larger stack.
+Compilation in llguidance can't be interrupted. Some schemas take minutes within all its limits, and
+some grammars overflow its stack. So each grammar is compiled in a child process, while this process
+continues. A grammar that compiles there also compiles in the worker, which has the same limits and
+a larger stack.
 """
 
 import logging
@@ -26,53 +26,53 @@ from penstock.protocol.messages.structured import GRAMMAR_LIMITS, inexact, maps_
 from penstock.protocol.transport.event_loop import EventLoop
 from penstock.services.tokenizer.child import end_child, start_child
 
-# of CPU time, which depends on what else a machine does by a factor of up to two. So what is known
-# to take long has exact limits, below which it takes up to 0.5 s
+# Limit on CPU time, which other load on the machine may double. So features that are known to be
+# slow have exact limits of their own, within which compilation takes up to 0.5 s.
 MAX_COMPILE_SECONDS = 2.0
-# of `patternProperties` of one object: each pair is compared
+# pairs of `patternProperties` in one object: llguidance compares each pair
 MAX_PATTERN_PAIRS = 20_000
-# sum of the values of `multipleOf`, without decimal points: each is as many states
+# sum of all values of `multipleOf`, without decimal points: a value takes as many states
 MAX_MULTIPLES = 100_000
-# Some limits apply only while text is matched; each step may cost as much as compiling.
+# Some limits apply only while text is matched. Each step may cost as much as compilation.
 MATCHED_TOKENS = 3
 TOO_LARGE = "its repetitions expand to too many states; use smaller repetition counts"
 MAX_STACK_BYTES = 1 << 20
 MAX_CHILDREN = 2
-RETRY_SECONDS = 1.0  # after a child that could not be forked
-# grammars whose verdict is remembered
+RETRY_SECONDS = 1.0  # wait after a failed fork
+# maximum number of cached results
 MAX_KNOWN = 1024
 MAX_REASON_BYTES = 2048
-# of the children: requests without a new grammar go first
+# niceness of the children: requests without a new grammar have priority
 NICENESS = 5
 
 log = logging.getLogger("tokenizer")
-# gets the reason why the grammar can't be served, or an empty string
+# called with the reason why a grammar can't be served, or with an empty string
 OnChecked = Callable[[str], None]
 
 
 class GrammarChecker:
-    """Compiles grammars to see whether it can be done. Clients take turns.
+    """Check of grammars by compilation in child processes. Clients take turns.
 
-    Equal grammars are checked once, and their verdict is remembered. Of one client, one grammar is
-    checked at a time, so that those of others need not wait for slow ones.
+    Equal grammars are checked once, and the result is cached. A client has at most one check at a
+    time, so that other clients need not wait for its slow grammars.
     """
 
     def __init__(self, folder: Path, loop: EventLoop) -> None:
-        # loaded here: the children have it without loading it
+        # loaded before the forks, so that children need not load it
         self._tokenizer = LLTokenizer(str(folder / "tokenizer.json"))
         self._loop = loop
-        # verdicts by hash, the one that was used last at the end
+        # results by hash of the grammar, most recently used last
         self._reasons: OrderedDict[bytes, str] = OrderedDict()
         self._asking: dict[str, list[OnChecked]] = {}
         self._waiting: FairQueue[str] = FairQueue()
-        # grammar → the client who asked first
+        # grammar → the first client that sent it
         self._clients: dict[str, str] = {}
         # clients whose grammar is being checked
         self._checking: set[str] = set()
-        self._is_late = False  # no child could be forked; a timer tries again
+        self._is_late = False  # a fork failed; a timer retries it
 
     def check(self, grammar: str, client: str, on_checked: OnChecked) -> None:
-        """Call `on_checked` once, now or later; `grammar` has no `excess`."""
+        """Check a grammar that passed `excess`. Call `on_checked` once, now or later."""
         known = _hash_of(grammar)
         if known in self._reasons:
             self._reasons.move_to_end(known)
@@ -86,7 +86,7 @@ class GrammarChecker:
             self._check_next()
 
     def _check_next(self) -> None:
-        """Fork a child for the next grammar in turn, if another one may run."""
+        """Fork a child for the next grammar, unless MAX_CHILDREN run."""
         grammar = self._waiting.first(skipped=self._checking)
         if grammar is None or len(self._checking) == MAX_CHILDREN:
             return
@@ -109,7 +109,7 @@ class GrammarChecker:
         self._loop.add_file(reader, on_end)
 
     def _check_later(self, error: OSError) -> None:
-        """Keep grammars in their turns while no child can be forked."""
+        """Retry the waiting grammars after RETRY_SECONDS, because no child could be forked."""
         if self._is_late:
             return
         self._is_late = True
@@ -136,7 +136,7 @@ def _hash_of(grammar: str) -> bytes:
 
 
 def excess(grammar: str) -> str:
-    """Return why a grammar would take too long to compile, or be inexact; else nothing."""
+    """Return why a grammar would compile too slowly or be inexact; an empty string if neither."""
     (parts,) = msgspec.json.decode(grammar)["grammars"]
     schemas = [schema for _, _, schema in schemas_in(parts["lark_grammar"])]
     num_multiples = 0
@@ -163,7 +163,7 @@ def excess(grammar: str) -> str:
 
 
 def _reason(pid: int, reader: int) -> str:
-    """Return the child's reason, or that of its end."""
+    """Return the reason that a child wrote, or the reason for its death."""
     exit_code, reason = end_child(pid, reader)
     if exit_code == -signal.SIGPROF:
         return f"compiling it takes more than {MAX_COMPILE_SECONDS} s, which is the limit"
@@ -190,14 +190,14 @@ def _failure(tokenizer: LLTokenizer, grammar: str) -> str:
             return "no text matches it, or its beginning is too complex" if step == 0 else TOO_LARGE
         if token_id is None:
             break
-        matcher.consume_token(token_id)  # expands repetitions, which compiling leaves alone
+        matcher.consume_token(token_id)  # expands repetitions, which compilation does not
         if matcher.is_error():
             return TOO_LARGE
     return _without_source(matcher.get_error())
 
 
 def _without_source(error: str) -> str:
-    """Return llguidance's error without the grammar, which the client may not have written."""
+    """Return llguidance's error without the grammar's source, which may be generated."""
     reason = re.split(r"\n +\d+ \| ", error, maxsplit=1)[0]
     reason = re.sub(
         r"^at \d+\(\d+\): (?:failed to compile JSON schema: |(?=invalid reg))", "", reason
@@ -206,7 +206,7 @@ def _without_source(error: str) -> str:
 
 
 def _first_token(matcher: LLMatcher) -> int | None:
-    """Return the lowest token id that may come next, None if there is none."""
+    """Return the lowest allowed token id; None if no token is allowed."""
     words = np.frombuffer(matcher.compute_bitmask(), np.uint32)
     used = np.flatnonzero(words)
     if not len(used):

@@ -1,4 +1,4 @@
-"""The tokenizer process: its sockets."""
+"""The tokenizer process: its event handlers and sockets."""
 
 from time import monotonic
 from typing import Any
@@ -30,7 +30,7 @@ from penstock.services.tokenizer.prompts import Tokenizer, encode_bad_words
 
 
 class TokenizerProcess:
-    """Sockets around `Tokenizer` and `GrammarChecker`."""
+    """The sockets of the process, with `Tokenizer` and `GrammarChecker`."""
 
     def __init__(self, process: Process) -> None:
         self.name = process.name
@@ -68,7 +68,7 @@ class TokenizerProcess:
                     raise SystemExit(message.reason)
 
     def handle(self, message: TokenizeRequest) -> None:
-        """Pass a request on to the scheduler, or refuse it; later if it has a grammar."""
+        """Encode a request and check its grammar. Send the request to a scheduler, or refuse it."""
         begin = monotonic()
         request, scheduler = message.request, self.schedulers[message.replica]
         wanted, grammar = request.sampling.structured_outputs, ""
@@ -118,7 +118,7 @@ class TokenizerProcess:
         self.gateway.send(failed)
 
     def resubmit_all(self) -> None:
-        """Have the gateway resubmit requests that may be lost."""
+        """Make the gateway resubmit requests that may be lost."""
         self.gateway.send(Goodbye())
         self.on_heartbeat()
 

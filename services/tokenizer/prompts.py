@@ -1,6 +1,6 @@
-"""Prompts and conversations to token ids, and bad words to sequences of them.
+"""Encoding of prompts, conversations and bad words as token ids.
 
-fastokens encodes a hundred times as fast as `tokenizers`; it does so where its ids are the same.
+fastokens encodes a hundred times as fast as `tokenizers`, and is used if its ids are the same.
 """
 
 import logging
@@ -28,7 +28,7 @@ except ImportError:  # no package for this platform
     fastokens = None
 
 log = logging.getLogger("tokenizer")
-# texts that are encoded at the start; each added token is, too
+# texts that both encoders must encode equally at the start, as well as each added token
 PROBES = (
     "Hello world, it's 12345 o'clock…\n\n  and  tabs\tare\r\nhere ",
     "I'LL we'Re IT'ſ x''s\u00a0\u3000\u200b\u0085\n \n\t \r\r\n\x0b end   ",
@@ -41,9 +41,9 @@ PROBES = (
 
 
 def load_fast_encoder(path: Path, tokenizer: HuggingFaceTokenizer) -> Any:
-    """Return a fastokens.Tokenizer of `path`; None, and a log line, where `tokenizer` must encode.
+    """Return a fastokens.Tokenizer of `path`, or None if `tokenizer` must encode.
 
-    A tokenizer that fastokens doesn't know, or at which any probe has other ids, is not used.
+    Log a warning if fastokens can't load the file, or encodes any probe differently.
     """
     if fastokens is None:
         return None
@@ -56,17 +56,17 @@ def load_fast_encoder(path: Path, tokenizer: HuggingFaceTokenizer) -> Any:
                 expected = tokenizer.encode(text, add_special_tokens=adds_special).ids
                 if list(fast.encode(text, add_special_tokens=adds_special).ids) != expected:
                     raise ValueError(f"other ids for {text[:40]!r}")
-    except Exception as error:  # noqa: BLE001  it raises nothing more exact
+    except Exception as error:  # noqa: BLE001  fastokens raises no narrower type
         log.warning("%s: fastokens can't encode (%s); tokenizers does, more slowly", path, error)
         return None
     return fast
 
 
 def encode_bad_words(tokenizer: HuggingFaceTokenizer, words: list[str]) -> list[list[int]]:
-    """Return the token sequences of some words. Raises PromptError.
+    """Return the token sequences of bad words. Raises PromptError.
 
-    As in vLLM a word is encoded twice, as at the start of a text and following a space. The second
-    sequence is left out where it ends with the first, which then forbids both.
+    As in vLLM, a word is encoded twice: at the start of a text, and after a space. The second
+    sequence is left out if it ends with the first sequence, which then forbids both.
     """
     stripped = [word.lstrip(" ") or word for word in words]
     texts = [text for word in stripped for text in (word, f" {word}")]
@@ -94,10 +94,10 @@ class Tokenizer:
 
     def __init__(self, folder: Path, max_model_len: int) -> None:
         path = folder / "tokenizer.json"
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads for one text help nobody
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a single text gains nothing from threads
         try:
             self.backend = HuggingFaceTokenizer.from_file(str(path))
-        except Exception as error:  # it raises nothing more exact
+        except Exception as error:  # tokenizers raises no narrower type
             raise ModelError(f"{path} can't be read: {error}") from error
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -106,7 +106,7 @@ class Tokenizer:
         self._max_model_len = max_model_len
 
     def encode(self, request: TokenizeRequest) -> tuple[list[int], Reasoning]:
-        """Return the prompt's token ids, and how its answer begins. Raises PromptError."""
+        """Return the prompt's token ids and the state of reasoning. Raises PromptError."""
         token_ids, text = self._encode(request)
         field = "messages" if request.messages else "prompt"
         if not token_ids:
@@ -128,7 +128,7 @@ class Tokenizer:
     def answer(
         self, query: TokenizePromptRequest | DetokenizeRequest
     ) -> TokenizeReply | DetokenizeReply:
-        """Answer a client. A prompt may be longer than the context here. Raises PromptError."""
+        """Answer a query, whose prompt may exceed the context length. Raises PromptError."""
         if isinstance(query, TokenizePromptRequest):
             token_ids, _ = self._encode(query)
             reply = TokenizeReply(token_ids=token_ids, max_model_len=self._max_model_len)
@@ -141,7 +141,7 @@ class Tokenizer:
         return str(self.backend.decode_batch([token_ids], skip_special_tokens=skips)[0])
 
     def _encode(self, request: PromptFields) -> tuple[list[int], str | None]:
-        """Token ids, and the text as far as it is known and they end with it."""
+        """Return token ids, and the text if it is known and the token ids end with it."""
         token_ids, text = self._all_tokens(request)
         most = request.truncate_prompt_tokens
         if most is None or len(token_ids) <= most:
@@ -156,7 +156,7 @@ class Tokenizer:
         return token_ids[-most:], text
 
     def _adds_tokens(self, request: PromptFields, most: int) -> bool:
-        """Return True if a text of `most` tokens has, and keeps, some that the tokenizer adds."""
+        """Return whether the tokenizer adds special tokens that `most` tokens have room for."""
         number = self.backend.num_special_tokens_to_add(False)
         return request.add_special_tokens is not False and 0 < number < most
 
@@ -170,17 +170,18 @@ class Tokenizer:
             adds_special = request.add_special_tokens
         if self._fast:
             return list(self._fast.encode(text, add_special_tokens=adds_special).ids), text
-        # of the methods that encode, those of a batch let other threads run meanwhile
+        # the batch methods release the GIL, unlike the methods for a single text
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=adds_special)
         return list(encoding.ids), text
 
 
 def _reasoning_after(prompt: str, opens_itself: bool) -> Reasoning:
-    """Return where the answer to `prompt` begins.
+    """Return the state of reasoning at the end of `prompt`.
 
-    "open": the prompt ends with `<think>`, or the assistant's turn, which it has begun, ends within
-    a thought. Other tags in a prompt do not matter: they may be a user's.
-    "optional": the prompt ends where the turn begins, and the model `opens_itself`.
+    "open": the prompt ends with `<think>`, or ends within reasoning of the assistant's open turn.
+    Other tags in a prompt do not count, because a user may have written them.
+    "optional": the assistant's turn is open and empty, and the model generates `<think>` itself.
+    "none": all other prompts.
     """
     _, begun, turn = prompt.rpartition(_TURN)
     if not begun or _END_OF_TURN in turn:
