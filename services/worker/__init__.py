@@ -1,1 +1,1 @@
-"""The worker: weights, the KV cache and the forward pass of one tensor-parallel rank."""
+"""The worker: the weights, KV cache and forward pass of one tensor-parallel rank."""

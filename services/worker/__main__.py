@@ -1,6 +1,6 @@
-"""`python -P -m penstock.services.worker`.
+"""Entry point of a worker: `python -P -m penstock.services.worker`.
 
-The process is crash-only: any error it can't handle ends the process, which is then restarted.
+The process is crash-only: an unhandled error ends the process, which the supervisor restarts.
 """
 
 import logging
@@ -14,15 +14,15 @@ from penstock.protocol.transport.process import Process
 from penstock.services.worker import loading
 from penstock.services.worker.process import Load, Worker, WorkerError, use_interface_of
 
-if torch.version.cuda:  # the steps need it; forked processes share it
+if torch.version.cuda:  # imported before forks, so that forked processes share it
     import triton  # noqa: F401
 
 
 def main(load: Load = loading.load) -> NoReturn:
-    """Run until SIGTERM, or an error.
+    """Run until SIGTERM or an error, then exit at once.
 
-    The process exits as if killed. In an orderly exit, NCCL would wait forever for CUDA graphs that
-    hold its communicators, and for a rank that has exited.
+    An orderly exit could hang: NCCL waits for CUDA graphs that hold its communicators, and for
+    ranks that have exited.
     """
     process = Process("worker")
     code = 1
@@ -36,7 +36,7 @@ def main(load: Load = loading.load) -> NoReturn:
         process.log.error("%s", error)
     except Exception:
         process.log.exception("unexpected error")
-        code = os.EX_SOFTWARE  # its memory is not used again: it may be corrupt
+        code = os.EX_SOFTWARE  # the next worker does not reuse memory that may be corrupt
     logging.shutdown()
     os._exit(code)
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: one launch from embedding to sampled token."""
+"""CUDA graphs of whole steps, from embedding to sampled tokens."""
 
 import logging
 from bisect import bisect_left
@@ -17,26 +17,26 @@ from penstock.protocol.config import Config
 
 log = logging.getLogger(__name__)
 
-PROGRESS = 10  # graphs between two log lines
-# int32 of a step's record in a graph, 4 MiB; and at most four times as much pinned memory
+PROGRESS = 10  # captured graphs between log lines
+# Largest record of a step in a graph, in int32: 4 MiB, and up to four times as much pinned memory.
 MAX_RECORD = 1 << 20
 PREFILL_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-PREFILL_ROWS = (16, 64)  # rows of the graphs that prefill, in addition to max_num_seqs
-# additional tiles of a graph that prefills, for chunks that do not fill their tiles
+PREFILL_ROWS = (16, 64)  # numbers of rows of prefill graphs, in addition to max_num_seqs
+# extra tiles of a prefill graph, for chunks that do not fill their last tile
 SPARE_TILES = 16
-# operations of a GPU while the host launches the kernels of a step one by one, 12 to 15 ms (H200);
-# for larger steps a graph saves nothing, and its padding costs time
+# FLOPs of a GPU while the host launches the kernels of a step without a graph, 12 to 15 ms (H200).
+# A graph of a larger step saves nothing, and its padding costs time.
 LAUNCH_FLOPS = 1e13
 
 
 class Computed(NamedTuple):
     """Results of a step on the device."""
 
-    tokens: Tensor  # int64 [num_rows]; undefined for a row that does not sample
-    logits: Tensor  # this rank's share, float32: see `VocabParallelEmbedding.logits`
+    tokens: Tensor  # int64 [num_rows]; undefined for rows that do not sample
+    logits: Tensor  # this rank's shard, float32: see `VocabParallelEmbedding.logits`
     hidden_states: Tensor  # [num_tokens, hidden_size]
     rows: tuple[Tensor, Tensor, Tensor]  # slots, positions and newest tokens of the rows
-    # overwrites logits and tokens of deferred rows; None on several GPUs
+    # overwrites the logits and tokens of deferred rows; None with several GPUs
     sample_deferred: Callable[[], None] | None = None
 
 
@@ -55,7 +55,7 @@ def graph_shapes(config: Config, model: Model, max_model_len: int) -> list[Batch
 
 
 def decode_shapes(max_num_seqs: int, max_seqlen_k: int) -> list[BatchShape]:
-    """Return padded batch sizes: 1, 2, 4, 8, then in steps of 8 to 256, and in steps of 16."""
+    """Return shapes of padded batch sizes: 1, 2, 4, multiples of 8 to 256, then of 16."""
     steps = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 16, 16)]
     sizes = [*(size for size in steps if size < max_num_seqs), max_num_seqs]
     return [BatchShape(size, size, size, 0, SMALL_TILE, 1, max_seqlen_k) for size in sizes]
@@ -64,9 +64,9 @@ def decode_shapes(max_num_seqs: int, max_seqlen_k: int) -> list[BatchShape]:
 def prefill_shapes(
     max_num_seqs: int, max_tokens: int, num_weights: int, max_seqlen_k: int
 ) -> list[BatchShape]:
-    """Return shapes of steps with chunks and rows that decode, as far as graphs save time.
+    """Return shapes of steps with prefill and decode rows for which graphs save time.
 
-    num_weights: of the model, each of which is multiplied with a token.
+    num_weights: number of weights that are multiplied with each token.
     """
     most = min(max_tokens, LAUNCH_FLOPS / (2 * num_weights))
     tokens = [number for number in PREFILL_TOKENS if number <= most]
@@ -88,7 +88,7 @@ def _prefill_shape(num_rows: int, num_tokens: int, max_seqlen_k: int) -> BatchSh
 
 
 class CudaGraphs:
-    """CUDA graphs by shape, captured at their first use, with a common memory pool."""
+    """CUDA graphs by shape, with a common memory pool. A graph is captured at its first use."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class CudaGraphs:
         max_blocks: int,
         other_threads: bool = False,
     ) -> None:
-        """max_blocks: of a row; other_threads: use the device during captures."""
+        """Allocate a record for rows of `max_blocks`. `other_threads` may use the device."""
         self._error_mode = "thread_local" if other_threads else "global"
         self._compute = compute
         self._shapes = sorted(shapes, key=order)
@@ -109,11 +109,12 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture_all(self) -> Iterator[None]:
-        """Capture all graphs, the largest first, so that the others fit into its memory.
+        """Capture all graphs, and yield after each.
 
-        Yields after each. No graph writes to the KV cache, because its record has no row. Each is
-        replayed: its first launch takes memory from the driver, which may be slow while another
-        worker's memory is freed.
+        The largest graph comes first, so that smaller graphs fit into its memory. No graph writes
+        to the KV cache, because its record has no row. Each graph is replayed once: the first
+        launch takes memory from the driver, which may be slow while another worker's memory is
+        freed.
         """
         for shape in reversed(self._shapes):
             self._capture(shape)
@@ -123,18 +124,18 @@ class CudaGraphs:
             yield
             if len(self._graphs) % PROGRESS == 0:
                 log.info("CUDA graphs: %d of %d", len(self._graphs), len(self._shapes))
-        # torch keeps pinned memory of each size for the records
+        # allocate pinned memory for records of every size, which torch caches
         for bits in range(len(self._record).bit_length() + 1):
             torch.empty(1 << bits, dtype=torch.int32, pin_memory=True)
         log.info("captured %d CUDA graphs", len(self._shapes))
 
     def _capture(self, shape: BatchShape) -> None:
         self._record.zero_()  # an empty record: the step reads and writes no row
-        # one-time compilation and allocation can't be captured
+        # run once without capture, for one-time compilation and allocation
         rest = self._compute(self._record, shape).sample_deferred
         if rest:
             rest()
-        del rest  # and its logits
+        del rest  # frees its logits
         torch.cuda.synchronize(self._record.device)
         graph, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=self._error_mode):
@@ -149,9 +150,9 @@ class CudaGraphs:
         self._graphs[shape] = graph
 
     def replay(self, record: Any, shape: BatchShape) -> Computed | None:
-        """Run a step whose record is an int32 array; return None if no graph fits.
+        """Run a step with a graph. Return None if no graph fits.
 
-        The results are valid until the next replay, and padded to the graph's shape.
+        record: int32 array. Results are padded to the graph's shape and last until the next replay.
         """
         chosen = choose(self._shapes, shape)
         if chosen is None or len(record) > len(self._record):
@@ -165,7 +166,7 @@ class CudaGraphs:
 
 
 class _Memory:
-    """Memory of a tensor for `torch.as_tensor`: the CUDA array interface (Numba's, version 2)."""
+    """The CUDA array interface (Numba's, version 2) of a tensor's memory, for `torch.as_tensor`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -178,23 +179,23 @@ class _Memory:
 
 
 def _borrowed(tensor: Tensor) -> Tensor:
-    """Return a view that does not own the memory, so that all graphs may use it for logits."""
+    """Return a view that does not own its memory, so that all graphs may share the memory."""
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
 
 def order(shape: BatchShape) -> tuple[bool, int, int]:
-    """Return a sort key by cost; padded tokens cost more than padded rows."""
+    """Return a sort key by cost. Padded tokens cost more than padded rows."""
     return shape.num_tiles > 0, shape.num_tokens, shape.num_rows
 
 
 def choose(shapes: list[BatchShape], shape: BatchShape) -> BatchShape | None:
-    """Return the first of `shapes`, sorted by `order`, that has room for a step of `shape`."""
+    """Return the first graph shape, in the `order` of `shapes`, that fits a step of `shape`."""
     first = bisect_left(shapes, order(shape), key=order)
-    return next((one for one in shapes[first:] if _fits(shape, one)), None)
+    return next((graph for graph in shapes[first:] if _fits(shape, graph)), None)
 
 
 def _fits(shape: BatchShape, graph: BatchShape) -> bool:
-    """Return True if a graph of this shape can compute a step of `shape`."""
+    """Return whether a graph of shape `graph` can compute a step of `shape`."""
     return (
         shape.num_rows <= graph.num_rows
         and shape.num_tokens <= graph.num_tokens
@@ -204,9 +205,9 @@ def _fits(shape: BatchShape, graph: BatchShape) -> bool:
 
 
 def _record_size(shape: BatchShape, max_blocks: int) -> int:
-    """Return the largest record of a step of this shape: all rows come with their blocks.
+    """Return the maximum record size of a step, if all its rows are new, up to MAX_RECORD.
 
-    Longer records than MAX_RECORD run without a graph.
+    Steps with longer records run without a graph.
     """
     per_row = ROW + PARAMETERS + max_blocks * APPENDED
     return min(HEADER + shape.num_rows * per_row + shape.num_tokens, MAX_RECORD)

@@ -23,38 +23,39 @@ from penstock.protocol.messages.structured import (
 )
 from penstock.services.worker.processed_rows import Bitmask, TokenBits
 
-# of CPU time for the slow masks of a row, in addition to `SECONDS_PER_STEP`. JSON schemas take 0.01
-# to 0.4 ms a mask with Qwen3's vocabulary; one mask in hundreds takes 7 ms
+# CPU time for the slow masks of a row, in addition to `SECONDS_PER_STEP`. A mask of a JSON schema
+# takes 0.01 to 0.4 ms with Qwen3's vocabulary; a mask in hundreds takes 7 ms.
 MAX_MASK_SECONDS = 0.1
 SECONDS_PER_STEP = 0.001
-SLOW_SECONDS = 0.004  # of all masks of a step, which are then timed; of one mask, which then counts
+# A step whose masks take longer has the next masks timed; a timed mask that takes longer counts.
+SLOW_SECONDS = 0.004
 
 
 class TimedMatcher:
-    """A row's matcher and the time that its slow masks took."""
+    """The matcher of a row, with the CPU time of its slow masks."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
         self.is_timed = False
         self.seconds = 0.0
-        self.first_step = 0  # of which a mask was slow; 0: none
+        self.first_step = 0  # the first step with a slow mask; 0: no slow mask
 
 
 class MaskFiller:
-    """Threads that compute masks, within a budget of CPU time for each grammar.
+    """The threads that compute masks, with a budget of CPU time for each row.
 
-    An ambiguous grammar may take more time for each mask than for the one before, within all limits
-    of llguidance, while every other row waits. Only masks of steps that are slow as a whole are
-    timed one by one; of other steps, only the duration is measured.
+    Within all limits of llguidance, the masks of an ambiguous grammar may take longer from token to
+    token, while all other rows wait. Masks are timed individually only after a slow step; otherwise
+    only the duration of all masks is measured.
     """
 
     def __init__(self, executor: LLExecutor) -> None:
         self._executor = executor
-        self._threads = ThreadPoolExecutor(thread_name_prefix="masks")  # of timed masks
+        self._threads = ThreadPoolExecutor(thread_name_prefix="masks")  # for timed masks
         self._num_steps = 0
 
     def fill(self, masks: Bitmask, rows: list[tuple[TimedMatcher, int]]) -> list[int]:
-        """Write the masks of rows, given with their slots; return slots that exceed the budget."""
+        """Write the masks of rows (matcher, slot). Return the slots that exceed their budget."""
         self._num_steps += 1
         timed = [row for row in rows if row[0].is_timed]
         others = [(row.matcher, slot) for row, slot in rows if not row.is_timed]
@@ -85,10 +86,10 @@ class MaskFiller:
         return exceeding
 
 
-# gets about how many bytes a grammar takes, and why it can't be used, or an empty string
+# called with a grammar's estimated bytes, and the reason if it can't be used, or an empty string
 OnCompiled = Callable[[int, str], None]
 TAGS = ("<think>", "</think>")  # tags around reasoning
-# of the thread that compiles: steps go first
+# niceness of the compiler thread: steps have priority
 NICENESS = 5
 DEAD_END = (
     "structured_outputs: the grammar allows no next token; if the text is complete, do not forbid "
@@ -101,25 +102,25 @@ TOO_SLOW = (
 
 
 class _State:
-    """Progress of a row's output in its grammar."""
+    """The progress of a row's output in its grammar."""
 
     def __init__(self, matcher: LLMatcher, reasoning: Reasoning, tags: tuple[int, int]) -> None:
-        """Keep a compiled grammar; tags: as `Grammars._tags`."""
+        """Keep a compiled grammar, with tags as in `Grammars._tags`."""
         self.matcher = matcher
         self.timed = TimedMatcher(matcher)
-        # "open": the grammar begins after `</think>`; "optional": the next token may be `<think>`,
-        # see `opening_tags`
+        # "open": the grammar applies after `</think>`. "optional": the next token may be `<think>`,
+        # see `opening_tags`.
         self.reasoning = reasoning if min(tags) >= 0 else "none"
         self._tags = tags
 
     def replay(self, token_ids: list[int]) -> None:
-        """Consume the output of a row that continues."""
+        """Consume the earlier output of a row that continues."""
         consumed = [token_id for token_id in token_ids if self.is_for_grammar(token_id)]
         if consumed:
             self.matcher.consume_tokens(consumed)
 
     def is_for_grammar(self, token_id: int) -> bool:
-        """Return True if the matcher must consume the row's new token, not the reasoning."""
+        """Return whether a new token is text for the matcher, not reasoning."""
         begin, end = self._tags
         if self.reasoning == "open":
             self.reasoning = "none" if token_id == end else "open"
@@ -131,14 +132,14 @@ class _State:
 
 
 class _Ends:
-    """The end tokens of some rows."""
+    """The end tokens of rows, shared by rows with equal end tokens."""
 
     def __init__(self, token_ids: frozenset[int], tokenizer: LLTokenizer) -> None:
         self.token_ids = token_ids
-        own = {one for one in token_ids if one < tokenizer.vocab_size}
+        own = {token_id for token_id in token_ids if token_id < tokenizer.vocab_size}
         self.own = TokenBits(own)
-        # tokens that are forbidden where a grammar may not end; llguidance allows its own where the
-        # grammar may end, has ended or has failed
+        # Tokens that are forbidden where the grammar may not end. llguidance allows its own EOS
+        # tokens where the grammar may end, has ended or has failed.
         self.all = TokenBits(own.union(tokenizer.eos_tokens))
 
 
@@ -146,19 +147,19 @@ class _Row:
     def __init__(self, state: _State, ends: _Ends):
         self.state = state
         self.ends = ends
-        # set while it determines the masks: not in reasoning, nor at the end
+        # set while the matcher determines the masks: not in reasoning, nor after the end
         self.matcher: TimedMatcher | None = None
         self.is_done = False  # True if the text has ended or the row has failed
         self.failure = ""
 
     def find_matcher(self) -> TimedMatcher | None:
-        """Return the matcher if it determines the next mask."""
+        """Return the matcher if it determines the next mask, else None."""
         if not self.is_done and self.state.reasoning != "open":
             self.matcher = self.state.timed
         return self.matcher
 
     def accept(self, token_id: int) -> bool:
-        """Return True if the matcher must consume the row's new token."""
+        """Return whether the matcher must consume the row's new token."""
         if token_id in self.ends.token_ids:
             self.end()
         if self.is_done or self.state.reasoning == "none":
@@ -170,7 +171,7 @@ class _Row:
         self.is_done, self.matcher, self.failure = True, None, self.failure or failure
 
     def may_end(self) -> bool:
-        """Return True if the mask must allow the end tokens; detects an end and a failure."""
+        """Return whether the mask must allow the end tokens. Detect an end and a failure."""
         if not self.matcher:
             return self.is_done
         matcher = self.matcher.matcher
@@ -183,60 +184,60 @@ class _Row:
 
 
 class Grammars:
-    """Matchers of the rows with a grammar, by slot; on rank 0 only.
+    """The matchers of rows with a grammar, by slot. Only on rank 0.
 
-    llguidance matches bytes, so that special tokens match only their names in a Lark grammar. The
-    row's end tokens are allowed exactly where the grammar may end. A JSON schema keyword that
-    llguidance does not enforce is an error: `uniqueItems`, `not`, `if`, `contains`,
-    `propertyNames`, `dependentRequired`, `dependentSchemas`, `unevaluatedProperties`, unknown
-    formats, `oneOf` of schemas that may overlap, and in some places `minProperties` and
-    `patternProperties`. Unknown keywords have no effect, as in JSON Schema. One deviation from a
-    schema: keys that only `additionalProperties` or `patternProperties` describe may occur twice.
+    llguidance matches bytes, so special tokens match only their names in a Lark grammar. The row's
+    end tokens are allowed exactly where the grammar may end. A JSON schema keyword that llguidance
+    does not enforce is an error: `uniqueItems`, `not`, `if`, `contains`, `propertyNames`,
+    `dependentRequired`, `dependentSchemas`, `unevaluatedProperties`, unknown formats, `oneOf` of
+    schemas that may overlap, and in some places `minProperties` and `patternProperties`. Unknown
+    keywords have no effect, as in JSON Schema. There is one deviation from a schema: keys that only
+    `additionalProperties` or `patternProperties` describe may occur twice.
 
     If an answer begins with reasoning, the grammar applies after `</think>`. Reasoning may contain
     all tokens except the row's end tokens, so that every ended text matches its grammar.
 
-    A thread compiles each grammar once, during the steps. Its rows get copies, which share what
-    the lexer has found out about the text so far.
+    A thread compiles each grammar once, during the steps. Rows get copies of the grammar, which
+    share the state of the lexer.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Start to load the tokenizer in the compiler's thread; see `wait`."""
+        """Start to load the tokenizer in the compiler thread; see `wait`."""
         self._path = folder / "tokenizer.json"
         self._rows: dict[int, _Row] = {}
-        # by the scheduler's number; not in use themselves
+        # compiled grammars by the scheduler's number; rows use copies
         self._compiled: dict[int, LLMatcher] = {}
         self._compiler = ThreadPoolExecutor(1, "grammars")
         self._executor = LLExecutor()
         self._filler = MaskFiller(self._executor)
         self._tokenizer = self._compiler.submit(LLTokenizer, str(self._path))
         self._compiler.submit(_be_nice)
-        # by slot: tokens that matchers have yet to consume
+        # slot → (matcher, its next token to consume)
         self._accepted: dict[int, tuple[LLMatcher, int]] = {}
         self._ends = lru_cache(64)(lambda ids: _Ends(ids, self._tokenizer.result()))
 
     def wait(self) -> None:
         """Wait for the tokenizer. Raises ModelError.
 
-        A large vocabulary takes over a second, in which no other thread runs. Call this before
+        A large vocabulary takes over a second, in which no other thread runs. So wait before
         requests are served.
         """
         try:
             self._tokenizer.result()
-        except Exception as error:  # llguidance raises nothing more exact
+        except Exception as error:  # llguidance raises no narrower type
             raise ModelError(f"{self._path}: llguidance could not read it: {error}") from error
 
     @cached_property
     def num_words(self) -> int:
-        """Width of masks; waits for the tokenizer."""
+        """Width of a mask in words. Waits for the tokenizer."""
         return -(-self._tokenizer.result().vocab_size // 32)
 
     def compile(self, number: int, spec: StructuredOutputs, on_compiled: OnCompiled) -> None:
-        """Compile a grammar for rows in the thread, which then calls `on_compiled`."""
+        """Compile a grammar in the compiler thread, which then calls `on_compiled`."""
         self._compiler.submit(self._compile_shared, self._compiled, number, spec, on_compiled)
 
     def forget(self, numbers: list[int]) -> None:
-        """Free compiled grammars; rows that run keep their copies."""
+        """Free compiled grammars. Running rows keep their copies."""
         for number in numbers:
             self._compiled.pop(number, None)
 
@@ -249,7 +250,7 @@ class Grammars:
         reasoning: Reasoning = "none",
         number: int = 0,
     ) -> None:
-        """Begin a row with these output tokens so far; number: of its grammar, if compiled."""
+        """Begin a row with its output so far, and the compiled grammar `number`, if any."""
         compiled = self._compiled.get(number)
         matcher = compiled.deep_copy() if compiled else self._compile(spec)
         state = _State(matcher, reasoning, self._tags)
@@ -261,16 +262,16 @@ class Grammars:
         self._rows.pop(slot, None)
 
     def clear(self) -> None:
-        """Remove all rows, and the grammars of an earlier scheduler."""
+        """Remove all rows and all compiled grammars, which belong to an earlier scheduler."""
         self._rows.clear()
         self._accepted.clear()
         self._compiled = {}
 
     def accept(self, tokens: dict[int, int]) -> None:
-        """Advance rows by their new tokens, slot → token id; -1: the row failed.
+        """Advance rows by their new tokens.
 
-        Matchers consume them in the next `fill`, whose threads are then awake: that mask fails if
-        the grammar refuses the token.
+        Matchers consume the tokens in the next `fill`, which wakes up threads anyway. If a grammar
+        refuses its token, that mask fails. tokens: slot → token id, or -1 for a failed row.
         """
         for slot, token_id in tokens.items():
             row = self._rows.get(slot)
@@ -278,23 +279,23 @@ class Grammars:
                 self._accepted[slot] = row.state.matcher, token_id
 
     def has(self, slot: int) -> bool:
-        """Return True for a row with a grammar."""
+        """Return whether the row at this slot has a grammar."""
         return slot in self._rows
 
     def opening_tags(self, slots: list[int]) -> dict[int, int]:
-        """Return the token with which a row may start to reason now, slot → `<think>`.
+        """Return slot → `<think>` for the rows whose reasoning may start now.
 
-        The mask excludes this token; it may be drawn only if the model draws it from all tokens.
+        The mask excludes `<think>`, which is kept only if the model draws it from all tokens.
         Otherwise a grammar that forbids the model's choice would make the tag likely.
         """
         optional = [slot for slot in slots if self._rows[slot].state.reasoning == "optional"]
         return dict.fromkeys(optional, self._tags[0] if optional else -1)
 
     def fill(self, masks: Bitmask, slots: list[int]) -> dict[int, str]:
-        """Write the allowed tokens of `slots`; return the reasons of failed rows, by slot.
+        """Write the masks of allowed tokens. Return slot → reason for failed rows.
 
         The mask of a failed row allows all tokens.
-        masks: of all slots, `num_words` wide; further tokens of the model have no text.
+        masks: [num_slots, num_words]. The model's tokens beyond the masks have no text.
         """
         matchers, with_ends = [], []
         for slot in slots:
@@ -315,11 +316,11 @@ class Grammars:
         return self._fill_ends(masks, with_ends) if with_ends else {}
 
     def _fill_ends(self, masks: Bitmask, slots: list[int]) -> dict[int, str]:
-        """Allow end tokens exactly where a text may end; return as `fill`."""
+        """Allow end tokens exactly where a text may end. Return slot → reason for failed rows."""
         for ends, some in self._by_ends(slots):
             ends.all.forbid(masks, some)
             ends.own.allow(masks, [slot for slot in some if self._rows[slot].may_end()])
-        # most masks have a token among the first
+        # most masks have an allowed token in the first words
         for index in np.flatnonzero(~masks[slots, :64].any(axis=1)).tolist():
             if not masks[slots[index]].any():
                 self._rows[slots[index]].end(DEAD_END)
@@ -335,7 +336,7 @@ class Grammars:
 
     @cached_property
     def _tags(self) -> tuple[int, int]:
-        """Token ids of `<think>` and `</think>`; -1: not in the vocabulary."""
+        """Token ids of `<think>` and `</think>`; -1 for a tag that is not in the vocabulary."""
         tokenizer = self._tokenizer.result()
         tags = [tokenizer.tokenize_str(tag, parse_special=True) for tag in TAGS]
         begin, end = (ids[0] if len(ids) == 1 else -1 for ids in tags)
@@ -352,14 +353,14 @@ class Grammars:
         spec: StructuredOutputs,
         on_compiled: OnCompiled,
     ) -> None:
-        """Compile in the thread, into the dictionary of the epoch in which it was requested."""
+        """Compile a grammar into `compiled`, unless `clear` has replaced that dictionary."""
         if compiled is not self._compiled:
             return
         before = psutil.Process().memory_info().rss
         try:
             matcher = self._compile(spec)
             matcher.compute_bitmask()  # the first mask takes longest
-        except Exception as error:  # noqa: BLE001  it ends requests, not the worker
+        except Exception as error:  # noqa: BLE001  ends requests, not the worker
             on_compiled(0, repr(error))
             return
         compiled[number] = matcher
@@ -368,6 +369,6 @@ class Grammars:
 
 
 def _be_nice() -> None:
-    """Let other threads go before this one, on Linux, where a thread has a priority of its own."""
+    """Lower the priority of this thread, on Linux, where threads have their own priorities."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,4 +1,4 @@
-"""The device, and what it can compute: types, compiled layers, deterministic products."""
+"""The device of a worker and its abilities: types, compiled layers, deterministic products."""
 
 import contextlib
 import logging
@@ -25,17 +25,16 @@ from penstock.protocol.config import Config
 from penstock.protocol.transport.process import NODE_VARIABLE
 
 log = logging.getLogger(__name__)
-# index of the worker's GPU among the GPUs that torch sees: all GPUs of the node, because the ranks
-# need peer access
+# Index of the worker's GPU. torch sees all GPUs of the node, because the ranks need peer access.
 GPU_VARIABLE = "PENSTOCK_GPU"
-OLDEST = 8, 0  # compute capability of the oldest GPUs that have bfloat16 and asynchronous copies
+OLDEST = 8, 0  # lowest compute capability with bfloat16 and asynchronous copies
 
 
 def choose_device(wanted: str, index: int, tp_size: int, num_replicas: int = 1) -> torch.device:
-    """Return the GPU of the worker `index` among all replicas' workers, or the CPU.
+    """Return the GPU of a worker, or the CPU.
 
-    On a cluster GPU_VARIABLE has the GPU's index. Raises ModelError if GPUs are requested and the
-    machine has too few.
+    index: number of the worker among the workers of all replicas. On a cluster, GPU_VARIABLE has
+    the index of the GPU. Raises ModelError if GPUs are requested and the machine has too few.
     """
     given = os.environ.get(GPU_VARIABLE)
     if given is not None or NODE_VARIABLE in os.environ:
@@ -58,7 +57,7 @@ def choose_device(wanted: str, index: int, tp_size: int, num_replicas: int = 1) 
 
 
 def _given_device(wanted: str, given: str | None) -> torch.device:
-    """Return the given device, without falling back to the CPU: other ranks may have GPUs."""
+    """Return the given device. Do not fall back to the CPU, because other ranks may have GPUs."""
     if wanted == "cpu" or (wanted == "auto" and given is None):
         return torch.device("cpu")
     if given is None:
@@ -83,7 +82,7 @@ def check_capability(device: torch.device) -> None:
 
 
 def compute_dtype(model: ModelConfig, wanted: str, device: torch.device) -> torch.dtype:
-    """Return the type for a model on this device; wanted: of `--dtype`. Raises ModelError."""
+    """Return the data type for `--dtype` on this device. Raises ModelError."""
     if device.type == "cpu":
         if wanted not in ("auto", "float32"):
             raise ModelError(f"--dtype: got {wanted} on a CPU, expected auto or float32")
@@ -94,17 +93,17 @@ def compute_dtype(model: ModelConfig, wanted: str, device: torch.device) -> torc
     return torch.float16 if chosen == "float16" else torch.bfloat16
 
 
-# `--quantization` → bits of weights that only compiled layers have
+# `--quantization` → bits of weights, for formats that only compiled layers support
 INTEGER_BITS = {"int8": 8, "int4": 4}
 
 
 def may_compile(config: Config) -> bool:
-    """Return whether layers on a CPU are compiled, where that is possible."""
+    """Return whether the configuration allows compiled layers on a CPU."""
     return config.attention == "auto" and config.kv_cache_dtype != "fp8"
 
 
 def check_integers(config: Config, device: torch.device) -> None:
-    """Raise ModelError for weights of integers where layers are not compiled."""
+    """Raise ModelError for integer weights without compiled layers."""
     if config.quantization not in INTEGER_BITS:
         return
     if device.type != "cpu":
@@ -117,9 +116,9 @@ def check_integers(config: Config, device: torch.device) -> None:
 
 
 def takes_integers(config: Config, model_config: ModelConfig, tp_size: int) -> bool:
-    """Return whether compiled layers will multiply weights of integers as a checkpoint has them.
+    """Return whether compiled layers will use a checkpoint's integer weights directly.
 
-    `--dtype float32` dequantizes them.
+    `--dtype float32` dequantizes the weights.
     """
     if config.dtype == "float32" or not may_compile(config):
         return False
@@ -131,7 +130,7 @@ def takes_integers(config: Config, model_config: ModelConfig, tp_size: int) -> b
 
 
 def narrow_weights(model: Model) -> None:
-    """Give weights the type that compiled layers take."""
+    """Convert weights to the type that compiled layers take."""
     with contextlib.suppress(ImportError, OSError):
         from penstock.models.compiled import narrow  # llvmlite
 
@@ -139,7 +138,7 @@ def narrow_weights(model: Model) -> None:
 
 
 def compile_layers(config: Config, model_config: ModelConfig, model: Model) -> None:
-    """Use compiled code if this machine and the model allow it, and layers of it if wanted."""
+    """Use compiled code for steps, and for layers if possible. Raises ModelError."""
     use_compiled_step()
     bits = INTEGER_BITS.get(config.quantization)
     if not may_compile(config):
@@ -160,17 +159,18 @@ def compile_layers(config: Config, model_config: ModelConfig, model: Model) -> N
 
 
 ROWS = 1, 16, 17, 64, 65, 256
-MANY_ROWS = 2048  # of weights other than the output layer's: as many as a long prompt has
+MANY_ROWS = 2048  # rows of a long prompt, for all weights except the output layer's
 EPS = 1e-6
 Product = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | MoE
 
 
 @torch.inference_mode()
 def checked(model: Model) -> Model:
-    """Multiply each shape of weight with different numbers of rows. Raises ModelError.
+    """Return the model after a check of `--deterministic`. Raises ModelError.
 
-    Few and many rows may use different instructions of the tensor cores, and another GPU
-    may add in another order.
+    Each shape of weight is multiplied with different numbers of rows, and the bits are compared.
+    Few and many rows may use different instructions of the tensor cores, and another GPU may add in
+    another order.
     """
     seen = set()
     if not is_deterministic():

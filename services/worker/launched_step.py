@@ -1,4 +1,4 @@
-"""Launched steps and their outputs, for which the host does not wait."""
+"""Launched steps, whose outputs are copied to the host asynchronously."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -12,21 +12,21 @@ from penstock.kernels.sampling.logits import top_logprobs
 from penstock.protocol.messages.packed import PackedLogprobs
 from penstock.services.worker.persistent_batch import Integers
 
-# failure of a row without a token
+# error message of a row without a token
 BAD_LOGITS = (
     "the model's logits are NaN or infinite, or every token is forbidden; if no parameter "
     "forbids tokens, check the checkpoint, and --quantization, --kv-cache-dtype and "
     "--dtype (float16 ends at 65504)"
 )
 
-# (index among the sampled rows; float32 numbers, or None where they are not finite)
+# (index among the sampled rows, float32 numbers or None if any is not finite)
 PooledNumbers = Iterable[tuple[int, bytes | None]]
-# returns the results of rows with `pooling` when the step has run
+# returns the results of pooling rows, after the step has run
 PendingNumbers = Callable[[], PooledNumbers]
 
 
 class StepOutput(NamedTuple):
-    """Outputs of a step in addition to token ids, as in `SampledTokens`."""
+    """The outputs of a step in addition to token ids, as in `SampledTokens`."""
 
     logprobs: list[tuple[int, PackedLogprobs]]
     prompt_logprobs: list[tuple[int, list[PackedLogprobs]]]
@@ -35,23 +35,23 @@ class StepOutput(NamedTuple):
 
 
 class PendingLogprobs(NamedTuple):
-    """Packed logprobs in host memory, which are complete when the step has run."""
+    """Packed logprobs in host memory, complete after the step has run."""
 
     rows: list[int]  # indices among the sampled rows
-    numbers: list[int]  # requested likeliest tokens of each row
-    packed: Tensor  # as `pack_logprobs` returns them
+    numbers: list[int]  # requested number of likeliest tokens of each row
+    packed: Tensor  # result of `pack_logprobs`
 
 
 class PendingOutput(NamedTuple):
     """A `StepOutput` before the step has run."""
 
     logprobs: list[PendingLogprobs]
-    prompt_logprobs: dict[int, list[Tensor]]  # slot → packed, in the order of the prompt
+    prompt_logprobs: dict[int, list[Tensor]]  # slot → packed logprobs, in the order of the prompt
     failed: list[tuple[int, str]]
     pooled: list[PendingNumbers]
 
     def get(self) -> StepOutput:
-        """Return the outputs; the step must have run."""
+        """Return the outputs of a step that has run."""
         logprobs = [
             (index, _unpack(row, number))
             for pending in self.logprobs
@@ -69,11 +69,11 @@ class PendingOutput(NamedTuple):
         return StepOutput(logprobs, prompt_logprobs, self.failed + failed, finite)
 
 
-NOTHING = PendingOutput([], {}, [], [])  # of a step whose rows need no logits processor
+NOTHING = PendingOutput([], {}, [], [])  # for steps without the logits processor
 
 
 def pack_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> Tensor:
-    """Return `top_logprobs` as int32: ids, bits of floats, the rank of the given token.
+    """Return `top_logprobs` as int32: token ids, bits of float32 logprobs, rank of the given token.
 
     Shape: [num_rows, 2 (1 + num_likeliest) + 1].
     """
@@ -82,7 +82,7 @@ def pack_logprobs(logits: Tensor, token_ids: Tensor, num_likeliest: int) -> Tens
 
 
 def _unpack(row: Any, num_likeliest: int) -> PackedLogprobs:
-    """Return the given token and up to `num_likeliest` likeliest tokens."""
+    """Return the logprobs of the given token and of up to `num_likeliest` likeliest tokens."""
     token_ids, logprobs = np.split(row[:-1], 2)
     end = 1 + num_likeliest
     return PackedLogprobs(token_ids[:end].tobytes(), logprobs[:end].tobytes(), int(row[-1]))
@@ -93,15 +93,16 @@ NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
 class LaunchedStep:
-    """A launched step, whose tokens are copied to the host."""
+    """A launched step, whose tokens are being copied to the host."""
 
     def __init__(
         self, sampled: Integers, complete: Callable[[], tuple[Tensor, Any, PendingOutput]]
     ) -> None:
-        """Keep the step; sampled: indices of the sampled rows, in ascending order of slot.
+        """Keep the step.
 
-        complete: launches the rest of the step and returns tokens, int64 in host memory, complete
-        after an event (a torch.cuda.Event, or None), and the other outputs.
+        sampled: indices of the sampled rows, in ascending order of slot.
+        complete: launches the rest of the step, and returns (tokens, event, other outputs). Tokens
+        are int64 in host memory, complete after the event (a torch.cuda.Event, or None).
         """
         self._sampled = sampled
         self._complete: Callable[[], tuple[Tensor, Any, PendingOutput]] | None = complete
@@ -109,24 +110,24 @@ class LaunchedStep:
 
     @classmethod
     def finished(cls, token_ids: list[int]) -> "LaunchedStep":
-        """Return a step that has run, without other outputs."""
+        """Return a step that has already run, with tokens only."""
         step = cls(NO_ROWS, lambda: (NO_TOKENS, None, NOTHING))
         step.complete()
         step._token_ids = token_ids
         return step
 
     def complete(self) -> None:
-        """Launch the rest of the step; waits for earlier tokens if rows depend on these."""
+        """Launch the rest of the step. Wait for the last step's tokens if rows depend on them."""
         if self._complete:
             complete, self._complete = self._complete, None
             self._tokens, self._event, self._pending = complete()
 
     def done(self) -> bool:
-        """Return True if `token_ids` returns without waiting."""
+        """Return whether `token_ids` returns without waiting."""
         return self._complete is None and (self._event is None or bool(self._event.query()))
 
     def token_ids(self) -> list[int]:
-        """Wait for the sampled tokens; -1 for a failed row."""
+        """Wait for and return the sampled tokens; -1 for a failed row."""
         if self._token_ids is None:
             self.complete()
             if self._event is not None:
@@ -136,7 +137,7 @@ class LaunchedStep:
         return self._token_ids
 
     def output(self) -> StepOutput:
-        """Wait for the other outputs of the step."""
+        """Wait for and return the other outputs of the step."""
         missing = [index for index, token_id in enumerate(self.token_ids()) if token_id < 0]
         output = StepOutput([], [], [], []) if self._pending is NOTHING else self._pending.get()
         known = {index for index, _ in output.failed}
@@ -145,7 +146,7 @@ class LaunchedStep:
 
 
 def to_device(array: Any, device: torch.device) -> Tensor:
-    """Return an array's copy on the device; on a CPU the array itself."""
+    """Return a copy of an array on the device; on a CPU, the array itself as a tensor."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -153,21 +154,21 @@ def to_device(array: Any, device: torch.device) -> Tensor:
 
 
 def integers_to_device(lists: Sequence[Any], device: torch.device) -> tuple[Tensor, ...]:
-    """Return lists or arrays of integers as int64 tensors, in one copy.
+    """Return lists or arrays of integers as int64 tensors on the device, with a single copy.
 
-    Each is aligned to 16 bytes, without which Triton would compile kernels again.
+    Each tensor is aligned to 16 bytes. Otherwise Triton would compile kernels again.
     """
-    begins = list(accumulate((len(one) + len(one) % 2 for one in lists), initial=0))
+    begins = list(accumulate((len(part) + len(part) % 2 for part in lists), initial=0))
     together = np.zeros(begins[-1], np.int64)
-    places = [slice(begin, begin + len(one)) for begin, one in zip(begins, lists, strict=False)]
-    for place, one in zip(places, lists, strict=True):
-        together[place] = one
+    places = [slice(begin, begin + len(part)) for begin, part in zip(begins, lists, strict=False)]
+    for place, part in zip(places, lists, strict=True):
+        together[place] = part
     on_device = to_device(together, device)
     return tuple(on_device[place] for place in places)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return a tensor's copy in host memory, complete when the device has run so far."""
+    """Return a copy of a tensor in host memory, complete after the device's work so far."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Startup of a worker: device, group, weights, KV cache, CUDA graphs."""
+"""Startup of a worker: device, process group, weights, KV cache, CUDA graphs."""
 
 import contextlib
 import logging
@@ -48,7 +48,7 @@ CPU_KV_BYTES = 1 << 30  # size of the KV cache on a CPU by default
 
 
 class Rank(NamedTuple):
-    """One rank of the model, as far as it is known before its weights are loaded."""
+    """The facts of a rank that are known before its weights are loaded."""
 
     config: Config
     assignment: WorkerAssignment
@@ -61,20 +61,20 @@ class Rank(NamedTuple):
 
     @property
     def max_blocks(self) -> int:
-        """KV blocks of the longest sequence."""
+        """Number of KV blocks of the longest sequence."""
         max_model_len = self.model_config.context(self.config.max_model_len)
         return -(-max_model_len // self.attention.block_size)
 
     @property
     def num_positions(self) -> int:
-        """Tokens of the longest sequence, in whole blocks."""
+        """Number of tokens of the longest sequence, rounded up to whole blocks."""
         return self.max_blocks * self.attention.block_size
 
 
 def load(
     config: Config, assignment: WorkerAssignment, on_progress: Callable[[], None]
 ) -> ModelRunner:
-    """Join the group, load this rank's weights, allocate its KV cache, capture its graphs.
+    """Join the group, load weights, allocate the KV cache, and capture CUDA graphs.
 
     Calls `on_progress` repeatedly. Raises ModelError, GroupError.
     """
@@ -92,7 +92,7 @@ def load(
     architecture = describe(model_config)
     architecture.check_ranks(assignment.tp_size, config.enable_expert_parallel)
     dtype = compute_dtype(model_config, config.dtype, device)
-    # Its thread loads while this thread waits for the group, the device and the disk.
+    # Another thread loads the tokenizer while this thread waits for the group, device and disk.
     grammars = None if assignment.rank else Grammars(config.model_folder)
     tp = TensorParallel.join(
         assignment.rendezvous, assignment.rank, assignment.tp_size, device, assignment.spans_nodes
@@ -118,7 +118,7 @@ def load(
     if device.type == "cuda" and config.enable_cuda_graphs and attention.can_be_captured:
         runner.use_graphs(graph_shapes(config, model, rank.num_positions))
         if not (assignment.standby or assignment.num_blocks):
-            for _ in runner.capture_graphs():  # otherwise each is captured at its first use
+            for _ in runner.capture_graphs():  # other graphs are captured at their first use
                 on_progress()
         times.end("CUDA graphs")
     if grammars:
@@ -126,14 +126,14 @@ def load(
         times.end("grammars")
     if config.profile:
         trace = f"trace-{config.name.replace('/', '-')}-{index}.json"
-        parent = config.pipeline_folder.parent  # the run folder ends with the pipeline
+        parent = config.pipeline_folder.parent  # the run folder is removed with the pipeline
         runner.profiler = step_profiler(config.profile, parent / trace)
     log.info("ready after %s", times)
     return runner
 
 
 def _load_model(rank: Rank, on_progress: Callable[[], None]) -> Model:
-    """Make the model, with the weights of the last worker or those of the checkpoint."""
+    """Make the model with the last worker's weights, or load the checkpoint's weights."""
     config, model_config = rank.config, rank.model_config
     on_cpu = rank.device.type == "cpu"
     integers = on_cpu and takes_integers(config, model_config, rank.tp.size)
@@ -187,7 +187,7 @@ def _attention(
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make floating-point tensors of this type by default."""
+    """Set the default type of floating-point tensors in a block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -197,7 +197,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _make_runner(rank: Rank, model: Model, grammars: Grammars | None) -> ModelRunner:
-    """Make a runner with the last worker's KV cache, or with as many blocks as are due."""
+    """Make a runner with the last worker's KV cache, or with a new KV cache."""
     config, memory, attention = rank.config, rank.memory, rank.attention
     kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else rank.dtype
     architecture = describe(rank.model_config)
@@ -237,9 +237,9 @@ def _make_runner(rank: Rank, model: Model, grammars: Grammars | None) -> ModelRu
 
 
 def _kv_bytes(rank: Rank, model: Model, make: Callable[[int], ModelRunner]) -> float:
-    """Return the size of the KV cache: as configured, or what a GPU has left.
+    """Return the size of the KV cache: the configured size, or the free memory of a GPU.
 
-    make: makes a runner with a number of blocks, to measure its largest steps.
+    make: makes a runner with a number of blocks, to measure the memory of its largest steps.
     """
     config = rank.config
     if config.kv_cache_gib or rank.device.type == "cpu":

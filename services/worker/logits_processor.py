@@ -1,13 +1,13 @@
 """Rows with `RowExtras`: penalties, bias, restrictions, grammars and logprobs.
 
-The step's CUDA graph changes the logits of most of these rows, by the state of their slots
-(`penstock.kernels.sampling.logits`). Other rows are *deferred*: the graph leaves their logits as
-they are, and `LogitsProcessor.sample` changes and samples them, in a second graph. These are rows
-with a grammar or with bad words of several tokens, whose masks follow from the previous token, and
-rows whose raw logits are needed for logprobs. The host waits for the previous tokens, and computes
-the masks, while the GPU computes the step.
+The step's CUDA graph changes the logits of most rows with extras, by the state of their slots
+(`penstock.kernels.sampling.logits`). Other rows are *deferred*: the graph does not change their
+logits, and `LogitsProcessor.sample` changes and samples these logits in a second graph. Deferred
+rows are of two kinds. Rows with a grammar, or with bad words of several tokens, need a mask that
+depends on the previous token. Rows with logprobs need their raw logits. The host waits for the
+previous tokens and computes the masks while the GPU computes the step.
 
-Each rank changes its shard of the logits. Rank 0 gets the logits of deferred rows and samples them.
+Each rank changes its shard of the logits. Rank 0 gets and samples the logits of deferred rows.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -45,18 +45,19 @@ from penstock.services.worker.processed_rows import (
     TokenMasks,
 )
 
-MAX_ROWS = 64  # rows whose logits are copied at a time, which bounds the memory
+MAX_ROWS = 64  # rows whose logits are copied at a time, to bound the memory
 
 
 def pool(
     model: Model, poolings: Mapping[int, Pooling], rows: Rows, computed: Computed
 ) -> Iterable[PendingNumbers]:
-    """Yield what waits for the results of some rows; poolings: by index among the sampled rows.
+    """Yield functions that wait for and return the results of pooling rows.
 
-    Every rank has to call this; rank 0 gets results. Hidden states and logits are copied to the
-    host, which computes each row by itself: a result has the same bits in every batch.
+    All ranks must call this function; rank 0 gets results. Hidden states and logits are copied to
+    the host, which computes each row separately, so that results have the same bits in every batch.
+    poolings: index among the sampled rows → parameters.
     """
-    embedded = {index: one for index, one in poolings.items() if not one.label_ids}
+    embedded = {index: pooling for index, pooling in poolings.items() if not pooling.label_ids}
     if embedded and model.tp.rank == 0:
         table = rows.table[rows.sampled[list(embedded)]]
         ends = table[:, FIRST] + table[:, COUNT]
@@ -64,7 +65,7 @@ def pool(
         states = to_host(computed.hidden_states[last].float())
         norm = model.model.norm
         yield partial(_embeddings, embedded, states, to_host(norm.weight.float()), norm.eps)
-    labelled = [(index, one) for index, one in poolings.items() if one.label_ids]
+    labelled = [(index, pooling) for index, pooling in poolings.items() if pooling.label_ids]
     for begin in range(0, len(labelled), MAX_ROWS):
         some = dict(labelled[begin : begin + MAX_ROWS])
         yield from _logits_of_labels(model, some, rows, computed)
@@ -88,7 +89,7 @@ def _logits_of_labels(
 def _embeddings(
     poolings: Mapping[int, Pooling], states: Tensor, weight: Tensor, eps: float
 ) -> PooledNumbers:
-    """Return the first `dimensions` of the norm of each hidden state, scaled to length 1."""
+    """Yield the first `dimensions` of each normed hidden state, scaled to length 1."""
     for (index, pooling), state in zip(poolings.items(), states.numpy(), strict=True):
         square: np.float64 = np.square(state, dtype=np.float64).mean()
         normed = state / np.sqrt(square + eps) * weight.numpy()
@@ -97,7 +98,7 @@ def _embeddings(
 
 
 def _probabilities(poolings: Mapping[int, Pooling], logits: Tensor) -> PooledNumbers:
-    """Return the softmax over the logits of each row's labels."""
+    """Yield the softmax over the logits of each row's labels."""
     for (index, pooling), row in zip(poolings.items(), logits.numpy(), strict=True):
         kept = row[: len(pooling.label_ids)].astype(np.float64)
         shares = np.exp(kept - kept.max())
@@ -105,7 +106,7 @@ def _probabilities(poolings: Mapping[int, Pooling], logits: Tensor) -> PooledNum
 
 
 def _packed(numbers: NDArray[np.floating]) -> bytes | None:
-    """Return numbers as float32, or None where they are not finite."""
+    """Return numbers as float32, or None if any is not finite."""
     return numbers.astype("<f4").tobytes() if np.isfinite(numbers).all() else None
 
 
@@ -118,12 +119,12 @@ IS_DEFERRED, IS_AWAITED, HAS_LOGPROBS, HAS_PROMPT_LOGPROBS, IS_POOLED = range(5)
 
 
 class LogitsProcessor:
-    """The rows with extras, by slot. Changed by plans."""
+    """The rows with extras, by slot. Only plans change the rows."""
 
     def __init__(
         self, model: Model, slots: Slots, vocab_size: int, grammars: Grammars | None
     ) -> None:
-        """Allocate the state of all slots; grammars: on rank 0, None on other ranks."""
+        """Allocate the state of all slots. Only rank 0 has `grammars`."""
         self.rows: dict[int, ProcessedRow] = {}
         self.grammars = grammars
         self._model = model
@@ -136,20 +137,20 @@ class LogitsProcessor:
         )
         self.state = self._changes.state
         self._masks = TokenMasks(num_slots, vocab_size, self._device) if grammars else None
-        # by slot; False without a row
+        # traits of the row at each slot; False without a row
         self._traits: NDArray[np.bool_] = np.zeros((num_slots, 5), np.bool_)
-        # slot of a row that needs its tokens → index among the tokens sampled last
+        # slot of a row that needs its tokens → index among the last sampled tokens
         self._awaited: dict[int, int] = {}
         self._with_words: set[int] = set()  # slots of rows with bad words of several tokens
-        self._last_tokens: Callable[[], list[int]] = list  # waits for the tokens sampled last
+        self._last_tokens: Callable[[], list[int]] = list  # waits for the last sampled tokens
 
     def clear(self) -> None:
         self._remove(list(self.rows))
 
     def apply(self, plan: BatchPlan) -> dict[int, ProcessedRow]:
-        """Remove and add rows; return the new ones by slot. Raises ValueError for an invalid plan.
+        """Remove and add rows. Return the new rows by slot.
 
-        The caller writes their numbers to the slot table.
+        The caller writes their numbers to the slot table. Raises ValueError for an invalid plan.
         """
         if self.rows:
             self._remove([slot for slot in unpack(plan.removed) if slot in self.rows])
@@ -162,7 +163,7 @@ class LogitsProcessor:
         return added
 
     def follow(self, tokens: Callable[[], list[int]]) -> None:
-        """Take the launched step's tokens, for which `tokens` waits, before the next step."""
+        """Set `tokens`, which waits for and returns the tokens of the last launched step."""
         self._last_tokens = tokens
 
     def _add(self, added: RowAdded, is_deferred: bool) -> ProcessedRow:
@@ -194,7 +195,7 @@ class LogitsProcessor:
         self._traits[slots] = False
 
     def handles(self, rows: Rows) -> bool:
-        """Return True if `run` has to be called after a step of these rows."""
+        """Return whether `run` must be called after a step with these rows."""
         return bool(self._traits[rows.table[:, SLOT]].any())
 
     def run(self, rows: Rows, computed: Computed) -> PendingOutput:
@@ -230,12 +231,12 @@ class LogitsProcessor:
     def sample(
         self, logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor, newest: Tensor
     ) -> None:
-        """Overwrite logits and tokens of deferred rows; other rows are left as they are.
+        """Overwrite the logits and tokens of deferred rows. Do not change other rows.
 
-        logits: this rank's shard. tokens: of the rows, as drawn from all tokens; on rank 0, the
-        result. slots, positions, newest: as for `process_logits`.
+        logits: this rank's shard. tokens: tokens that were drawn from all tokens; rank 0 overwrites
+        them with the result. slots, positions, newest: as for `process_logits`.
         """
-        # -1 stays what it is: the last slot's flags don't matter
+        # slot -1 reads the last slot's flags, but stays -1 in any case
         flags = column(self.state.parameters, "flags")[slots]
         slots = slots.masked_fill(flags < DEFERRED, -1)
         process_logits(logits, slots, positions, newest, self.state, deferred=True)
@@ -246,26 +247,26 @@ class LogitsProcessor:
             sample(joined, slots, positions, self._slots.sampling(), tokens)
 
     def _sample_copies(self, order: Integers, computed: Computed) -> None:
-        """Sample some rows from copies of their logits, which peers may still read."""
+        """Sample rows from copies of their logits, because peers may still read the logits."""
         for begin in range(0, len(order), MAX_ROWS):
             (some,) = integers_to_device((order[begin : begin + MAX_ROWS],), self._device)
             tokens = computed.tokens[some]
-            self.sample(computed.logits[some], tokens, *(one[some] for one in computed.rows))
+            self.sample(computed.logits[some], tokens, *(part[some] for part in computed.rows))
             computed.tokens[some] = tokens
 
     def _logprobs(self, order: Integers, number: int, computed: Computed) -> Tensor | None:
-        """Return packed logprobs of some rows by their raw logits, or None on other ranks."""
+        """Return packed logprobs of rows from their raw logits; None on all ranks but rank 0."""
         (some,) = integers_to_device((order,), self._device)
         raw = self._model.head.join(computed.logits[some])
         if raw is None:
             return None
-        tokens = computed.tokens[some].clamp(min=0)  # -1 of a failed row
+        tokens = computed.tokens[some].clamp(min=0)  # the token -1 of a failed row
         return to_host(pack_logprobs(raw, tokens, number))
 
     def _prompt_logprobs(
         self, row: list[int], hidden_states: Tensor, output: PendingOutput
     ) -> None:
-        """Compute logprobs of the prompt tokens that a chunk predicts; row: as in the record."""
+        """Compute logprobs of the prompt tokens that a chunk (a row of the record) predicts."""
         slot, start, count, first, *_ = row
         token_ids, extras = self.rows[slot].token_ids, self.rows[slot].extras
         end = min(start + count, extras.num_prompt_tokens - 1)
@@ -279,7 +280,7 @@ class LogitsProcessor:
                 output.prompt_logprobs.setdefault(slot, []).append(to_host(packed))
 
     def _accept(self) -> None:
-        """Advance grammars and bad words by the tokens drawn last."""
+        """Advance grammars and bad words by the last sampled tokens."""
         if not self._awaited or not self.grammars:
             return
         token_ids = self._last_tokens()
@@ -290,10 +291,10 @@ class LogitsProcessor:
         self._awaited.clear()
 
     def _restrict(self) -> list[tuple[int, str]]:
-        """Write the masks of `_awaited`; return indices and reasons of failed rows."""
+        """Write the masks of `_awaited` rows. Return (index, reason) of failed rows."""
         if not self._masks or not self.grammars:
             return []
-        self._last_tokens()  # the last step has then read its masks
+        self._last_tokens()  # wait until the last step has read its masks
         slots = list(self._awaited)
         masks = self._masks.on_host(self.grammars.num_words)
         with_grammar = [slot for slot in slots if self.grammars.has(slot)]
@@ -302,7 +303,7 @@ class LogitsProcessor:
             if not self.grammars.has(slot):
                 masks[slot] = -1
             bad = self.rows[slot].bad_tokens()
-            TokenBits(one for one in bad if one < 32 * masks.shape[1]).forbid(masks, [slot])
+            TokenBits(token for token in bad if token < 32 * masks.shape[1]).forbid(masks, [slot])
         for slot in with_grammar:
             own = self.rows[slot].mask
             if own is not None and not (masks[slot, : len(own)] & own[: masks.shape[1]]).any():

@@ -1,4 +1,4 @@
-"""One rank of the model: weights, KV cache and persistent batch, and the steps that use them."""
+"""Execution of steps on one rank, with the weights, KV cache and persistent batch."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -33,12 +33,13 @@ from penstock.services.worker.timings import IdleTimes
 
 
 class Sampler:
-    """Sampler of a token for each row; each rank has the logits of its shard of the vocabulary.
+    """The sampler of a token for each row. Each rank has the logits of its vocabulary shard.
 
-    On several GPUs of a node, each rank finds the best tokens of its shard and reads the results of
-    the others (`triton_sharded_sampling`). On several nodes, the ranks exchange candidates, and all
-    draw from these (`penstock.kernels.sampling.candidates`); rows for which candidates do not
-    suffice go through the logits processor. On CPUs of a node, rank 0 draws and broadcasts.
+    With several GPUs of a node, each rank finds the best tokens of its shard and reads the results
+    of other ranks (`triton_sharded_sampling`). With several nodes, the ranks exchange candidates,
+    and all ranks draw from the candidates (`penstock.kernels.sampling.candidates`); rows for which
+    candidates do not suffice go through the logits processor. With CPUs of a node, rank 0 draws and
+    broadcasts the tokens.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class Sampler:
     def __call__(
         self, hidden_states: Tensor, slots: Tensor, positions: Tensor, newest: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens, int64 [num_rows], on every rank, and this rank's logits.
+        """Return tokens, int64 [num_rows], and this rank's logits. All ranks get all tokens.
 
-        slots, positions, newest: as for `process_logits`. The tokens also become the rows' last
-        tokens.
+        The tokens also become the last tokens of their slots.
+        slots, positions, newest: as for `process_logits`.
         """
         tp, head = self._model.tp, self._model.head
         rows = slots, positions, self._slots.sampling()
@@ -86,15 +87,15 @@ class Sampler:
         return tokens, logits
 
     def share(self, tokens: Tensor, slots: Tensor) -> None:
-        """Broadcast rank 0's tokens, one for each row."""
+        """Broadcast rank 0's tokens, which become the last tokens of `slots`."""
         if self._model.tp.size > 1:
-            # the last element takes the tokens of rows that do not sample, whose slot is -1;
-            # the token -1 of a failed row is replaced, because the model can't read it
+            # Rows that do not sample have slot -1: their tokens go to the last element. The token
+            # -1 of a failed row is replaced, because it can't be an input.
             self._slots.last_token[slots] = self._model.tp.broadcast(tokens).clamp(min=0)
 
 
 class ModelRunner:
-    """Execution of plans, in order, on the device of the KV cache."""
+    """The executor of plans, in order, on the device of the KV cache."""
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class ModelRunner:
     ) -> None:
         """Allocate the step's buffers.
 
-        max_tokens: maximum of a step; grammars: on rank 0; memory_id: as `WorkerState.memory_id`;
-        take_over: as `PersistentMemory.take_over`.
+        max_tokens: maximum number of tokens in a step. grammars: None on all ranks but rank 0.
+        memory_id: as `WorkerState.memory_id`. take_over: as `PersistentMemory.take_over`.
         """
         self.num_blocks, self.block_size = batch.num_blocks, batch.block_size
         self.kv, self.memory_id, self.take_over = kv, memory_id, take_over
@@ -134,11 +135,11 @@ class ModelRunner:
         self._decode = compiled and compiled.decode_step(self._slots, self._buffers, kv_caches)
 
     def idle_us(self) -> tuple[float, float]:
-        """Return median and 99th percentile of the GPU's wait between two steps; 0 on a CPU."""
+        """Return the GPU's idle time between steps, median and 99th percentile; 0 on a CPU."""
         return self._idle_times.percentiles() if self._idle_times else (0.0, 0.0)
 
     def clear(self) -> None:
-        """Remove every sequence; the KV cache keeps its contents."""
+        """Remove all sequences. The KV cache keeps its contents."""
         self._complete_last()
         if self.offload:
             self.offload.clear()
@@ -146,18 +147,18 @@ class ModelRunner:
         self.logits_processor.clear()
 
     def use_graphs(self, shapes: Iterable[BatchShape]) -> None:
-        """Replay steps that fit into one of `shapes`."""
+        """Use CUDA graphs for steps that fit into any of `shapes`."""
         sizes = self._batch.max_blocks, self.offload is not None
         self._graphs = CudaGraphs(self._compute, shapes, self._device, *sizes)
 
     @torch.inference_mode()
     def capture_graphs(self) -> Iterator[None]:
-        """Capture all graphs, in steps; otherwise each is captured at its first use."""
+        """Capture all graphs now, not at their first use. Yield after each graph."""
         if self._graphs:
             yield from self._graphs.capture_all()
 
     def launch(self, plan: BatchPlan) -> LaunchedStep:
-        """Start a step; the rest of the step before is launched first.
+        """Launch the rest of the last step, then a new step.
 
         Raises ValueError for an invalid plan, GroupError.
         """
@@ -178,7 +179,7 @@ class ModelRunner:
             self.profiler.step()
         if self._decode and not rows.shape.num_tiles and not self.logits_processor.rows:
             tokens = self._decode(rows.record, rows.shape.num_rows)
-            if len(rows.sampled) < len(tokens):  # a chunk of one token that ends no prompt
+            if len(rows.sampled) < len(tokens):  # without chunks of one token that end no prompt
                 tokens = [tokens[index] for index in rows.sampled.tolist()]
             return LaunchedStep.finished(tokens)
         return self._launch(rows)
@@ -208,7 +209,7 @@ class ModelRunner:
     def _complete(
         self, rows: Rows, computed: Computed, is_processed: bool
     ) -> tuple[Tensor, Any, PendingOutput]:
-        """Launch the rest of a step; return what `LaunchedStep` expects."""
+        """Launch the rest of a step. Return (tokens, event, other outputs) for `LaunchedStep`."""
         pending = NOTHING
         if is_processed:
             pending = self.logits_processor.run(rows, computed)

@@ -1,8 +1,8 @@
-"""The persistent batch: the sequence of every slot, kept between steps.
+"""The persistent batch: the row of every slot, kept between steps.
 
 The host knows all lengths without reading from the device, because each step adds a known number of
-tokens to a row. The tensors of the model and the sampler stay on the device; each step updates them
-with the record that `penstock.kernels.step.apply_plan` describes.
+tokens to a row. The tensors of the model and the sampler stay on the device. Each step updates
+these tensors with a record, which `penstock.kernels.step.apply_plan` describes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,31 +22,31 @@ Record = NDArray[np.int32]
 
 
 class Rows(NamedTuple):
-    """Rows of a step: rows that decode, then rows that prefill, both in ascending order of slot."""
+    """The rows of a step: decode rows, then prefill rows, both in ascending order of slot."""
 
     record: Record
     table: Record  # the rows of the record, [num_rows, 8]
     shape: BatchShape
-    sampled: Integers  # indices of the rows that sample, in ascending order of slot, then position
+    sampled: Integers  # indices of the rows that sample, ordered by slot, then position
 
     @property
     def follows_last_step(self) -> bool:
-        """True if a row continues with the token that the last step has sampled."""
+        """True if any row's input is a token that the last step has sampled."""
         return bool((self.table[:, layout.TOKEN_INDEX] == -1).any())
 
 
 class Changes(NamedTuple):
-    """Changes of slots, sent with the next record."""
+    """The changes of slots that the next record will contain."""
 
     appended: list[Record]  # (slot, column, block id)
-    parameters: dict[int, Record]  # slot → the slot, and its words in the slot table
+    parameters: dict[int, Record]  # slot → the slot number, then its words in the slot table
 
     def clear(self) -> None:
         self.appended.clear()
         self.parameters.clear()
 
     def forget(self, slots: Integers) -> None:
-        """Drop the changes of slots whose rows leave."""
+        """Drop the changes of slots whose rows are removed."""
         for slot in slots.tolist():
             self.parameters.pop(slot, None)
         entries = [appended.reshape(-1, APPENDED) for appended in self.appended]
@@ -54,7 +54,7 @@ class Changes(NamedTuple):
 
 
 def make_record(num_rows: int, changes: Changes, token_ids: list[Record]) -> tuple[Record, Record]:
-    """Return a record with all parts except the rows, and the rows to be filled, [num_rows, 8]."""
+    """Return a record, and its rows to be filled, [num_rows, 8]. All other parts are filled."""
     parts = *changes.appended, *changes.parameters.values(), *token_ids
     num_appended = sum(map(len, changes.appended))
     num_parameters = len(changes.parameters) * PARAMETERS
@@ -71,15 +71,15 @@ def make_record(num_rows: int, changes: Changes, token_ids: list[Record]) -> tup
 
 
 class DecodingRows:
-    """Rows of steps that only decode, each the token sampled last, while no row comes or leaves."""
+    """The rows of consecutive decode steps with the same sequences and no drafts."""
 
     def __init__(self, slots: Integers, lengths: Integers) -> None:
-        """Keep the rows; lengths: in tokens, so far."""
+        """Keep the rows with their present lengths in tokens."""
         num_rows = len(slots)
-        # `ends`: the rows' lengths after the last step
+        # `ends`: lengths of the rows after the last step
         self.slots, self.ends = slots, lengths.copy()
         self._order = np.arange(num_rows)
-        self.steps_left = 0  # steps for which the rows' blocks are known to have room
+        self.steps_left = 0  # steps for which all rows have room in their blocks
         self._longest = int(lengths.max())
         self._record, rows = make_record(num_rows, Changes([], {}), [])
         rows[:, layout.SLOT] = rows[:, layout.SAMPLING_SLOT] = slots
@@ -89,7 +89,7 @@ class DecodingRows:
         self._positions, self._bounds = rows[:, layout.START], rows[:, layout.FIRST_KEY]
 
     def step(self, changes: Changes) -> Rows:
-        """Return the next step; the changes go with it."""
+        """Return the rows of the next step, whose record contains `changes`."""
         self.steps_left -= 1
         self._longest += 1
         self.ends += 1
@@ -107,7 +107,7 @@ class DecodingRows:
 
 
 def shape_of(counts: Integers, num_decode: int, max_seqlen_k: int) -> BatchShape:
-    """Return the shape of a step; counts: tokens of each row."""
+    """Return the shape of a step from the number of tokens of each row."""
     longest = int(counts.max())
     size = tile_size(longest)
     return BatchShape(
@@ -122,7 +122,7 @@ def shape_of(counts: Integers, num_decode: int, max_seqlen_k: int) -> BatchShape
 
 
 def integers(data: bytes) -> Integers:
-    """Return the integers that `pack` of `protocol.messages.packed` packed, as int64."""
+    """Unpack integers, as `unpack` of `protocol.messages.packed` does, but as int64."""
     return np.frombuffer(data, "<i4").astype(np.int64)
 
 
@@ -137,11 +137,11 @@ Flags = NDArray[np.bool_]
 
 
 class Decoding(NamedTuple):
-    """Rows of a step that decode, one token each, sorted by slot, then position."""
+    """The decode rows of a step, each with one token, sorted by slot, then position."""
 
     slots: Integers
     positions: Integers
-    token_ids: Integers  # -1: the token sampled last
+    token_ids: Integers  # -1: the last sampled token
 
 
 def drafted_rows(
@@ -152,10 +152,11 @@ def drafted_rows(
     lasts: Integers,
     vocab_size: int,
 ) -> list[Decoding]:
-    """Return the rows of each draft; their slots do not decode otherwise, and may be paused.
+    """Return the decode rows of each draft.
 
-    drafts: as in `BatchPlan`; firsts, lasts: positions at which the draft of a slot may begin.
-    Changes `decodes` and `is_paused`. Raises ValueError.
+    Clears `decodes` of the drafts' slots, which get no other decode row, and sets their
+    `is_paused`. Raises ValueError for an invalid draft.
+    drafts: as in `BatchPlan`. firsts, lasts: range of positions at which a slot's draft may begin.
     """
     drafted = []
     for slot, position, token_ids in _split(drafts):
@@ -175,14 +176,14 @@ def drafted_rows(
 
 
 def merged(plain: Decoding, drafted: list[Decoding]) -> Decoding:
-    """Return all rows in one."""
+    """Return plain and drafted rows together, sorted by slot."""
     rows = [np.concatenate(columns) for columns in zip(plain, *drafted, strict=True)]
     order = np.argsort(rows[0], kind="stable")
     return Decoding(*(column[order] for column in rows))
 
 
 def _split(drafts: bytes) -> Iterator[tuple[int, int, Integers]]:
-    """Yield slot, position and token ids of each draft."""
+    """Yield (slot, position, token ids) of each draft. Raises ValueError."""
     left = integers(drafts)
     while left.size:
         count = int(left[2]) if left.size > 2 else 0
@@ -193,12 +194,12 @@ def _split(drafts: bytes) -> Iterator[tuple[int, int, Integers]]:
 
 
 class PersistentBatch:
-    """State of the rows on the host, by slot. Changed by plans only."""
+    """The host's state of the rows, by slot. Only plans change the rows."""
 
     def __init__(
         self, num_slots: int, max_blocks: int, block_size: int, num_blocks: int, vocab_size: int
     ) -> None:
-        """Make an empty batch; max_blocks: of one row; num_blocks: of the KV cache."""
+        """Make an empty batch, with up to `max_blocks` of the cache's `num_blocks` in a row."""
         self.num_slots, self.block_size = num_slots, block_size
         self.num_blocks = num_blocks
         self.max_blocks = max_blocks
@@ -207,12 +208,12 @@ class PersistentBatch:
         self._num_row_blocks = np.zeros(num_slots, np.int64)
         self._num_prefill_tokens = np.zeros(num_slots, np.int64)
         self._num_computed = np.zeros(num_slots, np.int64)
-        # computes nothing until a draft includes the slot
+        # True if a row computes nothing until a draft includes its slot
         self._is_paused = np.zeros(num_slots, np.bool_)
-        # prefill tokens of the rows that have not computed all of them
+        # slot → prefill tokens, until all of them are computed
         self._prefill_tokens: dict[int, Record] = {}
         self._changes = Changes([], {})
-        # of the last step; None: rows have come, left or changed since
+        # rows of the last step; None if rows were added, removed or changed since
         self._decoding_rows: DecodingRows | None = None
 
     def clear(self) -> None:
@@ -238,14 +239,14 @@ class PersistentBatch:
             self._append(appended >> BLOCK_BITS, appended & (MAX_BLOCKS - 1))
 
     def set_numbers(self, slot: int, numbers: Mapping[str, float]) -> None:
-        """Set some columns of the slot of a row that the last plan added. Raises ValueError."""
+        """Set columns of the slot table for a row that the last plan added. Raises ValueError."""
         write_numbers(self._changes.parameters[slot][1:], numbers)
 
     def advance(self, chunks: bytes, drafts: bytes = b"") -> Rows | None:
-        """Return the next step, or None without any rows; the rows count as computed.
+        """Return the rows of the next step, and count them as computed; None without rows.
 
-        chunks, drafts: as in `BatchPlan`; each token of a draft becomes a row, and a chunk of one
-        token is a row that decodes. Raises ValueError for an invalid plan.
+        Each token of a draft becomes a row. A chunk of one token becomes a decode row. Raises
+        ValueError for an invalid plan. chunks, drafts: as in `BatchPlan`.
         """
         if not chunks and not drafts:
             return self._advance_decoding()
@@ -253,7 +254,7 @@ class PersistentBatch:
         prefilling, lengths = integers(chunks).reshape(-1, 2).T
         self._check_chunks(prefilling, lengths)
         decoding = self._decoding(drafts)
-        if (is_single := lengths == 1).any():  # faster as decode rows
+        if (is_single := lengths == 1).any():  # decode rows are faster
             decoding = merged(decoding, [self._single(prefilling[is_single])])
             prefilling, lengths = prefilling[~is_single], lengths[~is_single]
         order = np.argsort(prefilling)
@@ -267,11 +268,11 @@ class PersistentBatch:
         ends = begins + counts
         self._check_room(slots, ends)
         rows = self._rows(slots, counts, ends, decoding.token_ids)
-        self._num_computed[slots] = ends  # the last of equal slots wins
+        self._num_computed[slots] = ends  # of equal slots, the last position remains
         return rows
 
     def _advance_decoding(self) -> Rows | None:
-        """Compute `advance` of a step that only decodes, without drafts: fast, for most steps."""
+        """Return the rows of a step without chunks and drafts, which is the fast and usual case."""
         rows = self._decoding_rows
         if rows is None:
             slots = np.flatnonzero(self._decodes() & ~self._is_paused)
@@ -299,12 +300,12 @@ class PersistentBatch:
         return plain if drafted is None else merged(plain, drafted)
 
     def _single(self, slots: Integers) -> Decoding:
-        """Return the rows that decode the chunks with one token."""
+        """Return the decode rows of chunks with one token."""
         taken, _ = self._take_prefill_tokens(slots, np.ones_like(slots))
         return Decoding(slots, self._num_computed[slots], np.concatenate(taken, dtype=np.int64))
 
     def _add(self, row: RowAdded) -> Integers:
-        """Take a row; return its block table, which is to be appended."""
+        """Add a row. Return its block table, which the caller must append."""
         slot, token_ids, block_ids = row.slot, integers(row.token_ids), integers(row.block_ids)
         if not 0 <= slot < len(self._active) or self._active[slot]:
             raise ValueError(f"slot: got {slot}, expected a free slot below {len(self._active)}")
@@ -325,12 +326,13 @@ class PersistentBatch:
         return block_ids
 
     def _append(self, slots: Integers, block_ids: Integers) -> None:
-        """Append blocks to their rows' tables, in the given order."""
+        """Append blocks to the tables of their rows, in the given order."""
         self._check_active(slots)
         check_range("block id", block_ids, self.num_blocks)
         order = np.argsort(slots, kind="stable")
         slots, block_ids = slots[order], block_ids[order]
-        num_before = np.arange(len(slots)) - np.searchsorted(slots, slots)  # of the same row
+        # number of earlier new blocks of the same row, for each block
+        num_before = np.arange(len(slots)) - np.searchsorted(slots, slots)
         columns = self._num_row_blocks[slots] + num_before
         check_range("block of a row", columns, self.max_blocks)
         np.add.at(self._num_row_blocks, slots, 1)
@@ -338,9 +340,9 @@ class PersistentBatch:
         self._changes.appended.append(entries.ravel())
 
     def _rows(self, slots: Integers, counts: Integers, ends: Integers, decoded: Integers) -> Rows:
-        """Return the step as a record.
+        """Return the rows of a step, with its record.
 
-        ends: lengths of the rows after the step; decoded: token ids of rows that decode, or -1.
+        ends: lengths of the rows after the step. decoded: token ids of decode rows, or -1.
         """
         num_decode, explicit = len(decoded), decoded >= 0
         samples = ends >= self._num_prefill_tokens[slots]
@@ -363,7 +365,7 @@ class PersistentBatch:
     def _take_prefill_tokens(
         self, slots: Integers, counts: Integers
     ) -> tuple[list[Record], Integers]:
-        """Return the prefill tokens of chunks, and the index of each chunk's first token."""
+        """Return the prefill tokens of chunks, and the offset of each chunk's first token."""
         taken = []
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
             token_ids, begin = self._prefill_tokens[slot], int(self._num_computed[slot])

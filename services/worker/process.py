@@ -1,4 +1,4 @@
-"""The worker process: takes the place of a rank, runs plans, and sends their tokens."""
+"""The worker process, which takes a rank, runs plans and sends their tokens."""
 
 import contextlib
 import os
@@ -36,8 +36,8 @@ from penstock.services.worker.launched_step import LaunchedStep
 from penstock.services.worker.memory.persistent_memory import SharedMemoryError
 from penstock.services.worker.model_runner import ModelRunner
 
-MAX_END = 5.0  # maximum seconds in which a killed worker ends
-# makes the runner of a rank; calls the last argument repeatedly meanwhile
+MAX_END = 5.0  # maximum wait in seconds for the end of a killed worker
+# Makes the runner of a rank. Calls the last argument repeatedly during loading.
 Load = Callable[[Config, WorkerAssignment, Callable[[], None]], ModelRunner]
 
 
@@ -51,9 +51,9 @@ class _Step(NamedTuple):
 
 
 class Worker:
-    """A rank of a group, which the scheduler assigns, or of a standby group.
+    """A rank of a worker group or standby group, which the scheduler assigns.
 
-    Steps are launched in the order of their plans, and answered in this order.
+    Steps are launched, and their tokens sent, in the order of the plans.
     """
 
     def __init__(self, process: Process, load: Load) -> None:
@@ -72,20 +72,20 @@ class Worker:
         self._num_plans_before = 0
         self._sent_state_at = 0.0
         self._is_standby = self._is_prepared = False
-        # messages that came while graphs were captured
+        # messages that arrived while graphs were captured
         self._deferred_messages: deque[ToWorker] = deque()
         self._next_step = 0
-        self._steps: deque[_Step] = deque()  # launched, their tokens not yet sent
-        # reports that a thread has made
+        self._steps: deque[_Step] = deque()  # launched steps whose tokens are not sent yet
+        # reports of the compiler thread
         self._compiled: deque[GrammarCompiled] = deque()
         self._notify_compiled = self.make_notifier(self._send_compiled)
-        # steps that may run while the worker waits for a plan: a single one keeps the GPU busy
+        # steps that may run while the worker waits for a plan: a single step keeps the GPU busy
         self._max_running = min(1, process.config.num_plans_in_flight - 1)
 
     # ---- the turn of the loop ----------------------------------------------------------------
 
     def receive(self) -> None:
-        """Handle what waits at the socket. Raises WorkerError and what the runner raises."""
+        """Handle waiting messages. Raises WorkerError and errors of the runner."""
         for _, message in self.channel.receive():
             self._handle(message)
             while self._deferred_messages:
@@ -111,7 +111,7 @@ class Worker:
     # ---- steps ------------------------------------------------------------------------------
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Expect the plans of `epoch` from step 0, for an empty batch, and report it."""
+        """Begin an epoch with an empty batch at step 0, and report the epoch to the scheduler."""
         self._epoch, self._num_plans_before = epoch, self._next_step
         self._next_step = 0
         self._steps.clear()
@@ -136,11 +136,11 @@ class Worker:
             self._send_oldest()
 
     def _wait(self) -> None:
-        """Wait for the oldest step's tokens, because there is no other message."""
+        """Wait for the oldest step's tokens while no message waits."""
         while len(self._steps) > self._max_running and not self.channel.socket.poll(0):
             self._send_oldest()
         self._send_done()
-        if self._steps:  # after the tokens for which the scheduler waits
+        if self._steps:  # after tokens were sent, for which the scheduler waits
             self._steps[-1].launched.complete()
             self._send_done()
 
@@ -163,7 +163,7 @@ class Worker:
             self._runner.offload.copy(message)
 
     def _compile(self, message: CompileGrammars) -> None:
-        """Let grammars be compiled during the steps."""
+        """Start to compile grammars in a thread, during the steps."""
         if message.epoch < self._epoch:
             return
         grammars = self._runner and self._runner.logits_processor.grammars
@@ -174,7 +174,7 @@ class Worker:
             grammars.compile(number, spec, partial(self._on_compiled, message.epoch, number))
 
     def _on_compiled(self, epoch: int, number: int, num_bytes: int, error: str) -> None:
-        """Leave the report to the loop; called by the thread that compiles."""
+        """Pass a report to the event loop. Called by the compiler thread."""
         self._compiled.append(GrammarCompiled(epoch, number, num_bytes, error))
         self._notify_compiled()
 
@@ -203,10 +203,10 @@ class Worker:
         self._sent_state_at = time.monotonic()
 
     def _new_rendezvous(self) -> str:
-        """Return where the ranks of a group find each other.
+        """Return the address at which the ranks of a group find each other.
 
-        CPUs of one machine meet in a file: an address makes torch look up its host's name, which
-        waits and warns where no name server answers.
+        Ranks on CPUs of one machine meet in a file. For an address, torch would look up its host
+        name, which waits and warns if no name server answers.
         """
         context, config = self._process.context, self._process.config
         if context.node_id or (config.device != "cpu" and torch.cuda.is_available()):
@@ -217,7 +217,7 @@ class Worker:
         return {"standby_ready": float(self._is_standby and self._is_prepared)}
 
     def _take_place(self, assignment: WorkerAssignment) -> None:
-        """Load the rank, or take over from the worker before. Raises WorkerError."""
+        """Load the assigned rank, or take over from the last worker. Raises WorkerError."""
         if assignment.epoch < self._epoch:
             return  # from an earlier scheduler
         place = assignment.group, assignment.rank
@@ -231,7 +231,7 @@ class Worker:
         self.heartbeats.sender.group = assignment.group
         self.heartbeats.sender.group_size = assignment.tp_size
         if is_first:
-            self.heartbeats.report()  # before it waits for the other ranks
+            self.heartbeats.report()  # before `load` waits for the other ranks
         if assignment.standby:
             if is_first:
                 self._prepare(assignment)
@@ -245,7 +245,7 @@ class Worker:
 
     def _join(self, assignment: WorkerAssignment) -> None:
         if self._is_standby and assignment.tp_size > 1:
-            raise WorkerError("the standby group was not prepared")  # other ranks may be
+            raise WorkerError("the standby group was not prepared")  # other ranks may be prepared
         self._is_standby = False
         self._process.log.info("rank %d of %d: loading", assignment.rank, assignment.tp_size)
         wait_for_ends(assignment.pids_before)
@@ -253,7 +253,7 @@ class Worker:
         self._watch_folder(self._runner)
 
     def _prepare(self, assignment: WorkerAssignment) -> None:
-        """Load what a rank shares with the worker that runs, and capture graphs until it dies."""
+        """Load a rank with the running worker's memory. Capture graphs until that worker dies."""
         self._is_standby = True
         log, rank = self._process.log, assignment.rank
         log.info("standby for rank %d of %d: loading", rank, assignment.tp_size)
@@ -272,9 +272,9 @@ class Worker:
             log.warning("standby for rank %d is not prepared: %s", rank, error)
 
     def _has_pending_message(self, tp_size: int) -> bool:
-        """Return whether a message other than its standby assignment waits for this worker.
+        """Return whether a message other than a standby assignment waits, and keep the messages.
 
-        Ranks of one group capture the same graphs.
+        Return False for groups of several ranks, which must all capture the same graphs.
         """
         messages = self._deferred_messages
         messages.extend(message for _, message in self.channel.receive())
@@ -283,12 +283,12 @@ class Worker:
         )
 
     def _on_progress(self) -> None:
-        """Send the state during loading, which may take long."""
+        """Send the state at intervals during loading."""
         if time.monotonic() - self._sent_state_at >= HEARTBEAT_INTERVAL:
             self.send_state()
 
     def _watch_folder(self, runner: ModelRunner) -> None:
-        """Send reports of the folder, whose threads write to a pipe when there is one."""
+        """Start the folder tier, and send its reports when its threads notify the loop."""
         folder = runner.offload and runner.offload.folder
         if not folder:
             return
@@ -302,7 +302,7 @@ class Worker:
         folder.start()
 
     def make_notifier(self, handler: Callable[[], None]) -> Callable[[], None]:
-        """Return a function with which a thread has the loop call `handler` soon."""
+        """Return a function that a thread calls to make the event loop call `handler`."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
 
@@ -320,7 +320,7 @@ class Worker:
 
 
 def wait_for_ends(pids: list[int]) -> None:
-    """Wait until processes have exited and freed their memory, each up to MAX_END."""
+    """Wait until processes have exited and freed their memory, up to MAX_END for each process."""
     for pid in pids:
         with (
             contextlib.suppress(ProcessLookupError),
@@ -330,7 +330,7 @@ def wait_for_ends(pids: list[int]) -> None:
 
 
 def free_rendezvous(host: str) -> str:
-    """Return `tcp://host:port` with a port of this machine's address that is free now."""
+    """Return `tcp://host:port` with a free port at this machine's address `host`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))
@@ -339,10 +339,11 @@ def free_rendezvous(host: str) -> str:
 
 
 def use_interface_of(host: str, *, spans_nodes: bool) -> None:
-    """Make gloo and NCCL use the interface with this machine's address, unless the user chose one.
+    """Make gloo and NCCL use the network interface with address `host`.
 
-    By default they use the first interface, which may not reach the peers, and gloo looks up this
-    machine's name. On one machine NCCL needs no interface. Raises ConnectionError.
+    An interface that the user has chosen is kept. By default, gloo and NCCL use the first
+    interface, which may not reach the peers, and gloo looks up this machine's name. On one machine
+    NCCL needs no interface. Raises ConnectionError.
     """
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address.partition("%")[0] == host for address in addresses):

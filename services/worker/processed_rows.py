@@ -1,4 +1,4 @@
-"""Rows that the logits processor handles: as the host keeps them, and their state on the device."""
+"""The rows of the logits processor: their state on the host and on the device."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -26,26 +26,26 @@ Bitmask = NDArray[np.int32]  # int32 [..., num_words]: bit i of word w is token 
 
 
 class ProcessedRow:
-    """Parameters of a row with `RowExtras`, and the end of its output."""
+    """The parameters of a row with `RowExtras`, and the last tokens of its output."""
 
     def __init__(self, row: RowAdded, vocab_size: int, is_deferred: bool = False) -> None:
-        """Raise ValueError for an unknown token. is_deferred: rank 0 must sample the row."""
+        """Store a row, which rank 0 samples if `is_deferred`. Raises ValueError for bad tokens."""
         self.extras = extras = row.extras or RowExtras(0)
         self.token_ids = np.frombuffer(row.token_ids, "<i4")
         self._check(vocab_size)
-        # a word with an unknown token can't be generated
+        # skip words with unknown tokens, which can't be generated
         words = [ids for ids in extras.bad_words if ids and 0 <= min(ids) <= max(ids) < vocab_size]
         self._words = [(pack(ids[:-1]), ids[-1]) for ids in words if len(ids) > 1]
         self._num_bytes = max((len(begin) for begin, _ in self._words), default=0)
-        self._tail = b""  # the output's last tokens, packed: as many as the longest word needs
+        self._tail = b""  # packed last tokens of the output, for the longest word
         self._extend(self.token_ids[extras.num_prompt_tokens :].tolist())
-        # tokens that may ever be drawn, or None: all tokens, except for a grammar
+        # mask of tokens that the row's parameters allow; None: all tokens (a grammar has own masks)
         self.mask = self._mask([ids[0] for ids in words if len(ids) == 1], vocab_size)
         biased = list(extras.logit_bias.items())
         never = [token_id for token_id in extras.end_token_ids if token_id < vocab_size]
         if extras.min_tokens:
             biased += [(token_id, NEVER) for token_id in never]
-        # token ids, and values as the bits of a float32
+        # [2, num_biased]: token ids, and float32 values as int32 bits
         self.bias = np.zeros((2, min(len(biased), MAX_BIAS)), np.int32)
         if biased:
             ids, values = zip(*biased[:MAX_BIAS], strict=True)
@@ -53,13 +53,13 @@ class ProcessedRow:
         self.flags = BIAS * (self.bias.size > 0) | MASK * (self.mask is not None)
         for name in row.sampling:
             self.flags |= COLUMNS[name].flags
-        # logprobs are of the raw logits, which `process_logits` overwrites
+        # logprobs need the raw logits, which `process_logits` overwrites
         if is_deferred or self.needs_tokens or (self.flags and extras.num_logprobs >= 0):
             self.flags |= DEFERRED
 
     def _check(self, vocab_size: int) -> None:
         for name in "logit_bias", "allowed_token_ids":
-            wrong = [one for one in getattr(self.extras, name) if not 0 <= one < vocab_size]
+            wrong = [token for token in getattr(self.extras, name) if not 0 <= token < vocab_size]
             if wrong:
                 raise ValueError(f"{name}: got token {wrong[0]}, expected 0 to {vocab_size - 1}")
 
@@ -79,23 +79,23 @@ class ProcessedRow:
 
     @property
     def needs_tokens(self) -> bool:
-        """True if the host must know each token of the row before the next is drawn."""
+        """True if the host must know each token of the row before the next token is sampled."""
         return self.has_bad_words or self.extras.structured_outputs is not None
 
     def numbers(self) -> dict[str, int]:
-        """Return what the row has in the slot table in addition to its sampling parameters."""
+        """Return the row's columns in the slot table, without its sampling parameters."""
         extras = self.extras
         return {
             "flags": self.flags,
             "num_given": len(self.token_ids),
-            # no sequence is as long as an int32 can count
+            # limit to int32, which no length reaches
             "min_length": min(extras.num_prompt_tokens + extras.min_tokens, 2**31 - 1),
             "num_bias": len(extras.logit_bias),
             "num_long_bias": self.bias.shape[1],
         }
 
     def occurrences(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return token ids and summands of `LogitsState.occurrences`."""
+        """Return token ids, and the values to add for them to `LogitsState.occurrences`."""
         prompt, output = np.split(self.token_ids.astype(np.int64), [self.extras.num_prompt_tokens])
         prompt = np.unique(prompt)
         summands = np.repeat(np.array([1, 2], np.int32), [len(prompt), len(output)])
@@ -111,7 +111,7 @@ class ProcessedRow:
         return [end for begin, end in self._words if self._tail.endswith(begin)]
 
     def allows(self, token_id: int) -> bool:
-        """Return True if the row's own parameters allow a token now."""
+        """Return whether the row's parameters, apart from a grammar, allow a token now."""
         in_mask = self.mask is None or bool(self.mask[token_id // 32] >> token_id % 32 & 1)
         return in_mask and token_id not in self.bad_tokens()
 
@@ -121,7 +121,7 @@ class ProcessedRow:
 
 
 class TokenBits:
-    """Some tokens as bits of a mask's words."""
+    """A set of tokens as bits in the words of a mask."""
 
     def __init__(self, token_ids: Iterable[int]) -> None:
         bits: dict[int, int] = {}
@@ -131,34 +131,34 @@ class TokenBits:
         self._bits = np.array(list(bits.values()), np.uint32).view(np.int32)
 
     def allow(self, masks: Bitmask, rows: list[int]) -> None:
-        """Set the tokens' bits in some masks."""
+        """Set the tokens' bits in the masks of `rows`."""
         masks[np.array(rows, np.int64)[:, None], self._at] |= self._bits
 
     def forbid(self, masks: Bitmask, rows: list[int]) -> None:
-        """Clear the tokens' bits in some masks."""
+        """Clear the tokens' bits in the masks of `rows`."""
         masks[np.array(rows, np.int64)[:, None], self._at] &= ~self._bits
 
     def found(self, masks: Bitmask, rows: list[int]) -> list[int]:
-        """Return the rows whose masks have one of the tokens."""
+        """Return the rows whose masks have any of the tokens."""
         at = np.array(rows, np.int64)
         has_one = (masks[at[:, None], self._at] & self._bits).any(axis=1)
         found: list[int] = at[has_one].tolist()
         return found
 
 
-NO_TAG = -2  # neither a token nor a failed row
+NO_TAG = -2  # equals no token id, nor the token -1 of a failed row
 
 
 class LogitsChanges:
-    """The `LogitsState` of one rank's shard, which the step's CUDA graph applies."""
+    """The `LogitsState` of a rank's shard, which the step's CUDA graph applies."""
 
     def __init__(self, parameters: Tensor, vocab_size: int, start: int, stop: int) -> None:
-        """Allocate the state; parameters: the slot table; start, stop: token ids of the shard."""
+        """Allocate the state for the slot table `parameters` and the shard [start, stop)."""
         self.state = make_logits_state(parameters, vocab_size, start, stop - start)
         self._start, self._stop, self._device = start, stop, parameters.device
 
     def add(self, rows: dict[int, ProcessedRow]) -> None:
-        """Copy the changes of new rows, slot → row, to the device."""
+        """Copy the biases, masks and occurrences of new rows, slot → row, to the device."""
         where, summands = [], []
         for slot, row in rows.items():
             if row.bias.size:
@@ -179,19 +179,19 @@ class LogitsChanges:
 
 
 class TokenMasks:
-    """Masks and possible opening tags of deferred rows by slot, in pinned memory and on the device.
+    """The masks and allowed opening tags of deferred rows by slot, on the host and on the device.
 
-    The device's copies are written by a stream of their own while the step runs. Earlier steps must
-    have ended before the masks of the next are written.
+    Host memory is pinned. A separate stream copies it to the device while the step runs. Earlier
+    steps must have ended before the masks of the next step are written.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         """Allocate the masks on the device."""
         self._device = device
         num_words = -(-vocab_size // 32)
-        # all tokens, for slots without a mask
+        # slots without a mask allow all tokens
         self.bitmask = torch.full((num_slots, num_words), -1, dtype=torch.int32, device=device)
-        # a token that is kept if it was drawn, mask or not; the last element is for slot -1
+        # a token that is kept if it was sampled, whatever the mask; the last element is for slot -1
         self.tags = torch.full((num_slots + 1,), NO_TAG, dtype=torch.int64, device=device)
         self._host = torch.empty(0, 0, dtype=torch.int32)
         self._new: dict[int, bool] = {}  # slots with a new row → the row has a grammar
@@ -201,11 +201,11 @@ class TokenMasks:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def add(self, slot: int, has_grammar: bool) -> None:
-        """Let a deferred row have all tokens, or with a grammar, those of the tokenizer."""
+        """Allow all tokens for a new deferred row, with a grammar only the tokenizer's tokens."""
         self._new[slot] = has_grammar
 
     def on_host(self, num_words: int) -> Bitmask:
-        """Return the masks to be written; num_words: of the tokenizer's vocabulary."""
+        """Return the host's masks, to be written, with `num_words` words for the vocabulary."""
         if not self._host.numel():
             shape = len(self.bitmask), num_words
             is_pinned = self._stream is not None
@@ -216,7 +216,7 @@ class TokenMasks:
         return masks
 
     def copy(self, slots: list[int], tags: dict[int, int]) -> None:
-        """Copy the masks of `slots` and the possible opening tags, slot → token, to the device."""
+        """Copy the masks of `slots`, and allowed opening tags (slot → token), to the device."""
         if self._stream is None:
             self._copy(slots, tags)
             return

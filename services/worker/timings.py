@@ -1,4 +1,4 @@
-"""Measurements of a worker: parts of its start, the GPU's idle times, and traces of steps."""
+"""Measurements of a worker: startup times, idle times of the GPU, and traces of steps."""
 
 import logging
 import os
@@ -13,19 +13,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 log = logging.getLogger(__name__)
-WINDOW = 1024  # steps of the idle times' percentiles
+WINDOW = 1024  # number of idle times in the percentiles
 FIRST_STEP = 100  # first step of a trace, after one-time work
 
 
 class StartTimes:
-    """Seconds of each part of a start, from the creation of the process."""
+    """The seconds of each part of the startup, since the creation of the process."""
 
     def __init__(self) -> None:
         self._parts: dict[str, float] = {}
         self._last = _started_at()
 
     def end(self, part: str) -> None:
-        """End a part, and start the next."""
+        """End a part of the startup. The next part begins."""
         now = time.time()
         self._parts[part] = now - self._last
         self._last = now
@@ -36,28 +36,28 @@ class StartTimes:
 
 
 class IdleTimes:
-    """Times for which the GPU waits between two steps of the same sequences.
+    """The idle times of the GPU between two steps of the same sequences.
 
-    Two events surround each step, and are read when both have passed, so that the host does not
-    wait. The first event precedes the step's copy and launch: GPU time spent waiting for these is
-    not counted.
+    Two events surround each step. The host reads the events when both have passed, so it does not
+    wait. The first event precedes the step's copy and launch, so GPU time that waits for copy and
+    launch is not counted.
     """
 
     def __init__(self) -> None:
         self._last_end: Any = None
         self._begin: Any = None
-        # (end of a step, begin of the next), not yet measured
+        # (end event of a step, start event of the next step), not yet measured
         self._gaps: deque[tuple[Any, Any]] = deque()
         self._microseconds: deque[float] = deque(maxlen=WINDOW)
 
     def begin(self, *, follows: bool) -> None:
-        """Record the begin of a step; `follows`: the step continues rows of the previous step."""
+        """Record the start of a step, and whether it `follows` the rows of the last step."""
         self._begin = _event()
         if follows and self._last_end is not None:
             self._gaps.append((self._last_end, self._begin))
 
     def end(self) -> Any:
-        """Record the end of a launched step, and return its event."""
+        """Record the end of a launched step. Return the event."""
         self._last_end = _event()
         while len(self._gaps) > 1 and self._gaps[0][1].query():
             end, begin = self._gaps.popleft()
@@ -65,7 +65,7 @@ class IdleTimes:
         return self._last_end
 
     def percentiles(self) -> tuple[float, float]:
-        """Return median and 99th percentile in microseconds, or 0 without any times."""
+        """Return the median and 99th percentile in microseconds; 0 without measurements."""
         if not self._microseconds:
             return 0.0, 0.0
         median, p99 = np.percentile(self._microseconds, [50, 99])
@@ -73,7 +73,7 @@ class IdleTimes:
 
 
 def _started_at() -> float:
-    """Return the creation of this process in seconds since 1970; psutil's may be 1 s off."""
+    """Return when this process was created, in seconds since 1970 (psutil may be 1 s off)."""
     if not hasattr(time, "CLOCK_BOOTTIME"):
         return float(psutil.Process().create_time())
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

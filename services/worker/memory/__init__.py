@@ -1,1 +1,1 @@
-"""Memory of a rank: KV cache, host and folder tiers, and what outlives the worker."""
+"""The memory of a rank: KV cache, host and folder tiers, and persistent memory."""

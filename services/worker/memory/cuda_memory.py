@@ -1,7 +1,7 @@
-"""GPU memory that lasts as long as a file descriptor of it: the driver's virtual memory API.
+"""GPU memory that lasts as long as its file descriptor, by the driver's virtual memory API.
 
-Memory of `cuMemCreate` that is exported as a POSIX descriptor outlives the process, without a CUDA
-context, and is mapped by another one within a millisecond.
+Memory of `cuMemCreate` that is exported as a POSIX descriptor outlives its process and CUDA
+context. Another process maps the memory within a millisecond.
 """
 
 import ctypes
@@ -34,11 +34,11 @@ class _Access(ctypes.Structure):
 
 
 def allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, int]:
-    """Return memory as uint8 [num_bytes], undefined, and its descriptor. Raises OSError."""
+    """Return new uninitialized memory, uint8 [num_bytes], and its descriptor. Raises OSError."""
     location = _Location(_DEVICE, device.index)
     properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, location)
     handle, descriptor = _U64(), ctypes.c_int(-1)
-    torch.cuda.synchronize(device)  # makes its context current
+    torch.cuda.synchronize(device)  # makes the device's context current
     size = _padded(num_bytes, properties)
     _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(properties), _U64(0))
     try:
@@ -66,14 +66,14 @@ def map_memory(descriptor: int, num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _padded(num_bytes: int, properties: _Properties) -> ctypes.c_size_t:
-    """Return the size in whole pages of the device."""
+    """Return the size, rounded up to whole pages of the device."""
     page = ctypes.c_size_t()
     _call("cuMemGetAllocationGranularity", ctypes.byref(page), ctypes.byref(properties), 0)
     return ctypes.c_size_t(-(-num_bytes // page.value) * page.value)
 
 
 def _mapped(handle: Any, num_bytes: int, size: ctypes.c_size_t, device: torch.device) -> Tensor:
-    """Map memory for the rest of the process's life."""
+    """Map memory until the process exits."""
     pointer, none = _U64(), _U64(0)
     _call("cuMemAddressReserve", ctypes.byref(pointer), size, ctypes.c_size_t(0), none, none)
     _call("cuMemMap", pointer, size, ctypes.c_size_t(0), handle, none)
@@ -84,7 +84,7 @@ def _mapped(handle: Any, num_bytes: int, size: ctypes.c_size_t, device: torch.de
 
 
 class _Bytes:
-    """Memory for `torch.as_tensor`: the CUDA array interface (Numba's, version 2)."""
+    """The CUDA array interface (Numba's, version 2) of mapped memory, for `torch.as_tensor`."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -1,4 +1,4 @@
-"""Size and allocation of the KV cache, and the largest steps, which need memory next to it."""
+"""Size and allocation of the KV cache, and the worst-case steps that limit its size."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.worker.memory.persistent_memory import Region
 
 log = logging.getLogger(__name__)
-# of a standby worker's CUDA context, with kernels and the memory of cuBLAS and NCCL
+# memory of a standby worker's CUDA context, with kernels, cuBLAS and NCCL
 STANDBY_BYTES = 1 << 30
 
 
-# of the largest steps
+# sampling parameters of the worst-case steps
 SAMPLING = {"temperature": 1.0, "top_k": 20, "top_p": 0.95}
 PENALTIES = {"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.5}
 
@@ -33,7 +33,7 @@ class KVMemory(NamedTuple):
     """The KV cache of one rank: [layers with attention, 2, num_blocks, ...]."""
 
     values: Tensor  # [..., block_size, num_kv_heads, head_dim]
-    scales: Tensor | None  # of FP8: float32 [..., num_kv_heads, block_size]
+    scales: Tensor | None  # for FP8: float32 [..., num_kv_heads, block_size]
 
     @property
     def layers(self) -> list[KVCache]:
@@ -48,7 +48,7 @@ class KVMemory(NamedTuple):
 
 
 class KVLayout(NamedTuple):
-    """The form of a rank's KV blocks."""
+    """The layout of a rank's KV blocks."""
 
     architecture: Architecture
     tp_size: int
@@ -64,7 +64,7 @@ class KVLayout(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all layers, including scales."""
+        """Size of a block in bytes, in all layers and including scales."""
         scale_bytes = torch.float32.itemsize if self.dtype == FP8 else 0
         ranks, number_bytes = Ranks(self.tp_size), self.dtype.itemsize
         return self.block_size * self.architecture.token_bytes(ranks, number_bytes, scale_bytes)
@@ -82,7 +82,7 @@ class KVLayout(NamedTuple):
     def allocate(
         self, num_blocks: int, device: torch.device, region: Region | None = None
     ) -> KVMemory:
-        """Return one rank's KV cache, in `region` or filled with zeros."""
+        """Return a rank's KV cache, in `region` or in new memory filled with zeros."""
         log.info(
             "KV cache: %d blocks of %d tokens, %.2f GiB",
             num_blocks,
@@ -106,7 +106,7 @@ class KVLayout(NamedTuple):
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if device.type == "cpu":
-        try:  # the kernel allocates pages of numpy's zeros when they are first written
+        try:  # numpy's zeros take memory only when they are written
             zeros = np.zeros(num_bytes, "u1")
         except MemoryError as error:
             raise ModelError(f"KV cache: {error}; lower --kv-cache-gib or --num-blocks") from error
@@ -123,9 +123,10 @@ def free_gpu_bytes(
 ) -> int:
     """Return the bytes that remain for the KV cache on a GPU.
 
-    worst_cases: run the largest step of rows without extras, for which CUDA graphs have their own
-    memory, then of rows with all extras. utilization: share of the GPU's memory that all processes
-    together may use. has_standby: another worker is to share weights and KV cache.
+    worst_cases: functions that run the largest step. The first runs rows without extras, for which
+    CUDA graphs have their own memory; the second, if any, runs rows with all extras.
+    utilization: fraction of the GPU's memory that all processes together may use.
+    has_standby: whether a standby worker will share weights and KV cache.
     """
     before = torch.cuda.memory_allocated(device)
     peaks = []
@@ -138,7 +139,7 @@ def free_gpu_bytes(
     free, total = torch.cuda.mem_get_info(device)
     used = total - free
     log.info("the largest step takes %.2f GiB in addition to the weights", max(peaks) / 2**30)
-    # once for the CUDA graphs' pool, once for eager steps and the logits processor
+    # a peak for the CUDA graphs' pool, and a peak for eager steps and the logits processor
     steps = peaks[0] + max(peaks)
     # `before` is the size of the steps' buffers: torch has not allocated the weights
     standby = has_standby * (STANDBY_BYTES + before + steps)
@@ -151,9 +152,9 @@ def free_gpu_bytes(
 def worst_case_plan(
     config: Config, max_model_len: int, block_size: int, with_extras: bool = False
 ) -> BatchPlan:
-    """Return a plan with the maximum tokens and rows of a step, all in block 0.
+    """Return a plan with the maximum number of tokens and rows in a step, all in block 0.
 
-    with_extras: one row has most of the tokens, and all rows have all extras.
+    with_extras: give all rows all extras, and a single row most of the tokens.
     """
     num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     lengths = [1 if with_extras else config.max_num_batched_tokens // num_rows] * num_rows

@@ -1,8 +1,8 @@
 """The folder tier of the KV cache: blocks in files, named by the hash of their whole prefix.
 
-Threads read and write; the main thread waits for none of them. A file is read as a whole, compared
-with its checksum and then copied to its host slot. A disk that fails costs hits and nothing else:
-a block that can't be written is left out, and a disk that is too slow is not read again.
+Threads read and write, so that the main thread never waits for the disk. A file is read as a whole,
+compared with its checksum, and then copied to its host slot. A failing disk only costs cache hits:
+a block that can't be written is skipped, and a disk that is too slow is not read again.
 """
 
 import errno
@@ -28,40 +28,41 @@ from penstock.protocol.config import check_own_folder, foreign
 from penstock.protocol.messages.worker import FolderReport
 from penstock.protocol.processors import num_processors
 
-MAGIC = b"penstKV2"  # another number for another definition of the hashes
-# MAGIC, digest of what wrote it, hash of the prefix, checksum of all that and the content
+MAGIC = b"penstKV2"  # the number changes with the definition of the hashes
+# MAGIC, digest of the writer's facts, hash of the prefix, checksum of these and of the content
 HEADER_BYTES = len(MAGIC) + 32 + 32 + 16
-SUFFIX = ".partial"  # of a file that is being written
-# in which a file is written; a killed worker left others, and those of a wrong clock
+SUFFIX = ".partial"  # suffix of a file that is being written
+# Maximum age of a file that is being written. Older files are leftovers of killed workers; files
+# with a future time are leftovers of a wrong clock.
 MAX_WRITE_SECONDS = 3600
 HASH_DIGITS = 64
 INSTEAD = "let --kv-offload-folder name a new folder"
-# errors that say nothing about the disk: somebody has changed the folder meanwhile
+# errors that mean a concurrent change of the folder, not a failure of the disk
 CHANGED = FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError
-FULL = errno.ENOSPC, errno.EDQUOT  # errors that end when files are removed
+FULL = errno.ENOSPC, errno.EDQUOT  # errors that the removal of files can resolve
 
 
 class DamagedFileError(OSError):
-    """A file that is not what was written."""
+    """A file with a wrong size, header or checksum."""
 
 
 class KvFiles:
-    """A folder of files that were written for the same model and layout of KV, by this user.
+    """A folder of files of this user, for the same model and KV layout.
 
-    A file has a header and the content of a host slot; its name is the hash of the prefix.
-    Whoever may write there may write any KV, so nothing of others is used.
+    A file has a header and the content of a host slot. Its name is the hash of the prefix. A file
+    could contain any KV, so files and folders that other users may write are not used.
     """
 
     def __init__(self, folder: Path, digest: bytes, content_bytes: int) -> None:
-        """digest: 32 bytes, of all that must be equal for a file to be used."""
+        """Use files whose facts have this digest, of 32 bytes, in a subfolder of `folder`."""
         self.folder = folder / digest.hex()[:32]
         self._digest = digest
         self.file_bytes = HEADER_BYTES + content_bytes
 
     def scan(self, on_error: Callable[[OSError], object]) -> Iterator[bytes]:
-        """Yield the hashes of all files, the one used last last. Raises OSError.
+        """Yield the hashes of all files, most recently used last. Raises OSError.
 
-        on_error: called with errors that concern some of the files.
+        on_error: called with an error that concerns only a part of the files.
         """
         self._make_folder()
         found: list[tuple[float, bytes]] = []
@@ -90,7 +91,7 @@ class KvFiles:
                 Path(entry).unlink()
 
     def write(self, hash_: bytes, content: Any, is_right: Callable[[], bool]) -> bool:
-        """Write a file, or return False if `is_right()` becomes false meanwhile. Raises OSError."""
+        """Write a file. Return False if `is_right()` becomes false meanwhile. Raises OSError."""
         path = self._path(hash_)
         self._make_folder()
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -101,7 +102,7 @@ class KvFiles:
             with os.fdopen(descriptor, "wb", 0) as file:
                 for part in (self._header(hash_, content), content):
                     rest = memoryview(part)
-                    while rest:  # the disk may take a part before it reports an error
+                    while rest:  # the disk may write a part before it reports an error
                         rest = rest[file.write(rest) :]
             if is_right():
                 partial.rename(path)
@@ -117,9 +118,9 @@ class KvFiles:
         return False
 
     def read(self, hash_: bytes, buffer: bytearray) -> memoryview:
-        """Read a file into `buffer`, of `file_bytes`; return its content.
+        """Read a file into `buffer`, which has `file_bytes`. Return the content in the buffer.
 
-        Removes a file that is damaged. Raises OSError, DamagedFileError.
+        Removes a damaged file. Raises OSError, DamagedFileError.
         """
         path, begin = self._path(hash_), 0
         with open(path, "rb", 0, opener=_open_own) as file:
@@ -130,7 +131,7 @@ class KvFiles:
             if not is_whole or buffer[:HEADER_BYTES] != self._header(hash_, content):
                 self.remove(hash_)
                 raise DamagedFileError(f"{path} is damaged; its block is computed again")
-            with suppress(OSError):  # nothing may be changed there
+            with suppress(OSError):  # the folder may be read-only
                 os.utime(file.fileno())
         return content
 
@@ -139,7 +140,7 @@ class KvFiles:
             self._path(hash_).unlink()
 
     def _make_folder(self) -> None:
-        """Make the folder if there is none. Raises OSError, also where others may change it."""
+        """Make the folder if needed. Raises OSError, also if other users may change the folder."""
         for folder in (self.folder.parent, self.folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_own_folder(folder, instead=INSTEAD)
@@ -160,7 +161,7 @@ def _is_hash(name: str) -> bool:
 
 
 def _open_own(path: str, flags: int) -> int:
-    """Open a file of this user alone; a FIFO in its place does not block. Raises OSError."""
+    """Open a regular file of this user. Do not block on a FIFO. Raises OSError."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
     problem = foreign(descriptor)
     if not problem and not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -172,50 +173,49 @@ def _open_own(path: str, flags: int) -> int:
 
 
 log = logging.getLogger(__name__)
-MAX_FETCH_SECONDS = 2.0  # in which a disk must have read all that was requested
+MAX_FETCH_SECONDS = 2.0  # time limit for reading all files of a request
 NUM_WRITERS = 2
-MAX_REPORTED = 10_000  # files in a message
-Wait = Callable[[], object]  # returns when the copies that use a slot have ended
+MAX_REPORTED = 10_000  # maximum number of added files in a message
+Wait = Callable[[], object]  # waits until the copies that use a slot have ended
 
 
 class _Transfer(NamedTuple):
-    """A block to be written, read or, with a slot below 0, removed."""
+    """A block to write, to read or, if `slot` is negative, to remove."""
 
     hash: bytes
     slot: int
-    # of the slot's content that is written, or of the request to read; a later one cancels it
+    # number of the slot's content to write, or of the request to read; a later number cancels it
     number: int
     wait: Wait
 
 
 class KvFolder:
-    """Files of one rank, the one used last last."""
+    """The files of a rank, most recently used last, with the threads that read and write them."""
 
     def __init__(
         self, folder: Path, digest: bytes, max_bytes: float, host: NDArray[np.uint8]
     ) -> None:
-        """Use a folder from `start` on.
+        """Prepare the use of a folder, which begins with `start`.
 
-        digest: 32 bytes, of all that must be equal for a file to be used. host: the slots,
-        [num_slots, slot_bytes].
+        digest: as in `KvFiles`. host: the slots, [num_slots, slot_bytes].
         """
         self._disk = KvFiles(folder, digest, host.shape[1])
         self._host = host
         self.max_files = int(max_bytes / self._disk.file_bytes)
-        # called by any thread when `take_report` may have something
+        # called by any thread when `take_report` may return a report
         self.notify: Callable[[], object] = int
         self._lock = threading.Condition()
         self._files: OrderedDict[bytes, None] = OrderedDict()
-        self._numbers = [0] * len(host)  # of the contents of slots
-        self._request = 0  # number of the last fetch; those before are cancelled
-        self._num_copying = 0  # threads that write to a slot
-        self._pending: set[bytes] = set()  # hashes that are read
-        self._deadline = 0.0  # the moment until which they must be
-        # hashes of files that must be removed; they are neither read nor replaced before
+        self._numbers = [0] * len(host)  # number of each slot's content
+        self._request = 0  # number of the present request; earlier requests are cancelled
+        self._num_copying = 0  # number of threads that write to a slot
+        self._pending: set[bytes] = set()  # hashes of files that are being read
+        self._deadline = 0.0  # time limit for `_pending`, of `time.monotonic`
+        # hashes of files that must be removed, and are neither read nor written before that
         self._doomed: set[bytes] = set()
         self._news = FolderReport(-1, -1)  # the next report
         self._is_listed = False
-        # kinds of errors, each of which is logged once
+        # kinds of errors that were logged: each kind is logged once
         self._logged: set[tuple[type, int | None]] = set()
         self.reads = True
         self._writes: Queue[_Transfer] = Queue(len(host))
@@ -224,7 +224,7 @@ class KvFolder:
     # ---- for the main thread -----------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the threads, one of which lists the files."""
+        """Start the threads. The first thread lists the files."""
         self._start(self._list)
         for _ in range(NUM_WRITERS):
             self._start(self._write_all)
@@ -232,18 +232,18 @@ class KvFolder:
             self._start(self._fetch_all)
 
     def overwrite(self, slots: Iterable[int]) -> None:
-        """Note that the content of slots changes from now on."""
+        """Record that the content of slots changes from now on."""
         for slot in slots:
             self._numbers[slot] += 1
 
     def store(self, hashes: Sequence[bytes], slots: Sequence[int], wait: Wait) -> None:
-        """Write the content of slots to files, as far as the disk keeps up."""
+        """Queue the content of slots to be written. Skip blocks while the queue is full."""
         for hash_, slot in zip(hashes, slots, strict=True):
             with suppress(Full):
                 self._writes.put_nowait(_Transfer(hash_, slot, self._numbers[slot], wait))
 
     def fetch(self, hashes: Sequence[bytes], slots: Sequence[int], wait: Wait) -> None:
-        """Read files into slots, which nothing else uses until they are reported."""
+        """Queue files to be read into slots. Nothing else may use the slots until the report."""
         now = time.monotonic()
         self.overwrite(slots)
         with self._lock:
@@ -258,7 +258,7 @@ class KvFolder:
 
     def remove(self, hashes: Iterable[bytes]) -> None:
         """Delete files whose content may be wrong."""
-        self.overwrite(range(len(self._numbers)))  # a write that waits may be one of them
+        self.overwrite(range(len(self._numbers)))  # cancel waiting writes
         with self._lock:
             for hash_ in hashes:
                 self._files.pop(hash_, None)
@@ -266,14 +266,14 @@ class KvFolder:
                 self._fetches.put(_Transfer(hash_, -1, self._request, int))
 
     def restart(self) -> None:
-        """Forget all requests: no slot is written from now on; list the files again."""
+        """Cancel all requests, so that no slot is written any more. Report all files again."""
         with self._lock:
             self._cancel()
             self._news = FolderReport(-1, -1, added=list(self._files))
             self.notify()
 
     def check_time(self) -> None:
-        """Give up reading from a disk that is too slow."""
+        """Stop reading for good if the disk is too slow."""
         with self._lock:
             if self._pending and self._deadline < time.monotonic():
                 self._news.failed += self._pending
@@ -286,7 +286,7 @@ class KvFolder:
                 self.notify()
 
     def take_report(self) -> FolderReport | None:
-        """Return what is new, if anything; the caller fills in epoch and rank."""
+        """Return the next report, if any. The caller sets epoch and rank."""
         with self._lock:
             report, later = self._news, self._news.added[MAX_REPORTED:]
             self._news = FolderReport(-1, -1, added=later)
@@ -294,7 +294,7 @@ class KvFolder:
         return None if report == FolderReport(-1, -1) else report
 
     def _cancel(self) -> None:
-        """Cancel what is read, and wait until no thread writes to a slot; the lock is held."""
+        """Cancel reads, and wait until no thread writes to a slot. The caller holds the lock."""
         self._request += 1
         self._pending.clear()
         self._lock.wait_for(lambda: not self._num_copying)
@@ -305,7 +305,7 @@ class KvFolder:
         threading.Thread(target=function, daemon=True).start()
 
     def _list(self) -> None:
-        """Find the files of earlier workers."""
+        """List the files of earlier workers."""
         found: list[bytes] = []
         with self._logging_errors():
             found.extend(self._disk.scan(self._warn_once))
@@ -328,7 +328,7 @@ class KvFolder:
                 continue
             write.wait()
             with self._logging_errors():
-                self._remove_excess()  # where that fails, nothing more may be written
+                self._remove_excess()  # if the removal fails, do not write
                 if self._write(write):
                     with self._lock:
                         self._files[write.hash] = None
@@ -337,7 +337,7 @@ class KvFolder:
             self.notify()
 
     def _write(self, write: _Transfer) -> bool:
-        """Write as `KvFiles.write`; on a full disk, remove the oldest files for it."""
+        """Write as `KvFiles.write` does. On a full disk, remove the oldest files and retry."""
         content = memoryview(self._host[write.slot])
         while True:
             try:
@@ -365,20 +365,20 @@ class KvFolder:
             pass
 
     def _remove_oldest(self) -> bool:
-        """Remove the file used least recently; return False if there is none. Raises OSError."""
+        """Remove the least recently used file. Return False without files. Raises OSError."""
         with self._lock:
             if not self._is_listed or not self._files:
                 return False
             oldest = next(iter(self._files))
         self._disk.remove(oldest)
         with self._lock:
-            if oldest in self._files:  # no other thread was faster
+            if oldest in self._files:  # no other thread has removed the file
                 del self._files[oldest]
                 self._news.removed.append(oldest)
         return True
 
     def _is_right(self, write: _Transfer) -> bool:
-        """Return whether a slot has still the content that is to be written."""
+        """Return whether a slot still has the content to write."""
         return self._numbers[write.slot] == write.number
 
     def _fetch_all(self) -> None:
@@ -411,7 +411,7 @@ class KvFolder:
         with self._lock:
             if hash_ in self._doomed:
                 return None
-        # a file may be removed meanwhile, by this worker or another one
+        # this worker or another worker may remove the file meanwhile
         with self._logging_errors(), suppress(FileNotFoundError):
             return self._disk.read(hash_, buffer)
         return None

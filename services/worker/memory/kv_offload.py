@@ -1,7 +1,7 @@
-"""The host tier of the KV cache: slots of host memory, and copies between them and KV blocks.
+"""The host tier of the KV cache: slots in host memory, and copies between slots and KV blocks.
 
-The scheduler knows what lies where; see `penstock.services.scheduler.blocks.offload_index`. On a
-GPU the slots are pinned, and copies have their own stream.
+The scheduler has the index of the slots: `penstock.services.scheduler.blocks.offload_index`. For a
+GPU, the slots are pinned, and copies have their own stream.
 """
 
 import hashlib
@@ -25,20 +25,21 @@ from penstock.services.worker.memory.persistent_memory import PersistentMemory
 
 log = logging.getLogger(__name__)
 PAGE = 4096
-PINNED_AT_ONCE = 1 << 26  # bytes, after which steps continue: the driver holds a lock meanwhile
+PINNED_AT_ONCE = 1 << 26  # bytes per call; the driver holds a lock, which delays steps
 
 
 class KvOffload:
-    """Copies of blocks in the order in which the scheduler plans them."""
+    """The host tier of a rank, which copies blocks in the order of the scheduler's plans."""
 
     folder: KvFolder | None = None
 
     def __init__(self, kv: Sequence[Tensor], host: Tensor, num_slots: int, memory_id: int) -> None:
-        """Use host memory, uint8 [num_slots * slot_bytes(kv)]; memory_id: of it.
+        """Use `host` for slots. On a GPU, pin the slots in a thread.
 
-        kv: the tensors of the KV cache, [num_layers, 2, num_blocks, ...].
+        kv: tensors of the KV cache, [num_layers, 2, num_blocks, ...].
+        host: host memory, uint8 [num_slots * slot_bytes(kv)]. memory_id: id of the host memory.
         """
-        self._kv = [_words(one) for one in kv]
+        self._kv = [_words(tensor) for tensor in kv]
         self._host = host.view(num_slots, -1)
         begin, self._slots = 0, []
         for words in self._kv:
@@ -47,13 +48,13 @@ class KvOffload:
             self._slots.append(part.view(num_slots, *words.shape[:2], -1))
             begin += -(-num_bytes // 16) * 16
         self.memory_id = memory_id
-        self.num_slots = 0  # 0 until they are pinned
+        self.num_slots = 0  # 0 until the slots are pinned
         self.pinning: threading.Thread | None = None
         self._device = kv[0].device
         self._stream: torch.cuda.Stream | None = None
-        # the end of the copies for which a step has to wait
+        # the end of the copies that overlap a step; the step after that step waits for it
         self._copied: torch.cuda.Event | None = None
-        self._are_new = False  # they overlap the next step
+        self._are_new = False  # True if the last copies overlap the next step
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             self.pinning = threading.Thread(target=self._pin, args=(num_slots,), daemon=True)
@@ -62,7 +63,7 @@ class KvOffload:
             self.num_slots = num_slots
 
     def use_folder(self, config: Config, memory: PersistentMemory, *facts: object) -> None:
-        """Keep blocks in files, too; facts: of their content, in addition to the checkpoint."""
+        """Add the folder tier, for KV with these facts of its layout. Raises ModelError."""
         is_cuda = self._device.type == "cuda"
         name = torch.cuda.get_device_name(self._device) if is_cuda else "cpu"
         options = config.dtype, config.quantization, config.attention, config.enable_expert_parallel
@@ -78,7 +79,7 @@ class KvOffload:
             )
 
     def work(self, request: FolderRequest) -> None:
-        """Start what a request says."""
+        """Start the work of a folder request."""
         if self.folder is None:
             return
         if request.lists:
@@ -87,17 +88,17 @@ class KvOffload:
         self.folder.fetch(request.fetched, unpack(request.slots), self._end())
 
     def clear(self) -> None:
-        """Forget requests: slots belong to another scheduler from now on."""
+        """Cancel folder requests, because another scheduler uses the slots from now on."""
         if self.folder:
             self.folder.restart()
 
     def _end(self) -> Callable[[], object]:
-        """Return a function that waits for the copies so far."""
+        """Return a function that waits for all copies launched so far."""
         return self._stream.record_event().synchronize if self._stream else int
 
     def copy(self, copies: CopyBlocks) -> None:
-        """Run copies; on a GPU they are launched."""
-        slots = [slot for one in (copies.blocking, copies.overlapped) for slot in unpack(one)[1::2]]
+        """Run copies. On a GPU, only launch the copies."""
+        slots = [slot for raw in (copies.blocking, copies.overlapped) for slot in unpack(raw)[1::2]]
         written = [slot for slot in slots if slot >= 0]
         if self.folder:
             self.folder.overwrite(written)
@@ -120,14 +121,14 @@ class KvOffload:
         self._are_new = True
 
     def before_step(self) -> None:
-        """Let a step wait for the copies that overlapped the last one."""
+        """Make the next step wait for the copies that overlapped the last step."""
         if self._copied and not self._are_new:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None
         self._are_new = False
 
     def _run(self, packed: bytes) -> None:
-        """Run copies, on the current stream."""
+        """Run packed (block, slot) copies on the current stream."""
         numbers = iter(unpack(packed))
         for block, slot in zip(numbers, numbers, strict=True):
             for words, slots in zip(self._kv, self._slots, strict=True):
@@ -141,7 +142,7 @@ class KvOffload:
                     slots[slot].copy_(there.contiguous(), non_blocking=True)
 
     def _pin(self, num_slots: int) -> None:
-        """Pin the slots, a part at a time."""
+        """Pin the slots, PINNED_AT_ONCE bytes at a time."""
         torch.cuda.set_device(self._device)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         step = max(1, PINNED_AT_ONCE // self._host.shape[1])
@@ -155,7 +156,7 @@ class KvOffload:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return [num_layers, 2, num_blocks, words of a block], the widest words that fit."""
+    """Return a view [num_layers, 2, num_blocks, words of a block] with the widest words."""
     raw = tensor.view(torch.uint8).flatten(3)
     wide = next(
         t for t in (torch.int64, torch.int32, torch.uint8) if raw.shape[3] % t.itemsize == 0
@@ -164,8 +165,8 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def slot_bytes(kv: Sequence[Tensor]) -> int:
-    """Return the bytes of a slot, whole pages."""
-    num_bytes = sum(-(-one[:, :, 0].nbytes // 16) * 16 for one in kv)
+    """Return the size of a slot in bytes, in whole pages."""
+    num_bytes = sum(-(-tensor[:, :, 0].nbytes // 16) * 16 for tensor in kv)
     return -(-num_bytes // PAGE) * PAGE
 
 
@@ -178,7 +179,7 @@ def make_offload(config: Config, memory: PersistentMemory, kv: Sequence[Tensor])
             f"--kv-offload-gib: got {config.kv_offload_gib}, expected {size / 2**30:.2g} or more "
             "for one block"
         )
-    facts: list[object] = [(str(one.dtype), one.shape[:2], one.shape[3:]) for one in kv]
+    facts: list[object] = [(str(tensor.dtype), tensor.shape[:2], tensor.shape[3:]) for tensor in kv]
     host, memory_id = _host_memory(config, memory.on_host(), num_slots * size, facts)
     offload = KvOffload(kv, host, num_slots, memory_id)
     if config.kv_offload_folder:
@@ -189,7 +190,7 @@ def make_offload(config: Config, memory: PersistentMemory, kv: Sequence[Tensor])
 def _host_memory(
     config: Config, memory: PersistentMemory, num_bytes: int, facts: list[object]
 ) -> tuple[Tensor, int]:
-    """Return memory of the slots, and its id."""
+    """Return the memory for the slots, and the id of this memory."""
     if kept := memory.take("host", *facts):
         return kept.memory, kept.manifest.number
     new = memory.allocate("host", num_bytes, *facts)

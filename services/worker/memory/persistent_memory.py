@@ -1,8 +1,8 @@
 """The persistent memory of a rank, which outlives its worker: weights and KV cache.
 
-The supervisor keeps the descriptors. Weights are passed on when they are whole, so that what a
-killed worker had loaded in part is never used. The next worker of this rank uses what was made for
-the same checkpoint, configuration and device.
+The supervisor keeps the descriptors. Weights are passed to the supervisor when they are complete,
+so that partly loaded weights of a killed worker are never used. The next worker of this rank uses
+the memory if checkpoint, configuration and device are the same.
 """
 
 import hashlib
@@ -31,26 +31,26 @@ ALIGNMENT = 512  # bytes
 
 
 class Placed(msgspec.Struct, array_like=True):
-    """The place of a tensor in memory."""
+    """The place of a tensor in a memory region."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    begin: int  # bytes
+    begin: int  # offset in bytes
 
 
 class Manifest(msgspec.Struct, array_like=True):
-    """The contents of persistent memory."""
+    """The description of a persistent memory region."""
 
-    digest: bytes  # of everything that must be equal for a worker to use it
-    number: int  # random: no other memory has it
+    digest: bytes  # digest of all facts that must be equal for a worker to use the memory
+    number: int  # random and unique
     num_bytes: int
-    num_blocks: int = 0  # of a KV cache
+    num_blocks: int = 0  # number of blocks of a KV cache
     tensors: list[Placed] = []
 
 
 class Region(NamedTuple):
-    """Memory, uint8 [num_bytes], and its manifest."""
+    """A memory region, uint8 [num_bytes], with its manifest."""
 
     memory: Tensor
     manifest: Manifest
@@ -62,19 +62,19 @@ class Region(NamedTuple):
 
 
 def _version_of(path: Path) -> tuple[int, ...]:
-    """Return what changes with a file's contents, also if its size and time are set back."""
+    """Return facts that change with a file's contents, even if size and time are restored."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
 
 class SharedMemoryError(ConnectionError):
-    """Memory of a running worker that a standby worker can't share, or can't take over."""
+    """Memory of a running worker that a standby worker can't share or take over."""
 
 
 class PersistentMemory:
-    """Persistent memory of one rank, by kind: `weights` and `kv`.
+    """The persistent memory of a rank, by kind, such as `weights` and `kv`.
 
-    A standby worker shares the memory of the worker that runs, and makes none of its own.
+    A standby worker shares the memory of the running worker and allocates no memory of its own.
     """
 
     def __init__(
@@ -84,38 +84,38 @@ class PersistentMemory:
         device: torch.device,
         client: MemoryClient | None,
     ) -> None:
-        """client: None where the supervisor keeps no memory."""
+        """Collect the facts that must be equal. Without a client, no memory is persistent."""
         self.device = device
         self._client = client
         self._shares = assignment.standby
-        self._numbers: dict[str, int] = {}  # of shared memory, by kind
+        self._numbers: dict[str, int] = {}  # kind → number of the shared memory
         self._place = f"{assignment.replica}.{assignment.rank}"
         files = sorted(path for path in config.model_folder.iterdir() if path.is_file())
         stats = [(str(path), *_version_of(path)) for path in files]
         names = [(path.name, *_version_of(path)) for path in files]
-        # what must be equal in another pipeline, too
+        # facts that must also be equal in another pipeline, for the folder tier
         self.lasting_facts = names, assignment.rank, assignment.tp_size
         facts = stats, torch.__version__, str(device), assignment.rank, assignment.tp_size
         self._facts = msgspec.json.encode(config) + repr(facts).encode()
 
     def on_host(self) -> "PersistentMemory":
-        """Return the same for memory of the host."""
+        """Return a copy of this object for host memory."""
         other = copy(self)
         other.device = torch.device("cpu")
         return other
 
     def check_own(self, kind: str) -> None:
-        """Raise SharedMemoryError in a standby worker, which makes no memory of its own."""
+        """Raise SharedMemoryError in a standby worker, which must not allocate memory."""
         if self._shares:
             raise SharedMemoryError(f"{kind}: no memory of the running worker can be shared")
 
     @property
     def lasts(self) -> bool:
-        """True if memory outlives this process."""
+        """True if the memory outlives this process."""
         return self._client is not None
 
     def take(self, kind: str, *facts: object) -> Region | None:
-        """Return the memory of the last worker, if `facts`, the checkpoint and so on are equal."""
+        """Return the last worker's memory if `facts` and configuration are equal, else drop it."""
         taken = self._client.take(self._name(kind), shares=self._shares) if self._client else None
         if taken is not None:
             try:
@@ -124,7 +124,7 @@ class PersistentMemory:
                     memory = _map(taken.descriptor, manifest.num_bytes, self.device)
                     self._numbers[kind] = manifest.number
                     return Region(memory, manifest)
-            except (OSError, ValueError) as error:  # also of msgspec
+            except (OSError, ValueError) as error:  # msgspec raises ValueError
                 log.warning("%s: memory of the last worker can't be used: %s", kind, error)
             finally:
                 os.close(taken.descriptor)
@@ -132,7 +132,7 @@ class PersistentMemory:
         return None
 
     def take_over(self) -> None:
-        """Own what was shared, once the worker that ran has exited.
+        """Take over the shared memory after the exit of the running worker.
 
         Raises SharedMemoryError if that worker may have damaged the memory.
         """
@@ -146,13 +146,13 @@ class PersistentMemory:
         self._shares = False
 
     def drop(self, kind: str) -> None:
-        """Free the memory of the last worker; raise SharedMemoryError if it still runs."""
+        """Free the last worker's memory. Raises SharedMemoryError in a standby worker."""
         self.check_own(kind)
         if self._client:
             self._client.drop(self._name(kind))
 
     def allocate(self, kind: str, num_bytes: int, *facts: object) -> "NewRegion | None":
-        """Return zeros, to be kept when they are filled; None where memory can't be persistent."""
+        """Return zeros for the caller to fill and keep; None if memory can't be persistent."""
         if self._client is None:
             return None
         try:
@@ -174,7 +174,7 @@ class PersistentMemory:
 
 
 class NewRegion(NamedTuple):
-    """Memory that is being filled; it is freed with this process unless it is kept."""
+    """New memory that is being filled. Without `keep`, the memory is freed with this process."""
 
     region: Region
     name: str
@@ -182,7 +182,7 @@ class NewRegion(NamedTuple):
     pass_on: Callable[[str, bytes, int], None]
 
     def keep(self) -> None:
-        """Pass the filled memory on to the supervisor."""
+        """Pass the filled memory to the supervisor."""
         region = self.region
         if region.memory.is_cuda:
             torch.cuda.synchronize(region.memory.device)
@@ -200,8 +200,8 @@ def load_model(
     make: Callable[[], Model],
     fill: Callable[[Model], None],
 ) -> Model:
-    """Return a model with the last worker's weights, or one that `make` makes and `fill` loads."""
-    if config.quantization in INTEGER_BITS:  # made of the weights, which are then freed
+    """Return a model with the last worker's weights, or one from `make` that `fill` loads."""
+    if config.quantization in INTEGER_BITS:  # made of weights that are then freed
         memory.check_own("weights")
         model = make()
         fill(model)
@@ -212,7 +212,7 @@ def load_model(
         attach(model, taken)
         log.info("weights: %.2f GiB of the last worker", taken.manifest.num_bytes / 2**30)
         return model
-    memory.drop("kv")  # computed with other weights, and in the way of these
+    memory.drop("kv")  # the KV was computed with other weights, and takes memory that these need
     if memory.lasts and memory.device.type != "cpu":
         with without_memory():
             model = make()
@@ -230,7 +230,7 @@ def load_model(
 
 
 def _allocate_for(model: nn.Module, memory: PersistentMemory) -> NewRegion | None:
-    """Return memory for the parameters of a model."""
+    """Return new memory for the parameters of a model, if possible."""
     tensors, begin = [], 0
     for name, parameter in model.named_parameters():
         dtype = str(parameter.dtype).removeprefix("torch.")
@@ -243,7 +243,7 @@ def _allocate_for(model: nn.Module, memory: PersistentMemory) -> NewRegion | Non
 
 
 def attach(model: nn.Module, region: Region, copies: bool = False) -> None:
-    """Let the parameters of a model lie in memory; copies: fill the memory with their content."""
+    """Move a model's parameters into memory, with their content if `copies` is True."""
     parameters = dict(model.named_parameters())
     for placed in region.manifest.tensors:
         parameter = parameters.pop(placed.name)
@@ -257,7 +257,7 @@ def attach(model: nn.Module, region: Region, copies: bool = False) -> None:
 
 
 def _allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, int]:
-    """Return zeros and their descriptor. Raises OSError."""
+    """Return new memory of zeros, and its descriptor. Raises OSError."""
     if device.type == "cuda":
         from penstock.services.worker.memory import cuda_memory
 
