@@ -1,9 +1,9 @@
 """Tracer of a process: which functions run in which phase.
 
-A process that starts with this folder in `PYTHONPATH` appends a line `PHASE FIRST LAST FILE` to a
-file of its own in the folder `PENSTOCK_TRACE` when a function is called for the first time in a
-phase: the lines of the function, and its file. The phase is the first byte of the file `phase`
-there.
+A process that starts with this folder in `PYTHONPATH` appends a line `PHASE LINES FILE` to a file
+of its own in the folder `PENSTOCK_TRACE` when a function is called for the first time in a phase:
+the function's lines with instructions, and its file. The phase is the first byte of the file
+`phase` there.
 """
 
 import mmap
@@ -24,8 +24,8 @@ def note(frame: FrameType, event: str, _: object) -> None:
     """Write down the first call of each function and phase."""
     if event == "call" and (call := (PHASE[0], code := frame.f_code)) not in _seen:
         _seen.add(call)
-        last = max(line or 0 for _, _, line in code.co_lines())
-        CALLS.write(f"{call[0]} {code.co_firstlineno} {last} {code.co_filename}\n")
+        lines = sorted({line for _, _, line in code.co_lines() if line})
+        CALLS.write(f"{call[0]} {','.join(map(str, lines))} {code.co_filename}\n")
 
 
 threading.setprofile(note)
