@@ -49,7 +49,7 @@ class DetokenizerTrials:
 
     def next_batch(self) -> list[Sequence]:
         """Dequeue the suspects of the next trial. A suspect of a failed trial is tried alone."""
-        failed = [sequence for sequence in self.waiting if self.suspects[sequence]]
+        failed = [sequence for sequence in self.waiting if self.suspects.get(sequence)]
         self.batch = failed[:1] or list(self.waiting)[:TRIAL_BATCH]
         for sequence in self.batch:
             del self.waiting[sequence]

@@ -223,6 +223,8 @@ class Streams:
             suspects, given_up = trials.batch, trials.failed()
         else:
             if is_tried:  # the detokenizer has not received the trial
+                for sequence in trials.batch:
+                    sequence.detokenizer = None  # it may return under the same identity
                 trials.add(trials.batch)
                 trials.at, trials.batch = b"", []
             trials.add(suspects)

@@ -14,7 +14,7 @@ from penstock.protocol.poison import MAX_DEATHS
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.peers import MAX_SILENT
 from penstock.protocol.transport.process import Identity
-from penstock.services.scheduler.poison import TRIAL_BATCH, SequencePoison
+from penstock.services.scheduler.poison import TRIAL_BATCH, DetokenizerTrials, SequencePoison
 from penstock.services.scheduler.process import SchedulerProcess
 from penstock.services.scheduler.sequence import Sequence
 from tests.services.scheduler.builders import make_sequence
@@ -390,6 +390,30 @@ def test_a_goodbye_ends_a_trial() -> None:
     hall.start()
     hall.settle()
     assert [hall.tokens_of(one) for one in sequences] == [[1]] * 3
+
+
+def test_a_request_of_a_trial_ends_after_its_detokenizer_was_silent() -> None:
+    """The detokenizer returns under the same identity, without the requests of the trial."""
+    hall = Hall()
+    sequences = started(hall, 2)
+    hall.die(b"d1")
+    [(identity, _)] = hall.streams.take_messages()
+    hall.streams.confirmed(identity)
+    hall.streams.lost(identity)
+    assert hall.streams.alive(identity, "d2")
+    hall.streams.close(sequences[0])
+    hall.settle()
+    assert hall.tokens_of(sequences[1]) == [1]
+
+
+def test_a_suspect_that_waits_again_when_its_trial_passes_is_tried() -> None:
+    trials = DetokenizerTrials()
+    [sequence] = Hall().open(1)
+    trials.add([sequence])
+    assert trials.next_batch() == [sequence]
+    trials.add([sequence])
+    trials.passed()
+    assert trials.next_batch() == [sequence]
 
 
 def test_what_is_closed_while_it_waits_or_is_tried_is_told_to_nobody() -> None:
