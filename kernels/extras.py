@@ -28,7 +28,7 @@ def use_rank_memory() -> None:
     """Let ranks on CPUs of one machine share memory, if code can be compiled."""
     try:
         from penstock.kernels.cpu.shared_memory import SharedMemory, shared_bytes
-    except ImportError:
+    except (ImportError, OSError, AttributeError):  # without llvmlite, or with a broken one
         return
     CHOSEN.rank_memory = RankMemory(shared_bytes, SharedMemory)
 

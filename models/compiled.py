@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from penstock.kernels.back_ends import CHOSEN
 from penstock.kernels.cpu.compiled_layers import CompiledLayers, unsupported
 from penstock.kernels.cpu.compiled_step import DecodeStep, compiled_step
 from penstock.kernels.cpu.compiler import host
@@ -85,7 +86,8 @@ class CompiledDecoder:
         self, slots: Slots, buffers: StepBuffers, kv_caches: Sequence[KVCache]
     ) -> DecodeStep | None:
         """Return the function for decode-only steps, or None if a part runs in torch."""
-        if self._tp.size > 1 or self._has_experts or self._head is None:
+        is_whole = self._tp.size == 1 and not self._has_experts and self._head is not None
+        if not is_whole or CHOSEN.compiled_step is None:
             return None
         return DecodeStep(
             self._compiled,

@@ -29,6 +29,7 @@ MEASURED = FOLDER / "NVIDIA-H200.json"
 SOURCES = (
     "small_m_gemm.py",
     "triton_small_m_gemm.py",
+    "tile_sizes.py",
     "../triton_elementwise.py",
     "../triton_pdl.py",
 )

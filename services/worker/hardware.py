@@ -179,7 +179,8 @@ def checked(model: Model) -> Model:
         if not isinstance(module, Product):
             continue
         weight = module.gate_up_proj.weight if isinstance(module, MoE) else module.weight
-        key = type(module), tuple(weight.shape), _is_swiglu(module)
+        # the output layer may have 8-bit weights where the embedding of its shape has not
+        key = type(module), type(weight), tuple(weight.shape), _is_swiglu(module)
         if key in seen:
             continue
         seen.add(key)

@@ -10,8 +10,8 @@ import torch
 from llguidance import LLTokenizer
 from safetensors.torch import load_file, save_file
 
-from penstock.kernels.back_ends import is_deterministic
-from penstock.kernels.cpu import compiled_layers
+from penstock.kernels.back_ends import CHOSEN, is_deterministic
+from penstock.kernels.cpu import compiled_layers, compiled_step
 from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.layouts.sampling import BIAS, DEFERRED, MASK, PENALTIES
 from penstock.models.model import Model
@@ -21,7 +21,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.transport.process import NODE_VARIABLE
-from penstock.services.worker import grammars
+from penstock.services.worker import grammars, hardware
 from penstock.services.worker.cuda_graphs import choose, decode_shapes, order, prefill_shapes
 from penstock.services.worker.hardware import GPU_VARIABLE, choose_device
 from penstock.services.worker.loading import load
@@ -29,6 +29,7 @@ from penstock.services.worker.logits_processor import MAX_PROMPT_TOKENS
 from penstock.services.worker.memory.kv_cache import worst_case_plan
 from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.models.checkpoints import save_checkpoint
+from tests.models.forward import load_model
 
 ASSIGNMENT = WorkerAssignment(1, "g", 0, 1, "")
 
@@ -47,6 +48,39 @@ def test_layers_of_a_cpu_are_compiled_with_the_checkpoints_16_bits() -> None:
 def test_a_cpu_needs_no_other_kernels_to_be_deterministic() -> None:
     assert loaded_model(Config(device="cpu", deterministic=True)).compiled is not None
     assert not is_deterministic()
+
+
+def test_the_output_layer_in_8_bits_is_checked_as_well_as_the_embedding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU, `checked` stands without products."""
+    save_checkpoint(tmp_path, tie_word_embeddings=False)
+    model = load_model(tmp_path, quantize_lm_head=True, is_compiled=False)
+    multiplied = []
+
+    def product(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        multiplied.append(module)
+        return x
+
+    monkeypatch.setattr(hardware, "is_deterministic", lambda: True)
+    monkeypatch.setattr(hardware, "_product", product)
+    assert hardware.checked(model) is model
+    assert {model.head, model.model.embed_tokens} <= set(multiplied)
+
+
+def test_without_a_compiled_step_layers_are_compiled_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the functions around the layers, a step runs without them, also while decoding."""
+
+    def fails() -> None:
+        raise OSError("cannot be linked")
+
+    monkeypatch.setattr(compiled_step, "compiled_step", fails)
+    monkeypatch.setattr(CHOSEN, "compiled_step", None)
+    runner = load(Config(device="cpu"), ASSIGNMENT, lambda: None)
+    assert runner._model.compiled is not None
+    assert runner._decode is None
 
 
 def test_weights_of_32_bits_stay(tmp_path: Path) -> None:
