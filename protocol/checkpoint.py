@@ -312,7 +312,10 @@ def read_model_config(folder: Path, quantization: str = "none") -> ModelConfig:
     if not folder.is_dir():
         raise ModelError(f"model folder {folder} does not exist")
     fields = read_json(path, dict[str, Any])
-    fields["is_embedding_model"] = embeds = is_embedding_model(folder)
+    try:
+        fields["is_embedding_model"] = embeds = is_embedding_model(folder)
+    except OSError as error:
+        raise ModelError(str(error)) from error
     _check_architecture(folder, fields, embeds)
     _check_format(folder, fields.get(FIELD))
     if embeds:

@@ -227,8 +227,10 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     def by_model(self) -> "list[Config]":
         """Return the configuration of each model; with several models, each has its own folder."""
+        if not self.models:
+            return [self]
         pipeline = {option: getattr(self, option) for option in PIPELINE_OPTIONS}
-        num_threads = threads_of_worker(sum(model.tp * model.dp for model in self.models) or 1)
+        num_threads = threads_of_worker(sum(model.tp * model.dp for model in self.models))
         return [
             msgspec.structs.replace(
                 model,
@@ -239,7 +241,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
                 },
             )
             for model in self.models
-        ] or [self]
+        ]
 
     def of_process(self, name: str) -> "Config":
         """Return the configuration of a process: with several models, its model's configuration."""

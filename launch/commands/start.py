@@ -151,7 +151,9 @@ def _run_on_ray(
 ) -> int:
     try:
         from penstock.launch.ray.processes import on_cluster
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
         raise LaunchError("--backend ray needs Ray: pip install 'penstock-llm[ray]'") from error
     with on_cluster(config, commands, source) as (make_processes, kinds_here):
         if "gateway" in kinds_here:

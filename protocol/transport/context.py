@@ -26,7 +26,6 @@ The clients' socket may speak CURVE, with the keys of a folder that `launch keys
 Each file is a certificate of `zmq.auth`.
 """
 
-import asyncio
 import errno
 import logging
 from collections.abc import Callable, Mapping
@@ -347,6 +346,8 @@ def drain(handlers: Handlers) -> None:
 
 def attend(handlers: Handlers) -> None:
     """Handle messages in the running asyncio loop from now on, until `leave`."""
+    import asyncio  # other processes have a loop of their own, and start faster without it
+
     loop = asyncio.get_running_loop()
     for channel, _ in handlers:
         loop.add_reader(int(channel.socket.getsockopt(zmq.FD)), drain, handlers)
@@ -355,6 +356,8 @@ def attend(handlers: Handlers) -> None:
 
 def leave(handlers: Handlers) -> None:
     """Stop handling messages after `attend`; to be called while the sockets are open."""
+    import asyncio
+
     loop = asyncio.get_running_loop()
     for channel, _ in handlers:
         loop.remove_reader(int(channel.socket.getsockopt(zmq.FD)))

@@ -1,4 +1,4 @@
-"""`/v1/messages`, `/v1/messages/count_tokens`, and the list of models in Anthropic's shape."""
+"""`/v1/messages` and `/v1/messages/count_tokens`, as Anthropic's API has them."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -42,7 +42,7 @@ _MAX_NAME = 64  # characters of a name that are shown
 _MAX_HEADER = 512
 # places of objects that clients received and send back unchanged, or take from documents
 _DATA = ("messages[]", "input[]", "system[]", "documents[]")
-_logged: set[tuple[str, str]] = set()  # logged sentences and names
+_logged: dict[str, set[str]] = {}  # sentence → logged names
 # tools that a server may run itself; a date or a variant may follow: `web_search_20250305`
 _DECLINED = re.compile(
     "(advisor|apply_patch|bash|browser_toolset|code_execution|code_interpreter|computer"
@@ -200,7 +200,7 @@ def drop_unknown(body: dict[str, Any], kind: type[Struct]) -> None:
 def _drop(value: dict[str, Any], known: _Known, path: _Path, ignored: _Ignored) -> None:
     names, places = known
     if not names.issuperset(value):
-        for name in value.keys() - names:
+        for name in [name for name in value if name not in names]:  # the first one is reported
             given = value.pop(name)
             if given is not None and (id(names), name) not in ignored:
                 _examine(path, name, given, names, ignored)
@@ -264,8 +264,9 @@ def _report(header: bytes, names: list[str], sentence: str) -> None:
         cut = shown if len(shown) <= _MAX_HEADER else f"{shown[:_MAX_HEADER]}..."
         sender.headers[header] = cut.encode()
     for name in names:
-        if (sentence, name) not in _logged and len(_logged) < MAX_LOGGED:
-            _logged.add((sentence, name))
+        logged = _logged.setdefault(sentence, set())
+        if name not in logged and len(logged) < MAX_LOGGED:
+            logged.add(name)
             _log.warning(sentence, name)
 
 

@@ -95,7 +95,7 @@ def test_a_function_of_a_namespace_is_forced(serve: Serve, choice: dict[str, Any
 def test_tools_that_are_left_out_are_named(
     serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body, "_logged", set())
+    monkeypatch.setattr(body, "_logged", {})
     tools = [SEARCH, {"type": "web_search_preview_2025_03_11"}, {"type": "local_shell"}]
     served = serve(answering)
     with served.client() as client, caplog.at_level(logging.WARNING, "http"):
