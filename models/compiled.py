@@ -86,8 +86,9 @@ class CompiledDecoder:
         self, slots: Slots, buffers: StepBuffers, kv_caches: Sequence[KVCache]
     ) -> DecodeStep | None:
         """Return the function for decode-only steps, or None if a part runs in torch."""
-        is_whole = self._tp.size == 1 and not self._has_experts and self._head is not None
-        if not is_whole or CHOSEN.compiled_step is None:
+        if self._tp.size > 1 or self._has_experts or self._head is None:
+            return None
+        if CHOSEN.compiled_step is None:  # it could not be compiled
             return None
         return DecodeStep(
             self._compiled,
