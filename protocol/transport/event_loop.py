@@ -4,7 +4,7 @@ import contextlib
 import math
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from time import monotonic
 from typing import Any
@@ -99,7 +99,7 @@ class EventLoop:
         for channel, handler in self._context.handlers:
             self.add(channel, handler)
         tune_collector()
-        with contextlib.closing(self._catch_signals()):
+        with self._caught_signals():
             try:
                 self._beat()
                 while not self._stopping:
@@ -129,7 +129,8 @@ class EventLoop:
         if self._heartbeats:
             self._heartbeats.beat()
 
-    def _catch_signals(self) -> socket.socket:
+    @contextlib.contextmanager
+    def _caught_signals(self) -> Iterator[None]:
         """Let a signal wake the poller through a socket, so that it interrupts no handler."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
@@ -143,5 +144,8 @@ class EventLoop:
 
         self._poller.register(reader.fileno(), zmq.POLLIN)
         self._handlers[reader.fileno()] = caught
-        self._writer = writer
-        return reader
+        with reader, writer:
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(-1)  # a signal may come while the process ends

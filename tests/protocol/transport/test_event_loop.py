@@ -1,6 +1,7 @@
 """The loop in which every process waits."""
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,18 @@ def test_each_new_connection_is_told(tmp_path: Path) -> None:
     loop.run()
     context.destroy()
     assert len(peers) == 2
+
+
+def test_a_signal_after_the_end_is_no_error(
+    loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends may be asked to end once more."""
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    loop.stop()
+    loop.run()
+    signal.raise_signal(signal.SIGTERM)
+    assert unraisable == []
 
 
 def test_other_signals_do_not_end_it(tmp_path: Path) -> None:
