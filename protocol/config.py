@@ -259,12 +259,14 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 OPTIONS = Config.__struct_fields__[:-1]  # all but `models`, which no flag sets
 MODEL_OPTIONS = OPTIONS[: OPTIONS.index("name")]
 PIPELINE_OPTIONS = OPTIONS[len(MODEL_OPTIONS) :]
+RUN_FOLDER_VARIABLES = "XDG_RUNTIME_DIR", "TMPDIR"  # the first that is set names the parent folder
 
 
 def run_folder(name: str) -> Path:
     """Return the run folder of the pipeline `name` of this user."""
-    parent = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(parent) / f"penstock-{os.getuid()}" / name
+    # not `tempfile.gettempdir`, which tries the folder with a file: a process killed then leaves it
+    parents = (path for name in RUN_FOLDER_VARIABLES if (path := os.environ.get(name)))
+    return Path(next(parents, "/tmp")).absolute() / f"penstock-{os.getuid()}" / name  # noqa: S108 - ours is 0700
 
 
 def replica_of(name: str, config: Config) -> int:

@@ -49,7 +49,14 @@ from penstock.protocol.checkpoint import ModelConfig, ModelError, read_model_con
 from penstock.protocol.checkpoint_files import check_files
 from penstock.protocol.client.connection import check_addresses
 from penstock.protocol.client.session import ClientError
-from penstock.protocol.config import DEFAULT_CLIENT, OPTIONS, Config, run_folder, write_config
+from penstock.protocol.config import (
+    DEFAULT_CLIENT,
+    OPTIONS,
+    RUN_FOLDER_VARIABLES,
+    Config,
+    run_folder,
+    write_config,
+)
 from penstock.protocol.tracing import check_tracing
 from penstock.protocol.transport.context import (
     bind,
@@ -63,8 +70,6 @@ from penstock.protocol.transport.process import raise_descriptor_limit
 
 WORKER = "penstock.services.worker"
 MAX_PORTS = 100  # maximum ports that are tried
-# in the order in which `run_folder` and `tempfile` read these variables
-RUN_FOLDER_VARIABLES = ("XDG_RUNTIME_DIR", "TMPDIR", "TEMP", "TMP")
 
 
 def add_arguments(command: ArgumentParser) -> None:

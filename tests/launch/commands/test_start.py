@@ -150,16 +150,15 @@ def test_a_run_folder_too_deep_for_sockets(
             assert sentence in refused({}, 1, dp=10, endpoint="tcp://*:5555")
 
 
-@pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR", "TMP"])
+@pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
 def test_a_run_folder_too_deep_names_its_variable(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
 ) -> None:
     deep = tmp_path / ("x" * zmq.IPC_PATH_MAX_LEN)
     deep.mkdir()
-    for name in ("XDG_RUNTIME_DIR", "TMPDIR", "TEMP", "TMP"):
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, str(deep))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # what `tempfile` has found before
     assert refused({}, 1).startswith(f"{variable}: got socket path {deep}")
 
 
