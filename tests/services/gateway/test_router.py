@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from penstock.protocol.messages.client import ChatMessage, GenerateRequest
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
-from penstock.services.gateway import prefixes as module
-from penstock.services.gateway.prefixes import MUCH_MORE, PIECE_BYTES, pieces_of
+from penstock.services.gateway import router as module
 from penstock.services.gateway.request import Request
-from penstock.services.gateway.router import Router
+from penstock.services.gateway.router import MUCH_MORE, PIECE_BYTES, Router, pieces_of
 from tests.services.gateway.conftest import accepted
 
 TEXT = "".join(chr(97 + n % 26) for n in range(7 * PIECE_BYTES))
