@@ -1,13 +1,13 @@
 """Chats over HTTP: every field that OpenAI and vLLM have."""
 
+import re
 from typing import Any
 
-import openai
+import httpx
 import pytest
 
 from tests.pipeline.http_api import (
     BOTH_CLIENTS,
-    COUNT,
     COUNT_MESSAGES,
     COUNTED,
     MODEL,
@@ -58,64 +58,19 @@ def test_a_reply_has_vllms_keys_without_a_value(api: Api) -> None:
     assert api.chat(again, max_tokens=1).choices
 
 
-def test_cached_tokens(api: Api) -> None:
-    messages = [{"role": "user", "content": f"repeat: {'cached ' * 20}"}]
-    api.chat(messages, max_tokens=1)
-    assert api.chat(messages, max_tokens=1).usage.prompt_tokens_details.cached_tokens >= 128
-
-
 @BOTH_CLIENTS
 def test_a_chat_streamed(api: Api) -> None:
-    first, *chunks = api.chat(stream=True)
+    options = {"include_usage": True}
+    first, *chunks, last = api.chat(stream=True, stream_options=options, logprobs=True)
+    assert (last.choices, last.usage.completion_tokens) == ([], len(COUNTED) + 1)
+    logprobs = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [one.token for piece in logprobs for one in piece.content][:-1] == [*COUNTED]
     assert first.object == "chat.completion.chunk"
     assert first.choices[0].delta.role == "assistant"
     assert content_of(chunks) == COUNTED
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * len(chunks[:-1])
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert len({chunk.id for chunk in [first, *chunks]}) == 1
-
-
-def test_the_usage_of_a_stream(api: Api) -> None:
-    *chunks, last = api.chat(stream=True, stream_options={"include_usage": True})
-    assert content_of(chunks) == COUNTED
-    assert last.choices == []
-    assert last.usage.completion_tokens == len(COUNTED) + 1
-
-
-def test_roles_and_parts(api: Api) -> None:
-    parts = [{"type": "text", "text": COUNT}]
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    api.chat([{"role": "developer", "content": "x"}, {"role": "user", "content": parts}])
-    api.chat(
-        [
-            {"role": "system", "content": "x"},
-            *SUM_MESSAGES,
-            {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
-            {"role": "tool", "content": "2", "tool_call_id": "c"},
-        ],
-        max_tokens=2,
-    )
-    assert api.text([{"role": "user", "content": parts}]) == COUNTED
-
-
-def test_an_answer_can_be_sent_back(api: Api) -> None:
-    answer = api.chat(SUM_MESSAGES).choices[0].message
-    messages = [*SUM_MESSAGES, answer.model_dump(), *COUNT_MESSAGES]
-    assert api.chat(messages, max_tokens=1).choices
-
-
-@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_max_tokens(api: Api, field: str) -> None:
-    reply = api.chat(**{field: 3})
-    assert reply.choices[0].message.content == COUNTED[:3]
-    assert reply.choices[0].finish_reason == "length"
-
-
-def test_stop(api: Api) -> None:
-    assert api.text(stop="7") == "3 4 5 6 "
-    assert api.text(stop=["8", "5"]) == "3 4 "
-    chunks = api.chat(stream=True, stop=["6 7"])
-    assert content_of(chunks) == "3 4 5 "
 
 
 def test_n(api: Api) -> None:
@@ -129,59 +84,44 @@ def test_n(api: Api) -> None:
     assert replies.usage.prompt_tokens == alone[0].usage.prompt_tokens
 
 
-def test_n_streamed(api: Api) -> None:
-    chunks = api.chat(n=2, stream=True)
-    for index in range(2):
-        assert content_of([c for c in chunks if c.choices[0].index == index]) == COUNTED
+HOT = {"temperature": 1.9}
+DIGITS = [ord(digit) for digit in "0123456789"]
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "temperature": ({"temperature": 0}, COUNTED),
+    "top_p": (HOT | {"top_p": 1e-6}, COUNTED),
+    "top_k": (HOT | {"top_k": 1}, COUNTED),
+    "min_p": (HOT | {"min_p": 1.0}, COUNTED),
+    "logit_bias": ({"logit_bias": {ord("x"): 100}, "max_tokens": 4}, "xxxx"),
+    "allowed_token_ids": ({"allowed_token_ids": DIGITS, "max_tokens": 9}, r"\d+"),
+    "bad_words": ({"bad_words": ["4 5", "9"], "max_tokens": 14}, "3 4 (?!5)[^9]+"),
+    "stop": ({"stop": ["8", "5"]}, "3 4 "),
+    "include_stop": ({"stop": "5", "include_stop_str_in_output": True}, "3 4 5"),
+    "stop_token_ids": ({"stop_token_ids": [ord("5")]}, "3 4 "),
+    "max_tokens": ({"max_tokens": 3}, COUNTED[:3]),
+    "ignore_eos": (
+        {"ignore_eos": True, "skip_special_tokens": False, "max_tokens": 14},
+        rf"{COUNTED}<\|.*",
+    ),
+    "min_tokens": ({"min_tokens": 20, "skip_special_tokens": False}, "(?s).{20,}"),
+    "repetition_penalty": ({"repetition_penalty": 100.0, "max_tokens": 14}, f"(?s)(?!{COUNTED}).+"),
+}
 
 
-def test_sampling(api: Api) -> None:
-    hot = {"messages": UNKNOWN_MESSAGES, "temperature": 2.0, "max_tokens": 10}
-    texts = [api.text(**hot, seed=seed) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-    assert api.text(temperature=0) == COUNTED
-    assert api.text(temperature=1.9, top_p=1e-6) == COUNTED
-    for extra in ({"top_k": 1}, {"min_p": 1.0}):
-        assert api.text(temperature=1.9, extra_body=extra) == COUNTED
+@pytest.mark.parametrize(("fields", "expected"), OPTIONS.values(), ids=OPTIONS)
+def test_an_option_reaches_the_process_that_applies_it(
+    http: httpx.Client, fields: dict[str, Any], expected: str
+) -> None:
+    body = {"messages": COUNT_MESSAGES, "max_tokens": 25} | fields
+    reply = http.post("/v1/chat/completions", json=body)
+    assert re.fullmatch(expected, reply.json()["choices"][0]["message"]["content"])
 
 
-def test_logit_bias(api: Api) -> None:
-    assert api.text(logit_bias={str(ord("x")): 100}, max_tokens=4) == "xxxx"
-
-
-def test_restricted_tokens(api: Api) -> None:
-    digits = {"allowed_token_ids": [ord(digit) for digit in "0123456789"]}
-    assert set(api.text(max_tokens=9, extra_body=digits)) <= set("0123456789")
-    text = api.text(max_tokens=14, extra_body={"bad_words": ["4 5", "9"]})
-    assert text.startswith("3 4 ")
-    assert "4 5" not in text
-    assert "9" not in text
-    with pytest.raises(openai.BadRequestError, match=r"allowed_token_ids\[0\]: got 264"):
-        api.text(extra_body={"allowed_token_ids": [264]})
-
-
-def test_penalties(api: Api) -> None:
+def test_penalties_and_seeds(api: Api) -> None:
     bias = {"logit_bias": {str(ord(letter)): 90 for letter in "abcdefgh"}, "max_tokens": 12}
-    letters = set(api.text(**bias))
-    assert set(api.text(**bias, frequency_penalty=2.0)) > letters
+    assert set(api.text(**bias, frequency_penalty=2.0)) > set(api.text(**bias))
     hot = {"messages": UNKNOWN_MESSAGES, "temperature": 2.0, "max_tokens": 10, "seed": 2}
+    assert api.text(**hot) == api.text(**hot) != api.text(**hot | {"seed": 1})
     assert api.text(**hot, presence_penalty=2.0) != api.text(**hot)
-    assert api.text(extra_body={"repetition_penalty": 1.0}) == COUNTED
-    assert api.text(extra_body={"repetition_penalty": 100.0}, max_tokens=14) != COUNTED
-
-
-def test_ends(api: Api) -> None:
-    assert api.text(extra_body={"stop_token_ids": [ord("5")]}) == "3 4 "
-    assert api.text(stop="5", extra_body={"include_stop_str_in_output": True}) == "3 4 5"
-    reply = api.chat(max_tokens=30, extra_body={"ignore_eos": True})
-    assert reply.usage.completion_tokens == 30
-    reply = api.chat(max_tokens=25, extra_body={"min_tokens": 20})
-    assert reply.usage.completion_tokens >= 20
-
-
-def test_special_tokens(api: Api) -> None:
-    fields: dict[str, Any] = {"ignore_eos": True, "skip_special_tokens": False}
-    assert api.text(max_tokens=14, extra_body=fields).startswith(f"{COUNTED}<|")
 
 
 def test_logprobs(api: Api) -> None:
@@ -193,33 +133,3 @@ def test_logprobs(api: Api) -> None:
         assert bytes(one.bytes).decode() == one.token
     assert api.chat(logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
     assert api.chat().choices[0].logprobs is None
-
-
-@BOTH_CLIENTS
-def test_logprobs_of_a_stream(api: Api) -> None:
-    chunks = api.chat(stream=True, logprobs=True, top_logprobs=1)
-    tokens = [
-        one.token
-        for chunk in chunks
-        if chunk.choices[0].logprobs
-        for one in chunk.choices[0].logprobs.content
-    ]
-    assert "".join(tokens[:-1]) == COUNTED
-
-
-def test_prompt_logprobs(api: Api) -> None:
-    first, *others = api.chat(extra_body={"prompt_logprobs": 1}).prompt_logprobs
-    assert first is None
-    for one in others:
-        ranks = [entry["rank"] for entry in one.values()]
-        assert 1 in ranks
-        assert all(isinstance(rank, int) for rank in ranks)
-    chunks = list(api.chat(stream=True, extra_body={"prompt_logprobs": 1}))
-    assert [hasattr(one, "prompt_logprobs") for one in chunks] == [True] + [False] * len(chunks[1:])
-    assert [set(one or {}) for one in chunks[0].prompt_logprobs] == [
-        set(one or {}) for one in (first, *others)
-    ]
-
-
-def test_user_and_others_change_nothing(api: Api) -> None:
-    assert api.text(user="me", store=False, metadata={"a": "b"}, service_tier="auto") == COUNTED

@@ -1,11 +1,9 @@
 """Completions over HTTP."""
 
-import itertools
 import json
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.pipeline.http_api import BOTH_CLIENTS, COUNT, COUNTED, Api, in_pieces
@@ -42,24 +40,14 @@ def test_many_prompts(api: Api, tokens: bool) -> None:
     assert api.complete(prompts[1]).choices[0].text == "42"
 
 
-def test_at_most_16_tokens_if_nothing_is_said(http: httpx.Client) -> None:
-    reply = http.post("/v1/completions", json={"prompt": "count from 1 to 50"}).json()
-    assert reply["usage"]["completion_tokens"] == 16
-
-
-def test_echo(api: Api) -> None:
-    assert api.complete(echo=True).choices[0].text == COUNT + COUNTED
-    assert api.complete(list(COUNT.encode()), echo=True).choices[0].text == COUNT + COUNTED
-    chunks = api.complete(echo=True, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == COUNT + COUNTED
-
-
 def test_logprobs_of_a_completion(api: Api) -> None:
     logprobs = api.complete(logprobs=2).choices[0].logprobs
     assert "".join(one for one in logprobs.tokens if one[:2] != "<|") == COUNTED
     assert all(len(top) == 2 for top in logprobs.top_logprobs)
     with_prompt = api.complete(logprobs=2, echo=True).choices[0].logprobs
     assert "".join(one for one in with_prompt.tokens if one[:2] != "<|") == COUNT + COUNTED
+    ids = list(COUNT.encode())
+    assert api.complete(ids, echo=True).choices[0].text == COUNT + COUNTED
     assert with_prompt.text_offset[: len(COUNT)] == list(range(len(COUNT)))
     assert with_prompt.token_logprobs[0] is None
     assert with_prompt.token_logprobs[-3:] == pytest.approx(logprobs.token_logprobs[-3:], abs=1e-3)
@@ -77,13 +65,6 @@ def test_logprobs_of_a_completion(api: Api) -> None:
         assert pieces == getattr(with_prompt, name)
     values = [one for piece in found for one in piece.token_logprobs]
     assert values == [None, *map(pytest.approx, with_prompt.token_logprobs[1:])]
-
-
-def test_best_of_and_suffix_are_refused(api: Api) -> None:
-    for fields in ({"best_of": 2}, {"suffix": "x"}):
-        with pytest.raises(openai.BadRequestError) as caught:
-            api.complete(**fields)
-        assert caught.value.param == next(iter(fields))
 
 
 def test_nothing_but_the_echo(http: httpx.Client) -> None:
@@ -115,34 +96,12 @@ def test_token_ids(http: httpx.Client) -> None:
     assert not any(others)
 
 
-def test_usage_in_every_chunk(http: httpx.Client) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"prompt": COUNT, "max_tokens": 50, "stream_options": options}
-    body |= {"return_token_ids": True}
-    *chunks, last = in_pieces(lambda: streamed(http, "/v1/completions", body), 3)
-    assert {one["usage"]["prompt_tokens"] for one in chunks} == {len(COUNT)}
-    counts = [one["usage"]["completion_tokens"] for one in chunks]
-    num_tokens = [len(one["choices"][0]["token_ids"]) for one in chunks]
-    assert counts == [*itertools.accumulate(num_tokens)]
-    assert counts[-1] == last["usage"]["completion_tokens"] > counts[0] > 0
-
-
 def test_a_long_prompt_is_truncated(http: httpx.Client) -> None:
     body = {"prompt": "x" * 9000 + COUNT, "truncate_prompt_tokens": len(COUNT), "max_tokens": 50}
     reply = http.post("/v1/completions", json=body | {"echo": True}).json()
     assert reply["choices"][0]["text"] == COUNT + COUNTED
     reply = http.post("/v1/completions", json=body | {"truncate_prompt_tokens": -1}).json()
     assert reply["usage"]["prompt_tokens"] == 4096 - 50
-
-
-def test_the_reply_has_the_id_of_the_request(http: httpx.Client) -> None:
-    """Two at once may have the same."""
-    body = {"prompt": COUNT, "request_id": "mine"}
-    ids = [http.post("/v1/completions", json=body).json()["id"] for _ in range(2)]
-    assert ids == ["cmpl-mine"] * 2
-    headers = {"X-Request-Id": "theirs"}
-    reply = http.post("/v1/completions", json={"prompt": COUNT}, headers=headers).json()
-    assert reply["id"] == "cmpl-theirs"
 
 
 def test_a_salt_keeps_the_cache_apart(http: httpx.Client) -> None:
@@ -159,24 +118,3 @@ def test_a_salt_keeps_the_cache_apart(http: httpx.Client) -> None:
 def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     lines = http.post(path, json=body | {"stream": True}).text.split("\n\n")
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-
-
-@pytest.mark.parametrize(
-    ("path", "given"),
-    [
-        ("/v1/completions", {"prompt": COUNT}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": COUNT}]}),
-    ],
-)
-@pytest.mark.parametrize(
-    ("param", "value", "neutral"),
-    [("use_beam_search", True, False), ("length_penalty", 2.0, 1), ("best_of", 2, 1)],
-)
-def test_a_beam_search_is_refused(
-    http: httpx.Client, path: str, given: dict[str, Any], param: str, value: Any, neutral: Any
-) -> None:
-    reply = http.post(path, json={param: value, **given})
-    error = reply.json()["error"]
-    assert (reply.status_code, error["param"]) == (400, param)
-    assert error["message"].startswith(f"{param}: got {value}, expected ")
-    assert http.post(path, json={param: neutral, "max_tokens": 1, **given}).status_code == 200

@@ -20,15 +20,6 @@ from tests.pipeline.http_api import (
 pytestmark = pytest.mark.pipeline
 
 
-def test_thinking(api: Api) -> None:
-    extra = {"guided_grammar": r'start: <think> "\nwell\n" </think> "\n\nyes"'}
-    message = api.chat(extra_body=extra).choices[0].message
-    assert (message.reasoning_content, message.content) == ("well", "yes")
-    chunks = api.chat(extra_body=extra, stream=True)
-    assert content_of(chunks, "reasoning_content") == "well"
-    assert content_of(chunks) == "yes"
-
-
 ANSWER = "\n\nAnswer: three and four."
 
 
@@ -79,21 +70,6 @@ def test_tool_calls(api: Api) -> None:
     assert api.text(REPEATED_CALL).startswith("<tool_call>")
 
 
-@pytest.mark.parametrize("end", ["", "</think>"])
-def test_a_call_before_the_end_of_the_thought(api: Api, end: str) -> None:
-    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    grammar = f"start: <think> {json.dumps(f'Well.{call}')} {end}"
-    fields: dict[str, Any] = {"tools": [TOOL], "max_tokens": 99}
-    fields["extra_body"] = {"structured_outputs": {"grammar": grammar}}
-    choice = api.chat(**fields).choices[0]
-    expected = ("Well." + call, "stop") if end else ("Well.", "tool_calls")
-    assert (choice.message.reasoning_content, choice.finish_reason) == expected
-    assert len(choice.message.tool_calls or []) == (not end)
-    chunks = list(api.chat(stream=True, **fields))
-    assert content_of(chunks, "reasoning_content") == expected[0]
-    assert chunks[-1].choices[0].finish_reason == expected[1]
-
-
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_forced_tools(api: Api, choice: Any) -> None:
     fields = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False}
@@ -107,22 +83,6 @@ def test_forced_tools(api: Api, choice: Any) -> None:
 
     pieces = in_pieces(stream, 3)
     assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
-
-
-def test_a_schema_that_is_refused_is_named_as_it_was_sent(api: Api) -> None:
-    schema = {"type": "array", "uniqueItems": True}
-    parameters = {"type": "object", "properties": {"a": schema}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    given = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-    for fields, path in (
-        ({"response_format": given}, "response_format.json_schema.schema"),
-        ({"tools": [TOOL, tool], "tool_choice": "required"}, "tools"),
-        ({"tools": [tool], "tool_choice": "required"}, "tools[0].function.parameters"),
-    ):
-        with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
-            api.chat(**fields)
-        assert caught.value.param == path
-        assert caught.value.body["message"].startswith(path)  # type: ignore[index]
 
 
 def test_a_final_message_is_continued(api: Api) -> None:
@@ -144,11 +104,6 @@ def test_templates_of_requests_are_refused(api: Api) -> None:
         api.chat(extra_body={"chat_template": "{{ messages[0].content }}"})
 
 
-def test_no_tools(api: Api) -> None:
-    choice = api.chat(tools=[TOOL], tool_choice="none").choices[0]
-    assert choice.message.tool_calls is None
-
-
 def test_response_format(api: Api) -> None:
     given = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
     jsonschema.validate(json.loads(api.text(response_format=given)), SCHEMA)  # type: ignore[arg-type]
@@ -156,24 +111,6 @@ def test_response_format(api: Api) -> None:
     text = api.text(response_format={"type": "json_object"}, logit_bias=bias)
     assert isinstance(json.loads(text), dict)
     assert api.text(response_format={"type": "text"}) == COUNTED
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"guided_choice": ["yes", "no"]},
-        {"guided_regex": "yes|no"},
-        {"guided_grammar": 'start: "yes" | "no"'},
-        {"structured_outputs": {"choice": ["yes", "no"]}},
-    ],
-)
-def test_guided(api: Api, extra: dict[str, Any]) -> None:
-    assert api.text(extra_body=extra) in ("yes", "no")
-    assert api.complete(extra_body=extra).choices[0].text in ("yes", "no")
-
-
-def test_guided_json(api: Api) -> None:
-    assert json.loads(api.text(extra_body={"guided_json": {"const": 5}})) == 5
 
 
 IN_THOUGHT: list[Any] = [

@@ -6,13 +6,10 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import anthropic
-import httpx
 import jsonschema
 import pydantic
 import pytest
 
-from tests.pipeline.conftest import Pipeline
-from tests.pipeline.disturbed.test_leases import wait_for_requests
 from tests.pipeline.http_api import COUNT, COUNTED, KEY, MODEL, SCHEMA, TIMEOUT
 
 pytestmark = pytest.mark.pipeline
@@ -200,12 +197,6 @@ def create_only(client: anthropic.Anthropic, **fields: Any) -> Any:
     )
 
 
-def test_routes_that_are_not_there(http: httpx.Client) -> None:
-    answer = http.post("/v1/messages/batches", json={})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
-    assert answer.json()["type"] == "error"
-
-
 def test_an_error_within_a_stream(client: anthropic.Anthropic) -> None:
     """Only where its last item begins, the grammar has too many states."""
     items = [{"const": 1}, {"const": 2}, {"type": "string", "pattern": "^(a{1000}){1000}$"}]
@@ -213,29 +204,3 @@ def test_an_error_within_a_stream(client: anthropic.Anthropic) -> None:
     form = {"format": {"type": "json_schema", "schema": schema}}
     with pytest.raises(anthropic.APIStatusError, match=r"output_config\.format\.schema"):
         list(create_only(client, output_config=form, stream=True))
-
-
-def test_a_disconnect_aborts(shared: Pipeline, url: str, http: httpx.Client) -> None:
-    """Without a worker the request can't end by itself."""
-
-    def aborted() -> int:
-        metrics = http.get("/status").json()["metrics"]
-        return int(metrics["request_success"].get("abort", 0))
-
-    async def hang_up() -> None:
-        async with anthropic.AsyncAnthropic(base_url=url, api_key=KEY) as client:
-            fields: Any = {"model": MODEL, "messages": COUNT_MESSAGES, "max_tokens": 100}
-            request = asyncio.create_task(client.messages.create(**fields, stream=True))
-            await asyncio.to_thread(wait_for_requests, shared, 1)
-            request.cancel()
-            await asyncio.wait([request])
-
-    before = aborted()
-    with shared.suspended("worker.1"):
-        asyncio.run(hang_up())
-        wait_for_requests(shared, 0)
-    for _ in range(20):
-        if aborted() == before + 1:
-            break
-        http.get("/health")  # comes with the scheduler's next report
-    assert aborted() == before + 1

@@ -1,8 +1,10 @@
 """What all APIs that generate text have in common, over real connections."""
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Sequence
+from http.client import HTTPConnection
 from typing import Any, NamedTuple
 
 import pytest
@@ -100,11 +102,13 @@ class Unfinished:
     """Generate the beginning of a text, and note the end of its request."""
 
     def __init__(self) -> None:
+        self.is_begun = threading.Event()
         self.is_aborted = threading.Event()
 
     def __call__(self, request: Request) -> list[Reply]:
         match request:
             case GenerateRequest(stream=stream):
+                self.is_begun.set()
                 return [delta(request, 0, 3)] if stream else []
             case AbortRequest():
                 self.is_aborted.set()
@@ -139,13 +143,15 @@ def test_an_error_in_a_stream_is_its_last_event(serve: Serve, api: Api) -> None:
 
 
 @of_each_api
-def test_a_client_that_leaves_ends_the_generation(serve: Serve, api: Api) -> None:
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_leaves_ends_the_generation(serve: Serve, api: Api, is_stream: bool) -> None:
     unfinished = Unfinished()
-    with (
-        serve(unfinished).client() as client,
-        client.stream("POST", api.path, json=api.asked(stream=True)) as response,
-    ):
-        next(response.iter_lines())
+    connection = HTTPConnection(*serve(unfinished).address, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", api.path, json.dumps(api.asked(stream=is_stream)))
+        assert unfinished.is_begun.wait(60)
+        if is_stream:
+            connection.getresponse().readline()
     assert unfinished.is_aborted.wait(60)
 
 

@@ -41,6 +41,7 @@ pytestmark = pytest.mark.slow
 
 Serve = Callable[..., Served]
 PROMPT = {"prompt": "one two"}
+IMAGE = {"type": "image_url"}
 
 
 def silent(request: Request) -> list[Reply]:
@@ -218,6 +219,8 @@ def test_an_unknown_route_names_itself(serve: Serve) -> None:
             assert answer.status_code == status
             sentence = f"{problem}; /openapi.json lists the routes"
             assert answer.json()["error"]["message"] == sentence
+        of_anthropic = client.post("/v1/messages/batches").json()
+        assert (of_anthropic["type"], of_anthropic["error"]["type"]) == ("error", "not_found_error")
         refused = client.post("/v1/responses/x")
     assert refused.headers["allow"] == "DELETE, GET, HEAD"
 
@@ -246,7 +249,7 @@ def test_openapi_refuses_no_unknown_field(serve: Serve) -> None:
     assert not closed
 
 
-def test_a_connection_outlives_an_unexpected_exception(
+def test_a_connection_outlives_refusals_and_unexpected_exceptions(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: object) -> None:
@@ -259,6 +262,9 @@ def test_a_connection_outlives_an_unexpected_exception(
         socket = connection.sock
         for path, body, status in (
             ("/v1/completions", PROMPT, 500),
+            ("/tokenize", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400),
+            ("/detokenize", {}, 400),
             ("/tokenize", PROMPT, 200),
         ):
             connection.request("POST", path, msgspec.json.encode(body))

@@ -188,6 +188,8 @@ def test_a_request_without_an_id_gets_one(serve: Serve) -> None:
         fields = {"prompt": "a"}
         answer = client.post("/v1/completions", json=fields)
         assert answer.json()["id"] == f"cmpl-{answer.headers['x-request-id']}"
+        named = client.post("/v1/completions", json=fields | {"request_id": "mine"}).json()
+        assert named["id"] == "cmpl-mine"
         with client.stream("POST", "/v1/completions", json=fields | {"stream": True}) as stream:
             assert stream.headers["x-request-id"] != answer.headers["x-request-id"]
 
@@ -214,6 +216,7 @@ def test_a_model_has_several_names(serve: Serve) -> None:
                 body = {"prompt": "one", "model": name, "stream": stream}
                 assert '"model":"org/name"' in client.post("/v1/completions", json=body).text
         refused = client.post("/v1/completions", json={"prompt": "one", "model": "c"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
         assert "model: got 'c', expected 'org/name' or 'b'" in refused.text
 
 
