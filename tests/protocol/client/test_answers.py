@@ -1,7 +1,6 @@
 """The `n` answers to a prompt: their requests, and clients with a gateway of the test's replies."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +21,6 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.sampling import MAX_N
 from tests.launch.fake_gateway import gateway, reply
-
-SEED_BITS = 64
-
-
-@pytest.fixture
-def endpoint(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/clients"
 
 
 @given(
@@ -55,31 +47,26 @@ def test_requests_differ_in_what_belongs_to_one_answer(
         else:
             assert one.seed is not None
             assert -(2**63) <= one.seed < 2**63
-            assert (one.seed - seed - index) % 2**SEED_BITS == 0
+            assert (one.seed - seed - index) % 2**64 == 0
         own = {"n": n, "seed": seed, "request_id": name, "prompt_logprobs": 1, "num_answers": 1}
         assert replace(one, **own) == request
     assert request.n == n  # it may be sent again
 
 
 @pytest.mark.parametrize(
-    ("fields", "field", "message"),
+    ("fields", "field", "expected"),
     [
-        ({"n": 0}, "n", "n: got 0, expected `int` >= 1"),
-        ({"n": -4}, "n", "n: got -4, expected `int` >= 1"),
-        ({"n": MAX_N + 1}, "n", "n: got 129, expected `int` <= 128"),
-        ({"n": 10**9}, "n", "n: got 1000000000, expected `int` <= 128"),
-        ({"n": 10**30}, "n", f"n: got {10**30}, expected `int` <= 128"),
-        ({"n": 1.5}, "n", "n: got 1.5, expected `int`"),
-        ({"n": "4"}, "n", "n: got '4', expected `int`"),
-        ({"n": True}, "n", "n: got True, expected `int`"),
-        ({"n": None}, "n", "n: got None, expected `int`"),
-        ({"n": 2, "seed": "x"}, "seed", "seed: got 'x', expected `int | null`"),
+        *(({"n": number}, "n", "`int` >= 1") for number in (0, -4)),
+        *(({"n": number}, "n", "`int` <= 128") for number in (MAX_N + 1, 10**30)),
+        *(({"n": number}, "n", "`int`") for number in (1.5, "4", True, None)),
+        ({"n": 2, "seed": "x"}, "seed", "`int | null`"),
     ],
 )
-def test_invalid_values(endpoint: str, fields: dict[str, Any], field: str, message: str) -> None:
+def test_invalid_values(endpoint: str, fields: dict[str, Any], field: str, expected: str) -> None:
     with Client(endpoint, timeout=60) as client, pytest.raises(RequestError) as caught:
         client.generate_n("p", **fields)
-    assert (caught.value.code, caught.value.field, str(caught.value)) == ("invalid", field, message)
+    assert (caught.value.code, caught.value.field) == ("invalid", field)
+    assert str(caught.value) == f"{field}: got {fields[field]!r}, expected {expected}"
 
 
 def test_answers_are_in_order(endpoint: str) -> None:
@@ -143,17 +130,13 @@ def test_unanswered_ones_go_to_the_next_gateway(endpoint: str) -> None:
         assert isinstance(request, GenerateRequest)
         return [reply(request, "old")] if request.request_id == "r-0" else []
 
-    def rest(request: Request) -> list[Reply]:
-        assert isinstance(request, GenerateRequest)
-        return [reply(request, "new")]
-
     with Client(endpoint, timeout=60) as client:
         with gateway(endpoint, first_only) as old:
             streams = client.submit_n("p", n=3, seed=1, request_id="r")
             assert streams[0].result().text == "old"
             old.wait_for(3)
-        with gateway(endpoint, rest) as new:
-            assert [one.result().text for one in streams] == ["old", "new", "new"]
+        with gateway(endpoint) as new:
+            assert [one.result().text for one in streams] == ["old", "p", "p"]
     assert new.heard == old.heard[1:]
 
 

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,8 @@ from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.session import ClientError
 from tests.launch.fake_gateway import gateway
+from tests.protocol.client.conftest import TIMEOUT
 
-TIMEOUT = 60
 COLLECTED = """
 import gc, sys
 from penstock import Client
@@ -37,11 +36,6 @@ except ClientError as error:
     print(error)
     del client
 """
-
-
-@pytest.fixture
-def endpoint(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/clients"
 
 
 def run(code: str, endpoint: str) -> list[str]:

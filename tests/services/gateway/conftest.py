@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import zmq
 
+from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.config import Config
 from penstock.protocol.messages import client as messages
 from penstock.protocol.messages.client import JSON, MSGPACK, Codec, GenerateRequest, TextDelta
@@ -153,10 +154,14 @@ class GatewayHarness:
 
     def receive_frames(self, socket: Socket) -> list[bytes]:
         """Return the frames of the next reply to a client, without decoding them."""
+        self.wait_for(socket)
+        return socket.recv_multipart()
+
+    def wait_for(self, socket: Socket) -> None:
+        """Run the gateway until a socket has a message."""
         self._poller.register(socket, zmq.POLLIN)
         self.run_until(lambda: socket.poll(0))
         self._poller.unregister(socket)
-        return socket.recv_multipart()
 
     # ---- the test as a tokenizer, scheduler and detokenizer ------------------------------------
 
@@ -260,6 +265,9 @@ def delta(begin: int, end: int, request_id: str = "a", **fields: Any) -> TextDel
     )
 
 
+Start = Callable[..., GatewayHarness]
+
+
 @pytest.fixture
 def context() -> Iterator[Context]:
     made: Context = Context()
@@ -268,7 +276,7 @@ def context() -> Iterator[Context]:
 
 
 @pytest.fixture
-def start_gateway(tmp_path: Path, context: Context) -> Callable[..., GatewayHarness]:
+def start_gateway(tmp_path: Path, context: Context) -> Start:
     """Start a gateway with options."""
 
     def start(**options: Any) -> GatewayHarness:
@@ -276,3 +284,21 @@ def start_gateway(tmp_path: Path, context: Context) -> Callable[..., GatewayHarn
         return GatewayHarness(context, tmp_path, config)
 
     return start
+
+
+@pytest.fixture
+def harness(start_gateway: Start) -> GatewayHarness:
+    return start_gateway()
+
+
+@pytest.fixture
+def client(harness: GatewayHarness) -> Socket:
+    return harness.connect()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """Return a folder with the server's keys, and those of `client` and `alice`."""
+    for name in (None, "alice"):
+        make_keys(tmp_path / "keys", name)
+    return tmp_path / "keys"

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,9 @@ from penstock.protocol.messages.pipeline import TextDeltas
 from penstock.services.gateway import connections
 from penstock.services.gateway.failures import DEFECT
 from penstock.services.gateway.request import Connection
-from tests.services.gateway.conftest import TIMEOUT, GatewayHarness, Socket, delta
+from tests.services.gateway.conftest import TIMEOUT, GatewayHarness, Socket, Start, delta
 
-Start = Callable[..., GatewayHarness]
 decode_batch = msgspec.msgpack.Decoder(ReplyBatch).decode
-
-
-@pytest.fixture
-def harness(start_gateway: Start) -> GatewayHarness:
-    return start_gateway()
 
 
 # ---- output that arrives at once: one piece a request, one message an HTTP server --------------

@@ -3,43 +3,20 @@
 import gc
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.messages.client import (
     MSGPACK,
     ChatMessage,
-    ErrorReply,
-    GenerateReply,
     TextDelta,
     TokenizePromptRequest,
 )
 from penstock.services.gateway.connections import Connections
-from penstock.services.gateway.request import Connection
 from penstock.services.gateway.tokenizers import MAX_BYTES
-from tests.services.gateway.conftest import TIMEOUT, GatewayHarness, request
-
-Start = Callable[..., GatewayHarness]
-
-
-@pytest.fixture
-def harness(start_gateway: Start) -> GatewayHarness:
-    return start_gateway()
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    for name in (None, "alice"):
-        make_keys(tmp_path / "keys", name)
-    return tmp_path / "keys"
-
+from tests.services.gateway.conftest import TIMEOUT, GatewayHarness, Socket, Start, request
 
 # ---- clients that leave and come back ----------------------------------------------------------
 
@@ -63,15 +40,27 @@ def test_requests_of_a_client_that_is_gone_end(
     assert sorted(request_id for request_id, _ in harness.releases()) == ["a", "b"]
 
 
-def test_a_client_that_comes_back_goes_on(harness: GatewayHarness) -> None:
+@pytest.mark.parametrize("has_left", [True, False])
+def test_the_last_connection_that_asks_gets_all_of_a_stream(
+    harness: GatewayHarness, has_left: bool
+) -> None:
+    """The client before, if it is still there, is notified."""
     first, second = harness.connect(), harness.connect()
     harness.submit(first, "a", stream=True)
     harness.tokenize()
     harness.send_tokens("a", 0, 3)
-    harness.leave(first)
-    harness.run_heartbeats(1)
+    if has_left:
+        harness.leave(first)
+        harness.run_heartbeats(1)
     harness.send(second, request("a", stream=True))
-    assert harness.receive_reply(second).token_ids == [0, 1, 2]
+    so_far = harness.receive_reply(second)
+    assert (so_far.token_offset, so_far.char_offset, so_far.text) == (0, 0, "xxx")
+    if not has_left:
+        assert isinstance(harness.receive_reply(first), TextDelta)
+        moved = harness.receive_reply(first)
+        assert (moved.code, moved.request_id) == ("failed", "a")
+        assert moved.message == "request 'a' is answered on another connection now"
+        harness.leave(first)
     harness.run_heartbeats(3)
     harness.send_tokens("a", 3, 5, finish_reason="stop")
     assert harness.receive_reply(second).token_offset == 3
@@ -121,31 +110,8 @@ def test_a_request_that_is_read_when_its_client_has_gone(harness: GatewayHarness
     assert harness.is_empty()
 
 
-def test_asked_again_on_another_connection(harness: GatewayHarness) -> None:
-    """The last client that asks gets all of it; the client before is notified."""
-    first, second = harness.connect(), harness.connect()
-    harness.submit(first, "a", stream=True)
-    harness.tokenize()
-    harness.send_tokens("a", 0, 2)
-    assert isinstance(harness.receive_reply(first), TextDelta)
-    harness.send(second, request("a", stream=True))
-    so_far = harness.receive_reply(second)
-    assert (so_far.token_offset, so_far.char_offset, so_far.text) == (0, 0, "xx")
-    moved = harness.receive_reply(first)
-    assert isinstance(moved, ErrorReply)
-    assert (moved.code, moved.request_id) == ("failed", "a")
-    assert moved.message == "request 'a' is answered on another connection now"
-    harness.leave(first)
-    harness.run_heartbeats(3)
-    harness.send_tokens("a", 2, 3, finish_reason="stop")
-    assert harness.receive_reply(second).token_offset == 2
-    assert isinstance(harness.receive_reply(second), GenerateReply)
-    assert harness.is_empty()
-
-
-def test_asked_again_on_the_same_connection(harness: GatewayHarness) -> None:
+def test_asked_again_on_the_same_connection(harness: GatewayHarness, client: Socket) -> None:
     """As a REQ socket does that has waited long enough: what is before the message counts."""
-    client = harness.connect()
     for number in (b"1", b"2"):
         client.send_multipart([number, b"", MSGPACK.encode(request("a"))])
     ledger = harness.ledger
@@ -160,8 +126,7 @@ def test_asked_again_on_the_same_connection(harness: GatewayHarness) -> None:
     assert harness.is_empty()
 
 
-def test_another_request_of_the_same_id_is_refused(harness: GatewayHarness) -> None:
-    client = harness.connect()
+def test_another_request_of_the_same_id_is_refused(harness: GatewayHarness, client: Socket) -> None:
     harness.submit(client, "a")
     harness.send(client, request("a", max_tokens=9))
     refused = harness.receive_reply(client)
@@ -178,16 +143,6 @@ LEFT, NEXT = b"\0\0\0\0\1", b"\0\0\0\0\2"
 @pytest.fixture
 def connections() -> Connections:
     return Connections(None)  # type: ignore[arg-type]
-
-
-def test_a_descriptor_that_is_used_again(connections: Connections) -> None:
-    found = []
-    for name in (b"a", b"b"):
-        connections.open(5)
-        found.append(connections.sender(5, name))
-        if name == b"a":
-            connections.close(5)
-    assert [connection.is_closed for connection in found] == [True, False]
 
 
 @pytest.mark.parametrize("num_read", [0, 1])
@@ -216,58 +171,6 @@ def test_a_client_comes_back_with_the_identity_that_it_has_chosen(connections: C
         assert not connections.sender(5, b"chosen").is_closed
         connections.close(5)
     assert connections.sender(5, b"chosen").is_closed
-
-
-CLIENT = """
-import sys, zmq
-from penstock.protocol.messages.client import MSGPACK, TokenizePromptRequest
-with zmq.Context() as context, context.socket(zmq.DEALER) as client:
-    client.connect(sys.argv[1])
-    for _ in range(int(sys.argv[2])):
-        client.send(MSGPACK.encode(TokenizePromptRequest(prompt=sys.argv[3])))
-    sys.stdin.read()
-"""
-
-
-@contextmanager
-def client_process(harness: GatewayHarness, num_queries: int, prompt: str) -> Iterator[Connection]:
-    """Send queries from a process of its own, which takes none of this process's descriptors."""
-    command = [sys.executable, "-P", "-c", CLIENT, harness.endpoint, str(num_queries), prompt]
-
-    def wait_for_connections(number: int) -> None:
-        while len(harness.connections) != number:
-            assert harness.connections.monitor.socket.poll(TIMEOUT)
-            harness.connections.handle_events()
-
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        wait_for_connections(1)
-        (connection,) = harness.connections
-        yield connection
-        process.communicate()
-    wait_for_connections(0)
-
-
-@pytest.mark.parametrize("num_read", [0, 1])
-def test_a_client_does_not_pay_for_the_one_before(start_gateway: Start, num_read: int) -> None:
-    """Reuse the descriptor of a client that closed its connection with many messages unread."""
-    harness = start_gateway(endpoint="tcp://127.0.0.1:*", max_waiting_tokens=1000)
-    queries = harness.model.queries
-    is_reused = False
-    while not is_reused:
-        receive = harness.clients.receive()
-        with client_process(harness, 6, "word " * 300) as hostile:
-            for _ in range(num_read):
-                assert harness.clients.channel.socket.poll(TIMEOUT)
-                assert next(receive)[0].connection is hostile
-        with client_process(harness, 1, "mine") as connection:
-            harness.run_until(lambda: 1 in [query.num_tokens for query in queries._open.values()])
-            harness.run_heartbeats(1)
-            (query,) = queries._open.values()
-            assert not query.client.connection.is_closed
-            assert query.share.num_waiting_tokens == 1
-            is_reused = connection.fd == hostile.fd
-        harness.run_heartbeats(1)
-        assert not len(queries)
 
 
 def test_the_monitor_has_no_limit(start_gateway: Start) -> None:
@@ -313,8 +216,7 @@ def test_one_client_that_fills_all_places_leaves_one(start_gateway: Start) -> No
     assert [share_of(harness, name).num_open for name in "be"] == [4, 4]
 
 
-def test_shares_end_at_nothing(harness: GatewayHarness) -> None:
-    client = harness.connect()
+def test_shares_end_at_nothing(harness: GatewayHarness, client: Socket) -> None:
     harness.submit(client, "a", "b", "c")
     share = share_of(harness, "a")
     harness.tokenize()

@@ -1,7 +1,7 @@
 """Clients that send what no client sends; others are served meanwhile."""
 
 import resource
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 from itertools import islice
 from pathlib import Path
 from threading import Thread
@@ -14,10 +14,9 @@ from penstock.protocol.messages.client import MSGPACK, AbortReply, AbortRequest
 from penstock.protocol.transport.socket_info import num_unread_bytes, tcp_counters
 from penstock.services.gateway import clients, connections
 from penstock.services.gateway.connections import MAX_RECEIVE_QUEUE, ConnectionLimits
-from tests.services.gateway.conftest import GatewayHarness, Socket
+from tests.services.gateway.conftest import GatewayHarness, Socket, Start
 from tests.services.gateway.raw_client import GREETING, MORE, RawClient, frame
 
-Start = Callable[..., GatewayHarness]
 TCP = "tcp://127.0.0.1:*"
 SMALL = MSGPACK.encode(AbortRequest(request_id="x"))
 PIECE = frame(bytes(1 << 20), MORE)

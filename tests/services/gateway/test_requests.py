@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -33,20 +32,7 @@ from penstock.services.gateway.poison import digest
 from penstock.services.gateway.process import CLOSE_GRACE_SECONDS
 from penstock.services.gateway.request import Request
 from tests.collector import Collector
-from tests.services.gateway.conftest import PROMPT, GatewayHarness, Socket, delta, request
-
-Start = Callable[..., GatewayHarness]
-
-
-@pytest.fixture
-def harness(start_gateway: Start) -> GatewayHarness:
-    return start_gateway()
-
-
-@pytest.fixture
-def client(harness: GatewayHarness) -> Socket:
-    return harness.connect()
-
+from tests.services.gateway.conftest import PROMPT, GatewayHarness, Socket, Start, delta, request
 
 # ---- limits, and what a client has -------------------------------------------------------------
 

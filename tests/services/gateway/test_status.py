@@ -1,6 +1,5 @@
 """Status requests, and two models of one gateway."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,8 @@ from penstock.services.gateway.status import MAX_WAITING, MAX_WAITING_PER_CONNEC
 from tests.services.gateway import conftest
 from tests.services.gateway.conftest import PROMPT, TIMEOUT, GatewayHarness, Socket, process_of
 
-Start = Callable[..., GatewayHarness]
 LIMIT = MAX_WAITING_PER_CONNECTION
 FRESH = StatusRequest(fresh=True)
-
-
-@pytest.fixture
-def harness(start_gateway: Start) -> GatewayHarness:
-    return start_gateway()
 
 
 def wait_for(harness: GatewayHarness, number: int) -> None:

@@ -1,6 +1,5 @@
 """Work of tokenizers: each piece is done once, and what kills tokenizers is given up."""
 
-from collections.abc import Callable
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -35,25 +34,14 @@ from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.poison import TokenizerPoison
 from penstock.services.gateway.request import Share
 from penstock.services.gateway.tokenizers import Tokenizers
-from tests.services.gateway.conftest import GatewayHarness, Socket
+from tests.services.gateway.conftest import GatewayHarness, Socket, Start
 
-Start = Callable[..., GatewayHarness]
 TEXT = DetokenizeRequest(token_ids=[1, 2])
 PROMPT = TokenizePromptRequest(prompt="ab")
 TEXT_REPLY = DetokenizeReply(text="")
 
 
 # ---- queries, which a tokenizer answers alone --------------------------------------------------
-
-
-@pytest.fixture
-def harness(start_gateway: Start) -> GatewayHarness:
-    return start_gateway()
-
-
-@pytest.fixture
-def client(harness: GatewayHarness) -> Socket:
-    return harness.connect()
 
 
 def test_both_kinds_in_both_encodings(harness: GatewayHarness, client: Socket) -> None:
