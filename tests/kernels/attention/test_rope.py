@@ -1,11 +1,13 @@
-"""Queries, keys and values before attention, against RoPE's formula; the slots they land in."""
+"""Queries, keys and values before attention: the slots in which they land.
+
+What is computed of them is compared with `transformers` in tests/models.
+"""
 
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.kernels.attention.rope import qk_norm_rope_store
-from penstock.kernels.elementwise import rms_norm
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.matrices import FP8
 from penstock.models.layers import rope_table
@@ -40,27 +42,6 @@ class Case:
             "eps": EPS,
         }
         return qk_norm_rope_store(**{**arguments, **changed})  # type: ignore[arg-type]
-
-
-def rotated_by_complex_numbers(x: Tensor, position: int, base: float) -> Tensor:
-    """RoPE as its paper has it: feature pairs are complex numbers; x [num_heads, head_dim]."""
-    half = x.shape[-1] // 2
-    pairs = torch.complex(x[:, :half].double(), x[:, half:].double())
-    angles = torch.tensor([position * base ** (-i / half) for i in range(half)]).double()
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([turned.real, turned.imag], dim=-1).float()
-
-
-def test_turns_normed_heads_by_their_position() -> None:
-    case = Case(3)
-    case.positions = torch.tensor([0, 7, 63])
-    q = case.run([9, 0, 6])
-    k = case.k_cache.flatten(0, 1)[[9, 0, 6]]
-    for x, weight, result in ((case.q, case.weights[0], q), (case.k, case.weights[1], k)):
-        normed = rms_norm(x, weight, EPS)
-        for token, position in enumerate(case.positions.tolist()):
-            expected = rotated_by_complex_numbers(normed[token], position, 1e4)
-            torch.testing.assert_close(result[token], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_stores_each_token_in_its_slot() -> None:

@@ -69,22 +69,18 @@ def test_random_rows_take_the_lowest_id_of_equal_scores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("vary", "temperature"), [("positions", 0.5), ("seed", 1.0), ("positions", 2.0)]
+    ("vary", "temperature", "top_k"),
+    [("positions", 0.5, 0), ("seed", 1.0, 0), ("positions", 2.0, 0), ("positions", 1.0, 4)],
 )
-def test_tokens_have_the_probabilities_of_the_softmax(vary: str, temperature: float) -> None:
-    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, 0.5, -2.0, 1.5])
-    tokens = draw(
-        logits.expand(NUM_DRAWS, -1), temperature=temperature, **{vary: torch.arange(NUM_DRAWS)}
-    )
-    expected = (logits / temperature).softmax(0)
-    assert chi_square(tokens, expected) < CHI_SQUARE_999[7]
-
-
-def test_tokens_have_the_probabilities_of_the_restricted_softmax() -> None:
+def test_tokens_have_the_probabilities_of_the_softmax(
+    vary: str, temperature: float, top_k: int
+) -> None:
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, 0.6, -2.0, 1.5])
-    tokens = draw(logits.expand(NUM_DRAWS, -1), top_k=4, positions=torch.arange(NUM_DRAWS))
-    expected = torch.where(logits >= 0.6, logits, -torch.inf).softmax(0)
-    assert chi_square(tokens, expected) < CHI_SQUARE_999[3]
+    numbers = {"temperature": temperature, "top_k": top_k, vary: torch.arange(NUM_DRAWS)}
+    tokens = draw(logits.expand(NUM_DRAWS, -1), **numbers)
+    kept = torch.where(logits >= 0.6, logits, -torch.inf) if top_k else logits
+    degrees = (top_k or len(logits)) - 1
+    assert chi_square(tokens, (kept / temperature).softmax(0)) < CHI_SQUARE_999[degrees]
 
 
 def test_neighbouring_positions_are_independent() -> None:

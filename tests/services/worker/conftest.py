@@ -9,6 +9,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from tests.models.checkpoints import save_checkpoint
+from tests.services.worker.driver import generate
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +45,9 @@ def folder(checkpoint: Checkpoint) -> Path:
 def reference(checkpoint: Checkpoint) -> Qwen3ForCausalLM:
     """Return the checkpoint's model in transformers."""
     return checkpoint.model
+
+
+@pytest.fixture(scope="session")
+def plain(folder: Path) -> dict[int, list[int]]:
+    """Return the tokens of `generate` where nobody asks."""
+    return generate(folder, None).tokens

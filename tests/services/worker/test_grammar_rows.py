@@ -7,37 +7,24 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.plan import BatchPlan, RowAdded
+from penstock.protocol.messages.plan import RowAdded
 from penstock.protocol.messages.structured import StructuredOutputs
-from tests.services.worker.driver import Driver, make_runner
+from tests.services.worker.driver import NUM_STEPS, PROMPT, Listener, extras
 from tests.services.worker.plans import plan, row
-from tests.services.worker.test_logits_processor import (
-    NUM_STEPS,
-    PROMPT,
-    Listener,
-    extras,
-    plain,
-)
 
-__all__ = ["plain"]
-"""a fixture"""
+DEMO = Config().model_folder
 
 
-class Chats:
+class Chats(Listener):
     """The demo model: rows that answer, with and without a grammar."""
 
     def __init__(self) -> None:
-        self.driver = Driver(make_runner(Config().model_folder, num_blocks=100))
-        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(Config().model_folder)
-        self.failed: list[tuple[int, str]] = []
-        launch = self.driver.runner.launch
+        super().__init__(DEMO)
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(DEMO)
 
-        def launch_and_listen(step_plan: BatchPlan):  # type: ignore[no-untyped-def]
-            step = launch(step_plan)
-            self.failed += step.output().failed
-            return step
-
-        self.driver.runner.launch = launch_and_listen  # type: ignore[method-assign]
+    @property
+    def failed(self) -> list[tuple[int, str]]:
+        return [failure for output in self.outputs for failure in output.failed]
 
     def row(self, slot: int, prompt: str, regex: str | None, output: str = "") -> RowAdded:
         given = self.tokenizer.encode(prompt)
@@ -52,13 +39,13 @@ class Chats:
     def add(self, *added: RowAdded, removed: Sequence[int] = ()) -> None:
         chunks = [(one.slot, len(one.token_ids) // 4) for one in added]
         for slot in removed:
-            self.driver.tokens.pop(slot)
-        running = {*self.driver.tokens, *(one.slot for one in added)}
-        self.driver.step(plan(removed=removed, added=added, chunks=chunks), *running)
+            self.tokens.pop(slot)
+        running = {*self.tokens, *(one.slot for one in added)}
+        self.step(plan(removed=removed, added=added, chunks=chunks), *running)
 
     def text(self, slot: int) -> str:
         """Up to the first EOS."""
-        text: str = self.tokenizer.decode(self.driver.tokens[slot])
+        text: str = self.tokenizer.decode(self.tokens[slot])
         return text.partition(self.tokenizer.eos_token)[0]
 
 
@@ -66,32 +53,32 @@ def test_grammars() -> None:
     """Next to rows without; a row takes another's slot in the plan that removes it."""
     chats = Chats()
     chats.add(chats.row(0, "count from 3 to 9", None), chats.row(1, "17+25=", "[a-f]{5}"))
-    chats.driver.decode(3, 0, 1)
+    chats.decode(3, 0, 1)
     chats.add(chats.row(2, "17+25=", "4[0-9]|[A-Z]{4}"))
-    chats.driver.decode(4, 0, 1, 2)
+    chats.decode(4, 0, 1, 2)
     assert re.fullmatch("[a-f]{5}", chats.text(1))
     assert chats.text(2) == "42"
     chats.add(chats.row(1, "17+25=", "xyz{3}abc", output="xyzz"), removed=[1])
-    chats.driver.decode(10, 0, 1, 2)
+    chats.decode(10, 0, 1, 2)
     assert chats.text(1) == "zabc"
-    assert chats.driver.tokens[0] == alone("count from 3 to 9", 20)
+    assert chats.tokens[0] == alone("count from 3 to 9", 20)
     assert not chats.failed
 
 
 def alone(prompt: str, num_tokens: int) -> list[int]:
     chats = Chats()
     chats.add(chats.row(0, prompt, None))
-    chats.driver.decode(num_tokens - 1, 0)
-    return chats.driver.tokens[0]
+    chats.decode(num_tokens - 1, 0)
+    return chats.tokens[0]
 
 
 def test_a_row_whose_grammar_fails_says_so() -> None:
     chats = Chats()
     chats.add(chats.row(0, "17+25=", None), chats.row(4, "17+25=", "ab", output="x"))
-    chats.driver.decode(2, 0, 4)
+    chats.decode(2, 0, 4)
     assert [index for index, _ in chats.failed] == [1, 1, 1]
     assert "grammar" in chats.failed[0][1]
-    assert chats.driver.tokens[0] == alone("17+25=", 3)
+    assert chats.tokens[0] == alone("17+25=", 3)
 
 
 def test_a_grammar_waits_for_the_thought_that_the_model_begins(

@@ -56,6 +56,12 @@ def add(grammars: Grammars, slot: int = 0, said: bytes = b"", **fields: Any) -> 
     grammars.add(slot, StructuredOutputs(**fields), list(said), ENDS)
 
 
+def compile_as_7(grammars: Grammars, spec: StructuredOutputs) -> None:
+    compiled: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+    grammars.compile(7, spec, lambda *report: compiled.put(report))
+    assert compiled.get(timeout=60)[1] == ""
+
+
 def say(grammars: Grammars, text: str, slot: int = 0) -> None:
     """Each byte must be allowed."""
     for byte in text.encode():
@@ -72,21 +78,18 @@ def matches(grammars: Grammars, text: str, **fields: Any) -> bool:
     return IM_END in allowed(grammars)
 
 
-def test_ends_are_allowed_exactly_where_the_grammar_may_end(grammars: Grammars) -> None:
+@pytest.mark.parametrize(("last", "end"), [("bbc", IM_END), ("bb", END_OF_TEXT)])
+def test_ends_are_allowed_exactly_where_the_grammar_may_end(
+    grammars: Grammars, last: str, end: int
+) -> None:
+    """After an end, nothing else is, also where the grammar could go on."""
     add(grammars, regex="ab*c?")
     assert allowed(grammars) == {ord("a")}
     say(grammars, "a")
     assert allowed(grammars) == {ord("b"), ord("c"), *ENDS}
-    say(grammars, "bbc")
-    assert allowed(grammars) == set(ENDS)
-    grammars.accept({0: IM_END})
-    assert allowed(grammars) == set(ENDS)
-
-
-def test_after_an_end_there_are_only_ends(grammars: Grammars) -> None:
-    add(grammars, regex="a+")
-    say(grammars, "aa")
-    grammars.accept({0: END_OF_TEXT})
+    say(grammars, last)
+    assert allowed(grammars) == {*ENDS, *(b"" if last == "bbc" else b"bc")}
+    grammars.accept({0: end})
     assert allowed(grammars) == set(ENDS)
 
 
@@ -161,9 +164,7 @@ def test_special_tokens_are_no_text(grammars: Grammars) -> None:
 def test_rows_share_a_compiled_grammar(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a place of its own in it; it may be forgotten while they run."""
     spec = StructuredOutputs(regex="ab|cd")
-    compiled: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-    grammars.compile(7, spec, lambda *report: compiled.put(report))
-    assert compiled.get(timeout=60)[1] == ""
+    compile_as_7(grammars, spec)
     monkeypatch.setattr(Grammars, "_compile", None)
     for slot, said in enumerate((b"", b"a", b"c")):
         grammars.add(slot, spec, list(said), ENDS, number=7)
@@ -179,9 +180,7 @@ def test_rows_share_the_limits_of_a_lexer(
     """The reason of both says that it is the grammar: the scheduler tries them alone."""
     monkeypatch.setitem(GRAMMAR_LIMITS, "max_lexer_states", 1000)
     spec = StructuredOutputs(regex="[ab]*a[ab]{17}c")
-    compiled: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-    grammars.compile(7, spec, lambda *report: compiled.put(report))
-    assert compiled.get(timeout=60)[1] == ""
+    compile_as_7(grammars, spec)
     for slot, number in enumerate((7, 7, 0)):
         grammars.add(slot, spec, [], ENDS, number=number)
     failed: dict[int, str] = {}
@@ -290,29 +289,23 @@ def begin(grammars: Grammars, said: list[int], reasoning: Reasoning, **fields: A
     grammars.add(0, StructuredOutputs(**fields), said, [QWEN3_IM_END], reasoning)
 
 
-def allowed_of_qwen3(grammars: Grammars) -> set[int]:
-    masks, failed = fill(grammars, 0)
-    assert failed == {}
-    return ids(masks[0])
-
-
 def test_a_grammar_begins_after_an_open_thought(of_qwen3: Grammars) -> None:
     """In there everything may be said, but nothing may end the text; however it was resumed."""
     begin(of_qwen3, [], "open", choice=["0", "1"])
     thought = [32313, 11, QWEN3_THINK, 198]
     for token_id in [*thought, QWEN3_END_THINK]:
-        free = allowed_of_qwen3(of_qwen3)
+        free = allowed(of_qwen3)
         assert {token_id, QWEN3_END_THINK, 0, 15} < free
         assert QWEN3_IM_END not in free
         of_qwen3.accept({0: token_id})
     zero_and_one = {15, 16}
-    assert allowed_of_qwen3(of_qwen3) == zero_and_one
+    assert allowed(of_qwen3) == zero_and_one
     begin(of_qwen3, [*thought, QWEN3_END_THINK], "open", choice=["0", "1"])
-    assert allowed_of_qwen3(of_qwen3) == zero_and_one
+    assert allowed(of_qwen3) == zero_and_one
     begin(of_qwen3, [*thought, QWEN3_END_THINK, 15], "open", choice=["0", "1"])
-    assert allowed_of_qwen3(of_qwen3) == {QWEN3_IM_END}
+    assert allowed(of_qwen3) == {QWEN3_IM_END}
     begin(of_qwen3, thought, "open", choice=["0", "1"])
-    assert len(allowed_of_qwen3(of_qwen3)) > QWEN3_NUM_TOKENS - 10
+    assert len(allowed(of_qwen3)) > QWEN3_NUM_TOKENS - 10
 
 
 @pytest.mark.parametrize("resumes", [False, True])
@@ -325,12 +318,12 @@ def test_a_model_may_open_a_thought_first(of_qwen3: Grammars, resumes: bool) -> 
                 begin(of_qwen3, list(token_ids[:said]), "optional", choice=["0", "1"])
             tags = of_qwen3.opening_tags([0])
             assert tags == ({} if said else {0: QWEN3_THINK})
-            assert token_id in allowed_of_qwen3(of_qwen3).union(tags.values())
+            assert token_id in allowed(of_qwen3).union(tags.values())
             of_qwen3.accept({0: token_id})
-        return allowed_of_qwen3(of_qwen3)
+        return allowed(of_qwen3)
 
     begin(of_qwen3, [], "optional", choice=["0", "1"])
-    assert allowed_of_qwen3(of_qwen3) == {15, 16}
+    assert allowed(of_qwen3) == {15, 16}
     assert say(16) == {QWEN3_IM_END}
     begin(of_qwen3, [], "optional", choice=["0", "1"])
     assert say(QWEN3_THINK, 198, 0, QWEN3_END_THINK) == {15, 16}
@@ -338,15 +331,15 @@ def test_a_model_may_open_a_thought_first(of_qwen3: Grammars, resumes: bool) -> 
 
 def test_a_closed_thought_leaves_nothing_but_the_grammar(of_qwen3: Grammars) -> None:
     begin(of_qwen3, [], "none", choice=["0", "1"])
-    assert allowed_of_qwen3(of_qwen3) == {15, 16}
+    assert allowed(of_qwen3) == {15, 16}
 
 
 def test_a_grammar_may_have_the_thought_itself(of_qwen3: Grammars) -> None:
     begin(of_qwen3, [], "optional", grammar='start: <think> "0" </think> "1"')
     for token_id in (QWEN3_THINK, 15, QWEN3_END_THINK, 16):
-        assert allowed_of_qwen3(of_qwen3) == {token_id}
+        assert allowed(of_qwen3) == {token_id}
         of_qwen3.accept({0: token_id})
-    assert allowed_of_qwen3(of_qwen3) == {QWEN3_IM_END}
+    assert allowed(of_qwen3) == {QWEN3_IM_END}
 
 
 def test_rows_in_thought_stand_beside_others(grammars: Grammars) -> None:

@@ -10,24 +10,23 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from penstock.protocol.messages.packed import PackedLogprobs
-from penstock.protocol.messages.plan import BatchPlan, RowExtras
 from penstock.services.worker import logits_processor as second_pass
-from penstock.services.worker.launched_step import StepOutput
-from tests.models.forward import random_prompts
-from tests.services.worker.driver import Driver, make_runner
+from tests.services.worker.driver import (
+    NUM_STEPS,
+    OTHER,
+    PROMPT,
+    Driver,
+    Listener,
+    extras,
+    generate,
+    make_runner,
+)
 from tests.services.worker.plans import plan, row
 
-PROMPT, OTHER = random_prompts(264, 37, 20)
-NUM_STEPS = 16
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.3, "presence_penalty": 0.5}
 SAMPLING = {"temperature": 1.5, "top_k": 50, "top_p": 0.9, "seed": -7}
 Change = Callable[[Tensor, list[int]], Tensor]
 """(logits [1, vocab_size], tokens so far) → logits"""
-
-
-def extras(prompt: list[int] = PROMPT, **asked: object) -> RowExtras:
-    return RowExtras(len(prompt), **asked)  # type: ignore[arg-type]
 
 
 def expected(reference: Qwen3ForCausalLM, change: Change) -> tuple[list[int], list[Tensor]]:
@@ -48,42 +47,6 @@ def penalize(logits: Tensor, token_ids: list[int]) -> Tensor:
         logits[0, token_id] -= 0.3
     logits[0, list(set(output))] -= 0.5
     return logits
-
-
-class Listener(Driver):
-    """Also keeps what the steps tell."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(make_runner(folder))
-        self.outputs: list[StepOutput] = []
-        launch = self.runner.launch
-
-        def launch_and_listen(step_plan: BatchPlan):  # type: ignore[no-untyped-def]
-            step = launch(step_plan)
-            self.outputs.append(step.output())
-            return step
-
-        self.runner.launch = launch_and_listen  # type: ignore[method-assign]
-
-    def logprobs(self, index: int) -> list[PackedLogprobs]:
-        """Return those of a sampled row, step by step."""
-        return [dict(output.logprobs)[index] for output in self.outputs]
-
-
-def generate(folder: Path, asked: RowExtras | None, **sampling: Any) -> Listener:
-    """PROMPT in slot 3 with extras, between two rows of OTHER without."""
-    listener = Listener(folder)
-    added = [row(3, PROMPT, range(5), extras=asked, **sampling)]
-    added += [row(1, OTHER, range(10, 14)), row(6, OTHER, range(20, 24), temperature=1.0, seed=3)]
-    listener.step(plan(added=added, chunks=[(3, 37), (1, 20), (6, 20)]), 1, 3, 6)
-    listener.decode(NUM_STEPS - 1, 1, 3, 6)
-    return listener
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path) -> dict[int, list[int]]:
-    """Return the tokens where nobody asks."""
-    return generate(folder, None).tokens
 
 
 def test_penalties(folder: Path, reference: Qwen3ForCausalLM, plain: dict[int, list[int]]) -> None:

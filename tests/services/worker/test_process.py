@@ -70,12 +70,16 @@ def test_ranks_on_cpus_of_one_machine_meet_in_a_file(
     assert hello.rendezvous.startswith(scheme)
 
 
-def test_says_hello_while_it_loads(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.services.worker.process.HEARTBEAT_INTERVAL", 0.0)
+@pytest.mark.parametrize(("interval", "num_hellos"), [(0.0, 2), (3600.0, 0)])
+def test_says_hello_while_it_loads(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch, interval: float, num_hellos: int
+) -> None:
+    """No oftener than need be."""
+    monkeypatch.setattr("penstock.services.worker.process.HEARTBEAT_INTERVAL", interval)
     talk.num_progress_calls = 2
     talk.tell(assignment())
-    assert talk.answer() == hello("worker.1", "g", 0, 0)
-    assert talk.answer() == hello("worker.1", "g", 0, 0)
+    for _ in range(num_hellos):
+        assert talk.answer() == hello("worker.1", "g", 0, 0)
     assert talk.answer() == hello("worker.1", "g", 0, 5, 16, (3.0, 4.0), epoch=1)
 
 
@@ -130,13 +134,6 @@ def test_only_rank_0_sends_tokens(talk: Talk) -> None:
     assert talk.says_nothing_more()
 
 
-def test_says_hello_no_oftener_than_need_be(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.services.worker.process.HEARTBEAT_INTERVAL", 3600.0)
-    talk.num_progress_calls = 2
-    talk.tell(assignment())
-    assert talk.answer() == hello("worker.1", "g", 0, 5, 16, (3.0, 4.0), epoch=1)
-
-
 def test_a_new_epoch_keeps_the_model_and_drops_the_batch(seated: Talk) -> None:
     seated.runner.steps_are_done = False
     seated.tell(plan(0), assignment(epoch=2))
@@ -159,32 +156,28 @@ def test_an_assignment_said_again_changes_nothing(seated: Talk) -> None:
     assert seated.answer() == tokens_of(1, 1)
 
 
-def test_a_gap_ends_the_worker(seated: Talk) -> None:
+@pytest.mark.parametrize(
+    ("last", "sentence"),
+    [
+        (plan(2), "plan: got step 2, expected 1"),
+        (plan(0), "plan: got step 0, expected 1"),
+        (plan(1, epoch=5), "plan: got epoch 5, expected 1"),
+        (assignment(epoch=2, group="h"), "got rank 0 of group h, expected rank 0 of group g"),
+        (assignment(rank=1), "got rank 1 of group g"),
+        (WorkerExit("worker.2 exited"), r"ended this worker: worker\.2 exited"),
+        (CompileGrammars(1, [(1, StructuredOutputs(regex="a"))]), "expected them at rank 0 only"),
+    ],
+)
+def test_what_can_not_be_ends_the_worker(seated: Talk, last: object, sentence: str) -> None:
+    seated.runner.logits_processor = SimpleNamespace(grammars=None)  # type: ignore[attr-defined]
     seated.tell(plan(0))
-    with pytest.raises(WorkerError, match="plan: got step 2, expected 1"):
-        seated.tell(plan(2))
-    with pytest.raises(WorkerError, match="plan: got step 0, expected 1"):
-        seated.tell(plan(0))
+    with pytest.raises(WorkerError, match=sentence):
+        seated.tell(last)
 
 
-def test_a_plan_of_another_epoch_ends_the_worker(talk: Talk) -> None:
+def test_a_plan_before_an_assignment_ends_the_worker(talk: Talk) -> None:
     with pytest.raises(WorkerError, match="plan: got epoch 4, expected -1"):
         talk.tell(plan(0, epoch=4))
-    talk.tell(assignment(epoch=4))
-    with pytest.raises(WorkerError, match="plan: got epoch 5, expected 4"):
-        talk.tell(plan(0, epoch=5))
-
-
-def test_another_place_ends_the_worker(seated: Talk) -> None:
-    with pytest.raises(WorkerError, match="got rank 0 of group h, expected rank 0 of group g"):
-        seated.tell(assignment(epoch=2, group="h"))
-    with pytest.raises(WorkerError, match="got rank 1 of group g"):
-        seated.tell(assignment(rank=1))
-
-
-def test_a_word_of_the_scheduler_ends_the_worker(seated: Talk) -> None:
-    with pytest.raises(WorkerError, match=r"ended this worker: worker\.2 exited"):
-        seated.tell(WorkerExit("worker.2 exited"))
 
 
 def test_a_frame_that_is_no_message_is_dropped(seated: Talk) -> None:
@@ -257,9 +250,3 @@ def test_grammars_of_an_earlier_epoch_are_dropped(seated: Talk, grammars: HeldGr
     masks = np.zeros((1, grammars.num_words), np.int32)
     assert not grammars.fill(masks, [0])
     assert masks[0, ord("b") // 32] == 1 << ord("b") % 32
-
-
-def test_a_rank_without_grammars_gets_none(seated: Talk) -> None:
-    seated.runner.logits_processor = SimpleNamespace(grammars=None)  # type: ignore[attr-defined]
-    with pytest.raises(WorkerError, match="expected them at rank 0 only"):
-        seated.tell(CompileGrammars(1, [(1, StructuredOutputs(regex="a"))]))

@@ -14,22 +14,18 @@ from penstock.protocol.messages.plan import RowExtras
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.worker.logits_processor import CONTRADICTION
 from penstock.services.worker.processed_rows import Bitmask, ProcessedRow
-from tests.services.worker.driver import Driver, make_runner
-from tests.services.worker.plans import plan, row
-from tests.services.worker.test_logits_processor import (
+from tests.services.worker.driver import (
     NUM_STEPS,
-    PENALTIES,
     PROMPT,
+    Driver,
     Listener,
-    expected,
     extras,
     generate,
-    penalize,
-    plain,
+    make_runner,
 )
+from tests.services.worker.plans import plan, row
+from tests.services.worker.test_logits_processor import PENALTIES, expected, penalize
 
-__all__ = ["plain"]
-"""a fixture"""
 VOCAB_SIZE = 70
 TOKENS = st.sampled_from([0, 1, 2, 31, 32, 69])
 """few, so that words occur; at both ends of a mask's words"""

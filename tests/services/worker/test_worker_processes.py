@@ -180,7 +180,7 @@ def test_every_rank_decodes_the_tokens_of_rows_that_ask(pair: Workers, folder: P
 
 @pytest.mark.slow
 def test_two_ranks_run_plans_and_end_together(pair: Workers, folder: Path) -> None:
-    """The last test of the pair, which it ends."""
+    """The last test of the pair, which it ends: one is told to stop, and the other follows."""
     workers = pair
     expected = greedy(folder, PROMPTS[0], 6)
     sampled = []
@@ -197,8 +197,8 @@ def test_two_ranks_run_plans_and_end_together(pair: Workers, folder: Path) -> No
     assert len(set(sampled[0])) > 1
 
     rank_0, rank_1 = (workers.processes[name] for name in workers.members.values())
-    rank_1.kill()
-    rank_1.wait(TIMEOUT)
+    rank_1.terminate()
+    assert rank_1.wait(TIMEOUT) == 0
     added = [row(0, PROMPTS[0], range(10))]
     workers.channel.send(
         plan(7, epoch=3, added=added, chunks=[(0, 37)]), next(iter(workers.members))
@@ -236,15 +236,6 @@ def test_ranks_on_several_nodes_draw_the_tokens_of_one(start: Start, folder: Pat
     expected = [alone.launch(one).token_ids() for one in plans]
     assert [workers.run(one) for one in plans] == expected
     assert all(len(set(tokens)) > 5 for tokens in zip(*expected, strict=True))
-
-
-@pytest.mark.slow
-def test_stops_when_told_to(start: Start) -> None:
-    workers = start()
-    workers.gather()
-    process = workers.processes["worker.1"]
-    process.terminate()
-    assert process.wait(TIMEOUT) == 0
 
 
 @pytest.mark.slow
