@@ -11,7 +11,7 @@ from llguidance import LLTokenizer
 from safetensors.torch import load_file, save_file
 
 from penstock.kernels.back_ends import CHOSEN, is_deterministic
-from penstock.kernels.cpu import compiled_layers, compiled_step
+from penstock.kernels.cpu import compiled_step
 from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.layouts.sampling import BIAS, DEFERRED, MASK, PENALTIES
 from penstock.models.model import Model
@@ -27,6 +27,7 @@ from penstock.services.worker.hardware import GPU_VARIABLE, choose_device
 from penstock.services.worker.loading import load
 from penstock.services.worker.logits_processor import MAX_PROMPT_TOKENS
 from penstock.services.worker.memory.kv_cache import worst_case_plan
+from penstock.services.worker.model_runner import ModelRunner
 from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.models.checkpoints import save_checkpoint
 from tests.models.forward import load_model
@@ -34,19 +35,24 @@ from tests.models.forward import load_model
 ASSIGNMENT = WorkerAssignment(1, "g", 0, 1, "")
 
 
-def loaded_model(config: Config) -> Model:
-    return load(config, ASSIGNMENT, lambda: None)._model
+def start(**options: object) -> ModelRunner:
+    config = Config(device="cpu", **options)  # type: ignore[arg-type]
+    return load(config, ASSIGNMENT, lambda: None)
+
+
+def loaded_model(**options: object) -> Model:
+    return start(**options)._model
 
 
 def test_layers_of_a_cpu_are_compiled_with_the_checkpoints_16_bits() -> None:
-    runner = load(Config(device="cpu"), ASSIGNMENT, lambda: None)
+    runner = start()
     assert runner._model.compiled is not None
     assert runner._model.head.weight.dtype == torch.bfloat16
     assert {cache.k.dtype for cache in runner._kv_caches} == {torch.float32}
 
 
 def test_a_cpu_needs_no_other_kernels_to_be_deterministic() -> None:
-    assert loaded_model(Config(device="cpu", deterministic=True)).compiled is not None
+    assert loaded_model(deterministic=True).compiled is not None
     assert not is_deterministic()
 
 
@@ -78,14 +84,14 @@ def test_without_a_compiled_step_layers_are_compiled_all_the_same(
 
     monkeypatch.setattr(compiled_step, "compiled_step", fails)
     monkeypatch.setattr(CHOSEN, "compiled_step", None)
-    runner = load(Config(device="cpu"), ASSIGNMENT, lambda: None)
+    runner = start()
     assert runner._model.compiled is not None
     assert runner._decode is None
 
 
 def test_weights_of_32_bits_stay(tmp_path: Path) -> None:
     save_checkpoint(tmp_path)
-    model = loaded_model(Config(device="cpu", model=str(tmp_path)))
+    model = loaded_model(model=str(tmp_path))
     assert model.compiled is not None
     assert model.head.weight.dtype == torch.float32
 
@@ -96,15 +102,14 @@ def test_a_head_that_is_not_the_embedding_is_used(
 ) -> None:
     """Whatever `tie_word_embeddings` says; equal tensors share their memory."""
     save_checkpoint(tmp_path, tie_word_embeddings=True, intermediate_size=128)
-    config = Config(device="cpu", model=str(tmp_path), **options)  # type: ignore[arg-type]
     tensors = load_file(tmp_path / SINGLE_FILE)
     head = tensors["model.embed_tokens.weight"].clone()
     save_file({**tensors, "lm_head.weight": head}, tmp_path / SINGLE_FILE)
-    model = loaded_model(config)
+    model = loaded_model(model=str(tmp_path), **options)
     assert model.head is model.model.embed_tokens
     head[-1, -1] += 1.0
     save_file({**tensors, "lm_head.weight": head}, tmp_path / SINGLE_FILE)
-    model = loaded_model(config)
+    model = loaded_model(model=str(tmp_path), **options)
     assert torch.equal(model.head.weight, head)
     assert torch.equal(model.model.embed_tokens.weight, tensors["model.embed_tokens.weight"])
     assert "tie_word_embeddings: got true, but lm_head.weight differs" in caplog.text
@@ -116,12 +121,12 @@ def test_a_head_that_is_not_the_embedding_is_used(
     ids=str,
 )
 def test_layers_that_are_not_compiled_run_in_torch(options: dict[str, object]) -> None:
-    assert loaded_model(Config(device="cpu", **options)).compiled is None
+    assert loaded_model(**options).compiled is None
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_integers_replace_the_weights_of_the_layers(quantization: str) -> None:
-    model = loaded_model(Config(device="cpu", quantization=quantization))  # type: ignore[arg-type]
+    model = loaded_model(quantization=quantization)
     assert model.compiled is not None
     matrices = [one for one in model.model.layers.parameters() if one.ndim == 2]
     assert not matrices
@@ -131,32 +136,22 @@ def test_integers_replace_the_weights_of_the_layers(quantization: str) -> None:
 @pytest.mark.parametrize("options", [{"attention": "torch"}, {"kv_cache_dtype": "fp8"}], ids=str)
 def test_integers_without_compiled_layers_are_refused(options: dict[str, str]) -> None:
     with pytest.raises(ModelError, match="--quantization: got int8 with --attention"):
-        loaded_model(Config(device="cpu", quantization="int8", **options))  # type: ignore[arg-type]
+        loaded_model(quantization="int8", **options)
 
 
 def test_without_a_compiler_integers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "penstock.models.compiled", None)
     with pytest.raises(ModelError, match="--quantization int4: "):
-        loaded_model(Config(device="cpu", quantization="int4"))
+        loaded_model(quantization="int4")
 
 
 def test_without_a_compiler_layers_run_in_torch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "penstock.models.compiled", None)
-    assert loaded_model(Config(device="cpu")).compiled is None
+    assert loaded_model().compiled is None
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
     assert "layers run in torch, not compiled" in caplog.text
-
-
-def test_a_failed_compilation_leaves_the_weights_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("LLVM knows no such CPU")
-
-    monkeypatch.setattr(compiled_layers, "load", fail)
-    model = loaded_model(Config(device="cpu"))
-    assert model.compiled is None
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -229,20 +224,8 @@ def test_the_group_knows_whether_it_spans_nodes(folder: Path) -> None:
 
 
 def test_a_back_end_that_can_not_be_had_is_told(folder: Path) -> None:
-    config = Config(model=str(folder), device="cpu", attention="triton")
     with pytest.raises(ModelError, match="attention: got 'triton' without a GPU"):
-        load(config, WorkerAssignment(1, "group", 0, 1, ""), lambda: None)
-
-
-class _Loads:
-    """llguidance's tokenizer, and where each was loaded."""
-
-    def __init__(self) -> None:
-        self.paths: list[str] = []
-
-    def __call__(self, path: str) -> LLTokenizer:
-        self.paths.append(path)
-        return LLTokenizer(path)
+        start(model=str(folder), attention="triton")
 
 
 @pytest.mark.slow
@@ -253,27 +236,27 @@ def test_a_worker_that_is_ready_has_loaded_the_grammars_tokenizer(
 
     A first request must not pay it.
     """
-    loads = _Loads()
-    monkeypatch.setattr(grammars, "LLTokenizer", loads)
+    loads: list[str] = []
+    monkeypatch.setattr(
+        grammars, "LLTokenizer", lambda path: loads.append(path) or LLTokenizer(path)
+    )
     save_checkpoint(tmp_path, vocab_size=151_936, num_hidden_layers=1)
     shutil.copy(qwen3_folder / "tokenizer.json", tmp_path)
-    config = Config(model=str(tmp_path), device="cpu", num_blocks=1)
-    runner = load(config, WorkerAssignment(1, "group", 0, 1, ""), lambda: None)
-    assert loads.paths == [str(tmp_path / "tokenizer.json")]
+    runner = start(model=str(tmp_path), num_blocks=1)
+    assert loads == [str(tmp_path / "tokenizer.json")]
     matchers = runner.logits_processor.grammars
     assert matchers is not None
     assert matchers._tokenizer.done()
     matchers.add(0, StructuredOutputs(regex="a"), [], [])
     matchers.fill(np.zeros((1, matchers.num_words), np.int32), [0])
-    assert len(loads.paths) == 1
+    assert len(loads) == 1
 
 
 def test_a_tokenizer_that_grammars_can_not_read_is_told(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer.json").write_text("{}")
-    config = Config(model=str(tmp_path), device="cpu", num_blocks=1)
     with pytest.raises(ModelError, match=r"tokenizer\.json: llguidance could not read it: "):
-        load(config, WorkerAssignment(1, "group", 0, 1, ""), lambda: None)
+        start(model=str(tmp_path), num_blocks=1)
 
 
 def test_graphs_are_of_every_size_that_the_design_names() -> None:

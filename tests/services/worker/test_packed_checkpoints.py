@@ -59,11 +59,16 @@ def test_integers_are_not_made_again(awq_model: Path) -> None:
         loaded_model(awq_model, quantization="int8")
 
 
-def test_a_failed_compilation_dequantizes(awq_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_failed_compilation_leaves_the_weights_to_torch(
+    awq_model: Path, monkeypatch: pytest.MonkeyPatch, is_packed: bool
+) -> None:
+    """Packed ones, and those of the demo model in bfloat16."""
+
     def fail(*_: object) -> None:
         raise RuntimeError("LLVM knows no such CPU")
 
     monkeypatch.setattr(compiled_layers, "load", fail)
-    model = loaded_model(awq_model)
+    model = loaded_model(awq_model if is_packed else Config().model_folder)
     assert model.compiled is None
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

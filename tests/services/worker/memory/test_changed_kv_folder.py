@@ -68,13 +68,39 @@ def become_socket(path: Path) -> None:
         listener.bind(path.name)
 
 
-CHANGES = (
+def flip(place: int) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[place] ^= 16
+        path.write_bytes(content)
+
+    return change
+
+
+def become(content: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.write_bytes(content(path.read_bytes()))
+
+    return change
+
+
+def become_anothers(path: Path) -> None:
+    """Take the content of the other block."""
+    path.write_bytes(files(path.parents[2])[B].read_bytes())
+
+
+THINGS = (
     *(become_fifo, become_folder, become_endless, become_socket, lose_parent),
     *(become_writable, become_another_users, become_a_link),
 )
+CONTENTS = (
+    become_anothers,
+    *map(become, (lambda data: data[:-1], lambda data: data + b"\0", lambda _: b"")),
+    *map(flip, (0, 8, 40, 72, 88, 88 + SLOT_BYTES - 1)),
+)
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", THINGS + CONTENTS)
 def test_other_things_in_place_of_a_file_are_no_hit_and_change_nothing_else(
     tmp_path: Path, change: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -84,6 +110,7 @@ def test_other_things_in_place_of_a_file_are_no_hit_and_change_nothing_else(
     tier.wait_for("failed", A)
     assert "more than" not in caplog.text
     assert (tier.slots == tier.old).all()
+    assert change in THINGS or set(files(tmp_path)) == {B}
     tier.store(A, 0)
     tier.store(C, 1)
     tier.wait_for("added", C)

@@ -2,7 +2,6 @@
 
 import resource
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,42 +18,6 @@ def test_another_process_finds_the_files(tmp_path: Path) -> None:
     tier.wait_for("fetched", B)
     assert (tier.slots[3] == old[1]).all()
     assert (tier.slots[:3] == old[:3]).all()
-
-
-@pytest.mark.parametrize("place", [0, 8, 40, 72, 88, 88 + SLOT_BYTES - 1])
-def test_a_flipped_bit_is_noticed(tmp_path: Path, place: int) -> None:
-    """The bit may be in any part of the file."""
-    tier = stored(tmp_path, A, B)
-    path = files(tmp_path)[A]
-    content = bytearray(path.read_bytes())
-    content[place] ^= 16
-    path.write_bytes(content)
-    tier.fetch(A, 2)
-    tier.wait_for("failed", A)
-    assert (tier.slots == tier.old).all()
-    assert set(files(tmp_path)) == {B}
-
-
-@pytest.mark.parametrize(
-    "change", [lambda data: data[:-1], lambda data: data + b"\0", lambda _: b""]
-)
-def test_a_file_of_another_size_is_noticed(
-    tmp_path: Path, change: Callable[[bytes], bytes]
-) -> None:
-    tier = stored(tmp_path, A)
-    path = files(tmp_path)[A]
-    path.write_bytes(change(path.read_bytes()))
-    tier.fetch(A, 2)
-    tier.wait_for("failed", A)
-    assert (tier.slots == tier.old).all()
-
-
-def test_a_file_with_another_name_is_noticed(tmp_path: Path) -> None:
-    tier = stored(tmp_path, A, B)
-    files(tmp_path)[A].rename(files(tmp_path)[B])
-    tier.fetch(B, 2)
-    tier.wait_for("failed", B)
-    assert (tier.slots == tier.old).all()
 
 
 def test_files_of_another_model_are_not_used(tmp_path: Path) -> None:
@@ -102,15 +65,6 @@ def test_the_oldest_files_are_removed(tmp_path: Path) -> None:
     tier.store(C, 2)
     tier.wait_for("removed", B)
     assert set(files(tmp_path)) == {A, C}
-
-
-def test_content_that_may_be_wrong_is_removed(tmp_path: Path) -> None:
-    tier = stored(tmp_path, A, B)
-    tier.folder.remove([A])
-    tier.fetch(A, 2)
-    tier.wait_for("failed", A)
-    tier.fetch(B, 2)
-    tier.wait_for("fetched", B)
 
 
 def test_a_file_that_is_still_to_be_removed_is_not_read_or_kept(
