@@ -1,7 +1,9 @@
 """Preparation of every run: Triton's interpreter, the order of the tests, signals, files."""
 
+import asyncio
 import gc
 import hashlib
+import inspect
 import os
 import shutil
 import signal
@@ -105,6 +107,17 @@ def _signals_as_before() -> Iterator[None]:
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
             signal.set_wakeup_fd(-1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, for a minute at most."""
+    test = pyfuncitem.function
+    if not inspect.iscoroutinefunction(test):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    asyncio.run(asyncio.wait_for(test(**arguments), 60))
+    return True
 
 
 def pytest_collectstart() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import zmq
 
@@ -23,6 +24,9 @@ from penstock.protocol.messages.status import StatusReply
 
 Behaviour = Callable[[Request], list[Reply]]
 TEXT = "one two"
+STATUS: dict[str, Any] = {"model": "", "num_requests": 0, "num_bad_frames": 0}
+STATUS |= {"tokenizers": {}, "schedulers": []}
+"""what a reply about an idle pipeline must say, beside whether it is ready"""
 
 
 def delta(request: GenerateRequest, first: int, last: int) -> TextDelta:
@@ -54,16 +58,7 @@ def echo(request: Request) -> list[Reply]:
         case AbortRequest(request_id=request_id):
             return [AbortReply(request_id=request_id, found=True)]
         case StatusRequest(wait=wait):
-            return [
-                StatusReply(
-                    ready=wait,
-                    model="",
-                    num_requests=0,
-                    tokenizers={},
-                    schedulers=[],
-                    num_bad_frames=0,
-                )
-            ]
+            return [StatusReply(ready=wait, **STATUS)]
     return []
 
 

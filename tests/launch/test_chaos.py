@@ -1,6 +1,5 @@
 """`launch chaos` without a pipeline: what it plans, and what it says of what it saw."""
 
-import sys
 from typing import Any
 
 import psutil
@@ -10,7 +9,6 @@ from penstock.launch.chaos.load import Content, Flight, Received
 from penstock.launch.chaos.processes import KINDS, ChaosOptions, Event, Kill, make_schedule
 from penstock.launch.chaos.report import Outcome, Recovery, as_table, faults, make_report
 from penstock.launch.chaos.run import left_behind, shared_memory
-from penstock.launch.commands.cli import main
 from penstock.protocol.config import run_folder
 
 NAMES = ["gateway.1", "tokenizer.1", "scheduler.1", "worker.1", "worker.2", "detokenizer.1"]
@@ -179,31 +177,3 @@ def test_left_behind_finds_processes_and_folders() -> None:
         folder.rmdir()
     assert left == [f"process {here.pid}", str(folder)]
     assert left_behind(folder.name, [], shared_memory()) == []
-
-
-# ---- the command ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--kills", "0"], "--kills: got '0'"),
-        (["--stop-share", "1.5"], "--stop-share: got '1.5'"),
-        (["--only", "nothing"], "--only: got 'nothing', expected one of gateway"),
-        (["--mix", "nothing"], "--mix: got 'nothing', expected one of plain"),
-        (["--name", "x", "--tp", "2"], "--tp is for a pipeline that is yet to start"),
-        (["--name", "nobody"], "no pipeline 'nobody' runs"),
-        (["--model", "/nowhere"], "--model: "),
-    ],
-)
-def test_command_refuses_what_can_t_be(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    flags: list[str],
-    message: str,
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["launch", "chaos", *flags])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err

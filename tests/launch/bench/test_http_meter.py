@@ -1,7 +1,6 @@
 """`launch bench serve --base-url`, with a server of another kind."""
 
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,8 +10,8 @@ import pytest
 
 from penstock.launch.bench.http_meter import HttpMeter
 from penstock.launch.bench.options import Item, ServeOptions
-from penstock.launch.commands.cli import main
 from penstock.launch.pipeline.errors import LaunchError
+from tests.launch.conftest import Launch
 
 BROKEN, REFUSED, NO_DONE = 1, 2, 3
 """first tokens of prompts whose stream breaks off, that are refused, and that end without DONE"""
@@ -95,16 +94,12 @@ def foreign(request: pytest.FixtureRequest) -> Iterator[Foreign]:
 
 
 def test_a_foreign_server_is_measured(
-    foreign: Foreign, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    foreign: Foreign, monkeypatch: pytest.MonkeyPatch, launch: Launch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "key")
     lengths = ("--num-prompts", "8", "--random-input-len", "6", "--random-output-len", "4")
     words = ("--base-url", f"{foreign.url}/v1/", *lengths, "--max-concurrency", "3", "--json")
-    monkeypatch.setattr(sys, "argv", ["launch", "bench", "serve", *words])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(launch("bench", "serve", *words).out)
     assert (report["model"], report["base_url"]) == ("foreign", f"{foreign.url}/v1/")
     assert (report["completed"], report["failed"]) == (8, 0)
     assert (report["total_input_tokens"], report["total_output_tokens"]) == (48, 32)
@@ -119,17 +114,14 @@ def test_a_foreign_server_is_measured(
     assert foreign.keys == {"Bearer key"}
 
 
-def test_failures_are_counted_and_told(
-    foreign: Foreign, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_are_counted_and_told(foreign: Foreign, capsys: Any) -> None:
     with HttpMeter(foreign.url, "", "a-model", ServeOptions()) as meter:
         items = [Item([first, 9], 2) for first in (5, BROKEN, REFUSED, 6)]
         run, stamps = meter.run_load(items, [0.0] * 4, 1)
         assert (run["completed"], run["failed"], run["total_output_tokens"]) == (2, 2, 4)
         assert [len(stamp.times) for stamp in stamps] == [2, 0, 0, 2]
-        assert "2 requests failed; the last one: /v1/completions answers 400: " in (
-            capsys.readouterr().err
-        )
+        said = capsys.readouterr().err
+        assert "2 requests failed; the last one: /v1/completions answers 400: " in said
         with pytest.raises(LaunchError, match=r"every request failed; .*broke off before its end"):
             meter.run_load([Item([BROKEN], 2)], [0.0])
 
@@ -138,12 +130,3 @@ def test_a_stream_with_finish_reason_and_usage_needs_no_done(foreign: Foreign) -
     with HttpMeter(foreign.url, "", "a-model", ServeOptions()) as meter:
         run, _ = meter.run_load([Item([first, 9], 2) for first in (5, NO_DONE)], [0.0] * 2)
     assert run["completed"] == 1 + foreign.has_usage
-
-
-def test_a_server_that_takes_no_prompt_is_one_sentence() -> None:
-    sentence = "--base-url: http://127.0.0.1:9: All connection attempts failed"
-    with (
-        pytest.raises(LaunchError, match=sentence),
-        HttpMeter("http://127.0.0.1:9", "", "", ServeOptions()),
-    ):
-        pass

@@ -6,24 +6,19 @@ import msgspec
 import pytest
 
 from penstock.launch.commands import status as status_command
-from penstock.launch.commands.cli import main
 from penstock.launch.commands.status import as_json, as_text
 from penstock.protocol.config import Config
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
+from tests.launch.conftest import Launch
+from tests.launch.fake_gateway import STATUS
 
 PROCESSES = [
     ProcessStatus(name="gateway.1", pid=10, uptime=3725.0, restarts=0),
     ProcessStatus(name="tokenizer.1", pid=11, uptime=59.9, restarts=2),
     ProcessStatus(name="worker.1", pid=12, uptime=0.0, restarts=0),
 ]
-GATEWAY = StatusReply(
-    ready=True,
-    model="m",
-    num_requests=5,
-    tokenizers={"tokenizer.1": 4},
-    schedulers=[],
-    num_bad_frames=1,
-)
+BUSY = {"num_requests": 5, "tokenizers": {"tokenizer.1": 4}, "num_bad_frames": 1}
+GATEWAY = StatusReply(ready=True, **STATUS | BUSY)
 
 
 def status(gateway: StatusReply | None) -> dict[str, Any]:
@@ -106,11 +101,10 @@ def test_a_gateway_that_does_not_answer() -> None:
     assert '"gateway": null' in as_json(status(None))
 
 
-def test_the_exit_code_says_whether_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["launch", "status"])
+def test_the_exit_code_says_whether_it_is_ready(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     starting = msgspec.structs.replace(GATEWAY, ready=False)
     for gateway, code in ((GATEWAY, 0), (starting, 1), (None, 1)):
         monkeypatch.setattr(status_command, "read_status", lambda _, one=gateway: status(one))
-        with pytest.raises(SystemExit) as exit_info:
-            main()
-        assert exit_info.value.code == code
+        launch("status", code=code)

@@ -5,26 +5,19 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
-from penstock.launch.commands.cli import main
 from penstock.launch.extras import models as module
 from penstock.launch.extras.models import Machine, describe
 from penstock.protocol.config import Config
+from tests.launch.conftest import Launch
 from tests.models.published import PUBLISHED
 
 DEMO = Config().model_folder
 GIB = 2**30
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *words: str, code: int = 0) -> None:
-    """Run `launch models`."""
-    monkeypatch.setattr("sys.argv", ["launch", "models", *words])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == code
 
 
 def write(folder: Path, name: str) -> Path:
@@ -35,57 +28,51 @@ def write(folder: Path, name: str) -> Path:
     return folder
 
 
+def listed(launch: Launch, *words: str) -> list[dict[str, Any]]:
+    return list(json.loads(launch("models", *words, "--json").out)["models"])
+
+
 def test_the_cache_and_what_is_wrong_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "physical_gpus", list)
-    run(monkeypatch)
-    assert (
-        "no model in the cache: `launch all --model Qwen/Qwen3-0.6B` d" in capsys.readouterr().out
-    )
+    assert "no model in the cache: `launch all --model Qwen/Qwen3-0.6B` d" in launch("models").out
     shutil.copytree(DEMO, tmp_path / "models--me--demo" / "snapshots" / "1")
     write(tmp_path / "models--Qwen--Qwen3-8B-MLX-4bit" / "snapshots" / "1", "Qwen3-8B-MLX-4bit")
     half = write(tmp_path / "models--Qwen--Qwen3-4B" / "snapshots" / "1", "Qwen3-4B")
     (half / "model.safetensors").unlink()
-    run(monkeypatch, "--json")
-    listed = {one["model"]: one for one in json.loads(capsys.readouterr().out)["models"]}
-    assert list(listed) == ["Qwen/Qwen3-4B", "Qwen/Qwen3-8B-MLX-4bit", "me/demo"]
-    assert "model.safetensors is not downloaded" in listed["Qwen/Qwen3-4B"]["refusal"]
-    assert "4-bit MLX" in listed["Qwen/Qwen3-8B-MLX-4bit"]["refusal"]
-    assert (listed["me/demo"]["fits"], listed["me/demo"]["dtype"]) == (True, "float32")
-    run(monkeypatch)
-    lines = capsys.readouterr().out.splitlines()
+    part, mlx, demo = listed(launch)
+    assert (part["model"], mlx["model"]) == ("Qwen/Qwen3-4B", "Qwen/Qwen3-8B-MLX-4bit")
+    assert "model.safetensors is not downloaded" in part["refusal"]
+    assert "4-bit MLX" in mlx["refusal"]
+    assert (demo["model"], demo["fits"], demo["dtype"]) == ("me/demo", True, "float32")
+    lines = launch("models").out.splitlines()
     assert lines[0].startswith("no GPU, RAM of ")
-    assert any(line.startswith("me/demo  15.3 MiB") for line in lines)
-    assert any(
-        line.startswith("Qwen/Qwen3-8B-MLX-4bit: quantization_config: got 4") for line in lines
-    )
+    for start in ("me/demo  15.3 MiB", "Qwen/Qwen3-8B-MLX-4bit: quantization_config: got 4"):
+        assert any(line.startswith(start) for line in lines)
 
 
-def test_damaged_files_do_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_files_do_not_fit(tmp_path: Path, launch: Launch) -> None:
     cut, bare = shutil.copytree(DEMO, tmp_path / "cut"), shutil.copytree(DEMO, tmp_path / "bare")
     os.truncate(cut / "model.safetensors", 1_000_000)
     (bare / "model.safetensors").unlink()
-    run(monkeypatch, str(DEMO), str(cut), str(bare), "--json")
-    listed = json.loads(capsys.readouterr().out)["models"]
-    assert [one["fits"] for one in listed] == [True, False, False]
-    assert "incomplete metadata, file not fully covered; download it" in listed[1]["refusal"]
-    assert listed[2]["refusal"] == f"{bare} has no model.safetensors; a checkpoint needs it"
+    found = listed(launch, str(DEMO), str(cut), str(bare))
+    assert [one["fits"] for one in found] == [True, False, False]
+    assert "incomplete metadata, file not fully covered; download it" in found[1]["refusal"]
+    assert found[2]["refusal"] == f"{bare} has no model.safetensors; a checkpoint needs it"
 
 
 def test_a_cache_that_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch
 ) -> None:
     def forbidden(path: Path, _: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(Path, "glob", forbidden)
-    run(monkeypatch, code=2)
-    assert f"{tmp_path} can't be read: Permission denied; HF_HOME" in capsys.readouterr().err
+    said = launch("models", code=2).err
+    assert f"{tmp_path} can't be read: Permission denied; HF_HOME" in said
 
 
 @pytest.mark.parametrize(
@@ -110,12 +97,12 @@ def test_the_smallest_group_that_fits(
     """tp: 0 where it does not fit."""
     folder = write(tmp_path / "model", name)
     config = Config(**options)  # type: ignore[arg-type]
-    listed = describe(name, folder, config, machine)
-    assert listed.fits == bool(tp)
-    assert listed.fits == (listed.needed_bytes <= listed.available_bytes)
-    assert listed.fits == (listed.max_tokens >= 32_768)
+    found = describe(name, folder, config, machine)
+    assert found.fits == bool(tp)
+    assert found.fits == (found.needed_bytes <= found.available_bytes)
+    assert found.fits == (found.max_tokens >= 32_768)
     if tp:
-        assert listed.tp == tp
+        assert found.tp == tp
 
 
 @pytest.mark.parametrize(
@@ -125,5 +112,5 @@ def test_integers_that_no_worker_makes_are_refused(
     tmp_path: Path, name: str, gpus: list[int]
 ) -> None:
     folder = write(tmp_path / "model", name)
-    listed = describe(name, folder, Config(quantization="int8"), Machine(gpus, 64 * GIB))
-    assert listed.refusal.startswith("quantization: got int8")
+    found = describe(name, folder, Config(quantization="int8"), Machine(gpus, 64 * GIB))
+    assert found.refusal.startswith("quantization: got int8")

@@ -2,16 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.kernels.bench import linear as program
-from penstock.launch.commands.cli import main
 from penstock.launch.extras import tune
 from penstock.launch.extras.tune import layer_options
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
+from tests.launch.conftest import Launch
 from tests.models.published import PUBLISHED
 
 
@@ -25,12 +26,7 @@ from tests.models.published import PUBLISHED
     ],
 )
 def test_the_products_of_a_rank(
-    name: str,
-    tp: int,
-    layer: list[int],
-    dtype: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, tp: int, layer: list[int], dtype: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name].config))
     options = layer_options(read_model_config(tmp_path), tp)
@@ -44,12 +40,6 @@ def test_refuses_other_heads() -> None:
         layer_options(read_model_config(Config().model_folder), 1)
 
 
-def test_refuses_a_machine_without_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refuses_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch, launch: Launch) -> None:
     monkeypatch.setattr(tune, "num_gpus", lambda: 0)
-    monkeypatch.setattr("sys.argv", ["launch", "tune"])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 2
-    assert "tune: got a machine without an NVIDIA GPU, expected one" in capsys.readouterr().err
+    assert "tune: got a machine without an NVIDIA GPU" in launch("tune", code=2).err

@@ -5,7 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -53,11 +53,25 @@ class Site:
         self.server = ForkServer(command(code), dict(os.environ), tasks, self.said.append)
         self.tasks = tasks
 
-    async def fork(self, who: str = "x") -> ChildProcess:
-        forked = await self.server.fork("demo", os.environ | {"WHO": who}, self.log, {})
+    async def ask(self, who: str = "x", log: Log | None = None, **inherited: int) -> ChildProcess:
+        """Return a process that the server has forked."""
+        environment = os.environ | {"WHO": who}
+        forked = await self.server.fork("demo", environment, log or self.log, inherited)
         assert forked
+        return forked
+
+    async def fork(self, who: str = "x") -> ChildProcess:
+        """Return a process that has said who it is."""
+        forked = await self.ask(who)
         assert await self.lines.get() == f"{who} {os.getpid()} True"
         return forked
+
+
+async def end(process: ChildProcess) -> None:
+    """Kill a process that runs."""
+    assert not process.end.done()
+    process.kill()
+    assert await process.end == "signal 9"
 
 
 @asynccontextmanager
@@ -76,7 +90,3 @@ async def site(code: str = SERVE + "signal.pause()") -> AsyncIterator[Site]:
     assert one.errors == []
     assert psutil.Process().children(recursive=True) == children  # zombies count
     assert len(set(Path("/proc/self/fd").iterdir())) <= len(before)
-
-
-def run(test: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))

@@ -5,7 +5,7 @@ import resource
 import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,18 @@ from penstock.protocol.transport.context import Context
 from tests.launch.supervisor.conftest import Supervise
 
 
+def run_beside(supervise: Supervise, act: Callable[[], None]) -> None:
+    """Do something while a tokenizer runs; then the pipeline is stopped."""
+
+    def act_and_stop() -> None:
+        act()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=act_and_stop)
+    assert supervise(thread.start, tokenizer="sh -c 'echo up; exec sleep 60'") == 0
+    thread.join()
+
+
 def test_commands_for_one_kind_run_one_after_the_other(supervise: Supervise) -> None:
     """Each reports what is true when it is done; one for a process that has left is refused."""
     numbers = [3, 1, 3, 1, 3]
@@ -43,11 +55,8 @@ def test_commands_for_one_kind_run_one_after_the_other(supervise: Supervise) -> 
                 replies.extend(reply for _, reply in channel.receive())
             channel.socket.close()
         replies.append(ControlReply(processes=list_processes("x")))
-        os.kill(os.getpid(), signal.SIGTERM)
 
-    thread = threading.Thread(target=send)
-    assert supervise(thread.start, tokenizer="sh -c 'echo up; exec sleep 60'") == 0
-    thread.join()
+    run_beside(supervise, send)
     *scaled, refused, restarted, listed = replies
     assert [reply.number for reply in scaled] == numbers
     assert refused.error == "number: got 257, expected up to 256 of a kind"
@@ -77,11 +86,8 @@ def test_more_processes_than_descriptors_are_refused(
                 replies.append(request("x", ScaleProcesses("tokenizer", number)).number)
             except LaunchError as error:
                 replies.append(str(error))
-        os.kill(os.getpid(), signal.SIGTERM)
 
-    thread = threading.Thread(target=send)
-    assert supervise(thread.start, tokenizer="sh -c 'echo up; exec sleep 60'") == 0
-    thread.join()
+    run_beside(supervise, send)
     refused, scaled = replies
     expected = f"open files: got a limit of {few_open_files}, expected 1328 or more"
     assert str(refused).startswith(expected)
@@ -93,6 +99,7 @@ def test_a_command_that_fails_is_answered_and_logged(
 ) -> None:
     """Also one that the pipeline's end cuts off; a frame that is not a request is dropped."""
     errors: list[str] = []
+    stopped: list[threading.Thread] = []
 
     def ask(message: ControlRequest) -> None:
         with pytest.raises(LaunchError) as caught:
@@ -111,12 +118,10 @@ def test_a_command_that_fails_is_answered_and_logged(
         with os.fdopen(os.pidfd_open(tokenizer.pid)) as end:
             waiting.start()
             assert select.select([end], [], [], 20)[0]
-        os.kill(os.getpid(), signal.SIGTERM)
-        waiting.join()
+        stopped.append(waiting)
 
-    thread = threading.Thread(target=send)
-    assert supervise(thread.start, tokenizer="sh -c 'echo up; exec sleep 60'") == 0
-    thread.join()
+    run_beside(supervise, send)
+    stopped.pop().join()
     assert errors == [
         "kind: got 'nothing', expected one of tokenizer",
         "the command failed: IndexError('list index out of range')",
@@ -141,11 +146,8 @@ def test_a_watcher_hears_of_every_start(supervise: Supervise) -> None:
                     if len(heard) < 3:  # a third death would end the pipeline before the signal
                         os.kill(newest.pid, signal.SIGKILL)
             channel.socket.close()
-        os.kill(os.getpid(), signal.SIGTERM)
 
-    thread = threading.Thread(target=watch)
-    assert supervise(thread.start, tokenizer="sh -c 'echo up; exec sleep 60'") == 0
-    thread.join()
+    run_beside(supervise, watch)
     reply, *spawned = heard
     assert isinstance(reply, ControlReply)
     assert [one.name for one in reply.processes] == ["tokenizer.1"]

@@ -71,18 +71,21 @@ def test_the_worker_line_runs_tp_times_with_its_environment(
         assert f"{name}      | {name} {folder}/config.json {path}" in printed
 
 
+@pytest.mark.parametrize(
+    ("code", "how"), [("exit 3", "exit code 3"), ("kill -9 $$", "signal 9")], ids=["exit", "kill"]
+)
 def test_a_process_that_never_lives_ends_the_pipeline(
-    supervise: Supervise, capfd: pytest.CaptureFixture[str]
+    supervise: Supervise, capfd: pytest.CaptureFixture[str], code: str, how: str
 ) -> None:
-    assert supervise(tokenizer="sh -c 'seq 9000 >&2; exit 3'") == 1
+    assert supervise(tokenizer=f"sh -c 'seq 9000 >&2; {code}'") == 1
     printed = capfd.readouterr()
     assert printed.err == (
         f"launch: tokenizer.1 died {MAX_EARLY_DEATHS} times before it was ready, the last time "
-        "with exit code 3; the pipeline stops. Its last lines:\n"
+        f"with {how}; the pipeline stops. Its last lines:\n"
         + "".join(f"  {number}\n" for number in range(8991, 9001))
     )
     assert printed.out.count("tokenizer.1   | ") == 9000 * MAX_EARLY_DEATHS
-    died = "launch        | tokenizer.1 died with exit code 3; restarted"
+    died = f"launch        | tokenizer.1 died with {how}; restarted"
     assert untimed(printed.out).count(died) == 2
 
 
@@ -148,11 +151,8 @@ def test_the_gateway_is_told_of_the_processes(supervise: Supervise) -> None:
     assert [one.name for one in (silent, *workers)] == ["detokenizer.1", "worker.1", "worker.2"]
     assert silent.counters == {}
     for one in workers:
-        assert one.counters == {
-            "messages_sent_total": 0,
-            "messages_received_total": 0,
-            "bad_frames_total": 0,
-        } | {"plan_bytes": 7}
+        counted = ("messages_sent_total", "messages_received_total", "bad_frames_total")
+        assert one.counters == dict.fromkeys(counted, 0) | {"plan_bytes": 7}
         assert one.cpu_seconds > 0
         assert one.rss_bytes > 1 << 20
 
@@ -189,30 +189,22 @@ def test_files_that_are_removed_from_the_run_folder_are_made_again(
     assert msgspec.json.decode((tmp_path / "2").read_bytes(), type=Config) == CONFIG
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("is_killed", [False, True])
 def test_a_gateway_ends_before_the_others(
-    supervise: Supervise, capfd: pytest.CaptureFixture[str], number: int
+    supervise: Supervise, capfd: pytest.CaptureFixture[str], tmp_path: Path, is_killed: bool
 ) -> None:
-    gateway = GATEWAY % "print(2)"
+    """One that is killed in a drain is restarted."""
+    once = (
+        f"os.path.exists('{tmp_path}/1') or open('{tmp_path}/1', 'x') and os.kill(os.getpid(), 9)"
+    )
+    gateway = GATEWAY % (once if is_killed else "print(2)")
+    number = signal.SIGTERM if is_killed else signal.SIGINT
     assert supervise(stop_by(number), gateway=gateway, worker="sleep 60") == 0
+    last = ["launch        | gateway.1 died with signal 9; restarted", "gateway.1     | 1"]
     assert untimed(capfd.readouterr().out) == [
         "gateway.1     | 1",
         "launch        | no new requests; open ones have 30 s, or until the next signal",
-        "gateway.1     | 2",
-    ]
-
-
-def test_a_gateway_that_is_killed_in_a_drain_is_restarted(
-    supervise: Supervise, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    once = f"os.path.exists('{tmp_path}/1') or open('{tmp_path}/1', 'x') and os.kill(p.pid, 9)"
-    gateway = GATEWAY % once.replace("p.pid", "os.getpid()")
-    assert supervise(stop_by(signal.SIGTERM), gateway=gateway, worker="sleep 60") == 0
-    assert untimed(capfd.readouterr().out) == [
-        "gateway.1     | 1",
-        "launch        | no new requests; open ones have 30 s, or until the next signal",
-        "launch        | gateway.1 died with signal 9; restarted",
-        "gateway.1     | 1",
+        *(last if is_killed else ["gateway.1     | 2"]),
     ]
 
 
@@ -229,18 +221,6 @@ def test_what_ends_a_drain(supervise: Supervise, numbers: list[int], drain_timeo
     config = msgspec.structs.replace(CONFIG, drain_timeout=drain_timeout)
     gateway = GATEWAY % "signal.pause()"
     assert supervise(stop_by(*numbers), config, gateway=gateway) == 0
-
-
-def test_a_signal_that_kills_is_named(
-    supervise: Supervise, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert supervise(tokenizer="sh -c 'echo last; kill -9 $$'") == 1
-    printed = capfd.readouterr()
-    assert printed.err == (
-        f"launch: tokenizer.1 died {MAX_EARLY_DEATHS} times before it was ready, the last time "
-        "with signal 9; the pipeline stops. Its last lines:\n" + "  last\n" * MAX_EARLY_DEATHS
-    )
-    assert "launch        | tokenizer.1 died with signal 9; restarted" in untimed(printed.out)
 
 
 def test_a_kill_with_the_group_is_not_a_death(
