@@ -11,9 +11,8 @@ from penstock.protocol.transport.heartbeat import DeathReports
 from penstock.protocol.transport.process import FailureLog, Process
 from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.clients import ClientSocket
-from penstock.services.gateway.ledger import Ledger
+from penstock.services.gateway.ledger import Ledger, Queries, Query, Work
 from penstock.services.gateway.poison import TokenizerPoison, digest
-from penstock.services.gateway.queries import Queries, Query, Work
 from penstock.services.gateway.request import Client, GapError, Request, WorkRequest
 from penstock.services.gateway.router import Router
 

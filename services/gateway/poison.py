@@ -3,7 +3,7 @@
 from penstock.protocol.poison import MAX_DEATHS, PoisonList, Suspects, digest_of
 from penstock.protocol.transport.heartbeat import DeathReports
 from penstock.protocol.transport.process import Identity
-from penstock.services.gateway.queries import Work
+from penstock.services.gateway.ledger import Work
 from penstock.services.gateway.request import WorkRequest
 
 # Fields that do not change the work of a tokenizer: requests that differ only here are equal.

@@ -25,8 +25,7 @@ from penstock.protocol.transport.process import Process
 from penstock.services.gateway.admission import Admission, RefusedError, Validation, check_same
 from penstock.services.gateway.clients import ClientSocket
 from penstock.services.gateway.failures import Failures
-from penstock.services.gateway.ledger import Ledger
-from penstock.services.gateway.queries import Queries
+from penstock.services.gateway.ledger import Ledger, Queries
 from penstock.services.gateway.request import (
     Client,
     GapError,

@@ -9,8 +9,8 @@ from typing import Any
 from penstock.protocol.fair_queue import FairQueue
 from penstock.protocol.transport.channel import Channel
 from penstock.protocol.transport.peers import Peer, Peers
+from penstock.services.gateway.ledger import Work
 from penstock.services.gateway.poison import TokenizerPoison
-from penstock.services.gateway.queries import Work
 
 # Limit on the work of one tokenizer, unless it has a single request or query. Work that waits in
 # the gateway can still be dropped.
