@@ -12,9 +12,9 @@ from penstock.protocol.transport.process import FailureLog, Process
 from penstock.services.gateway.admission import RefusedError
 from penstock.services.gateway.clients import ClientSocket
 from penstock.services.gateway.ledger import Ledger, Queries, Query, Work
-from penstock.services.gateway.poison import TokenizerPoison, digest
 from penstock.services.gateway.request import Client, GapError, Request, WorkRequest
 from penstock.services.gateway.router import Router
+from penstock.services.gateway.tokenizers import TokenizerPoison, digest
 
 log = logging.getLogger("gateway")
 DEFECT = "the gateway failed at this request; its log has the reason"

@@ -28,9 +28,9 @@ from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.tracing import trace_ids
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
 from penstock.protocol.transport.process import first_number
-from penstock.services.gateway.poison import digest
 from penstock.services.gateway.process import CLOSE_GRACE_SECONDS
 from penstock.services.gateway.request import Request
+from penstock.services.gateway.tokenizers import digest
 from tests.collector import Collector
 from tests.services.gateway.conftest import PROMPT, GatewayHarness, Socket, Start, delta, request
 

@@ -31,9 +31,8 @@ from penstock.protocol.poison import MAX_DEATHS
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.peers import MAX_SILENT
 from penstock.protocol.transport.process import Identity
-from penstock.services.gateway.poison import TokenizerPoison
 from penstock.services.gateway.request import Share
-from penstock.services.gateway.tokenizers import Tokenizers
+from penstock.services.gateway.tokenizers import TokenizerPoison, Tokenizers
 from tests.services.gateway.conftest import GatewayHarness, Socket, Start
 
 TEXT = DetokenizeRequest(token_ids=[1, 2])
