@@ -25,8 +25,8 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.pipeline import TextDeltas
 from penstock.services.gateway import connections
-from penstock.services.gateway.failures import DEFECT
 from penstock.services.gateway.request import Connection
+from penstock.services.gateway.requests import DEFECT
 from tests.services.gateway.conftest import TIMEOUT, GatewayHarness, Socket, Start, delta
 
 decode_batch = msgspec.msgpack.Decoder(ReplyBatch).decode
