@@ -41,7 +41,6 @@ def test_a_clock_that_is_set_back_stops_nobody(served: Pipeline, victim: str) ->
         stream = iter(client.stream(PROMPT))
         text = next(stream).text
         served.kill(victim)
-        assert client.status().num_requests == 1
         late = client.submit("17+25=")
         assert text + "".join(delta.text for delta in stream) == answer_to(PROMPT)
         assert late.result().text == "42"
