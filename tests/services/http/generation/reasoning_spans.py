@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from penstock.protocol.messages.client import TextDelta
+from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.pipeline import StreamOpened
 from penstock.services.detokenizer.text_stream import TextStream
@@ -57,3 +57,16 @@ def deltas(batches: list[list[int]], **fields: Any) -> list[TextDelta]:
         if stream.stopped:
             return found
     return [*found, stream.end("stop")]
+
+
+def reply(text: str, finish_reason: FinishReason = "stop", **fields: Any) -> GenerateReply:
+    """Return the reply with a text, in which tags are tokens."""
+    usage = Usage(prompt_tokens=1, cached_tokens=0, output_tokens=1)
+    fields = {"token_ids": [], "usage": usage, **span(text)} | fields
+    return GenerateReply(request_id="r", text=text, finish_reason=finish_reason, **fields)
+
+
+def delta(text: str, of: str = "", **fields: Any) -> TextDelta:
+    """Return a piece; of: the text that it is a piece of."""
+    fields = {"token_offset": 0, "char_offset": 0, "token_ids": [1], **span(of or text)} | fields
+    return TextDelta(request_id="r", text=text, **fields)

@@ -7,14 +7,7 @@ import pytest
 from msgspec import UNSET
 
 from penstock.protocol.messages.chat import Message
-from penstock.protocol.messages.client import (
-    FinishReason,
-    GenerateReply,
-    Logprob,
-    TextDelta,
-    TokenLogprobs,
-    Usage,
-)
+from penstock.protocol.messages.client import Logprob, TokenLogprobs
 from penstock.services.http.generation.chat import ChatChoice
 from penstock.services.http.generation.completions import CompletionChoice
 from penstock.services.http.generation.generation import prompt_logprobs
@@ -27,7 +20,7 @@ from penstock.services.http.generation.schema import (
     Tool,
 )
 from penstock.services.http.shared.errors import ENCODER
-from tests.services.http.generation.reasoning_spans import span
+from tests.services.http.generation.reasoning_spans import delta, reply, span
 
 COMPLETION = CompletionRequest(prompt="a")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -36,21 +29,6 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 def request(has_tools: bool = False, **fields: Any) -> ChatRequest:
     tools = [Tool(type="function", function=Function(name="f"))] if has_tools else []
     return ChatRequest(messages=[Message(role="user")], tools=tools, **fields)
-
-
-def reply(text: str, finish_reason: FinishReason = "stop", **fields: Any) -> GenerateReply:
-    usage, fields = Usage(prompt_tokens=1, cached_tokens=0, output_tokens=1), span(text) | fields
-    return GenerateReply(
-        request_id="r", text=text, token_ids=[], finish_reason=finish_reason, usage=usage, **fields
-    )
-
-
-def delta(text: str, of: str = "", **fields: Any) -> TextDelta:
-    """Return a piece; of: the text that it is a piece of."""
-    fields = span(of or text) | fields
-    return TextDelta(
-        request_id="r", token_offset=0, char_offset=0, token_ids=[1], text=text, **fields
-    )
 
 
 def logprob(token: str, value: float = -1.0, *top: Logprob, rank: int = 1) -> TokenLogprobs:
@@ -82,10 +60,7 @@ def joined(chunks: list[dict[str, Any]], field: str) -> str:
 
 def test_the_reason_of_a_stop_is_reported_as_by_vllm() -> None:
     ended = reply("hello", stop_reason="!")
-    for choice in (
-        ChatChoice(0, request()),
-        CompletionChoice(0, COMPLETION),
-    ):
+    for choice in (ChatChoice(0, request()), CompletionChoice(0, COMPLETION)):
         first, *_ = choice.chunks(delta("hello"), None)
         *_, last = choice.chunks(None, ended)
         assert "stop_reason" not in msgspec.json.decode(ENCODER.encode(first))
@@ -106,31 +81,14 @@ def test_the_role_comes_first_and_the_reason_last() -> None:
     assert (last["delta"], last["finish_reason"]) == ({}, "stop")
 
 
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_thinking(size: int) -> None:
-    text = "<think>\nhm\n</think>\n\nanswer"
-    chunks = streamed(text, request(), size)
-    assert joined(chunks, "reasoning_content") == "hm"
-    assert joined(chunks, "content") == "answer"
-    assert joined(chunks, "reasoning") == "hm"
-    message = whole(text, request()).message
-    assert (message.reasoning_content, message.content) == ("hm", "answer")
-    assert message.reasoning == "hm"
-
-
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_tool_calls(size: int) -> None:
-    chunks = streamed(f"so\n{CALL}", request(has_tools=True), size)
+def test_tool_calls() -> None:
+    chunks = streamed(f"so\n{CALL}", request(has_tools=True), size=3)
     assert joined(chunks, "content") == "so"
-    calls = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
-    assert calls[0]["id"]
-    assert calls[0] | {"id": ""} == {
-        "index": 0,
-        "id": "",
-        "type": "function",
-        "function": {"name": "f", "arguments": ""},
-    }
-    arguments = "".join(call["function"]["arguments"] for call in calls)
+    first, *others = [call for chunk in chunks for call in chunk["delta"].get("tool_calls", [])]
+    function = {"name": "f", "arguments": ""}
+    assert first.pop("id")
+    assert first == {"index": 0, "type": "function", "function": function}
+    arguments = "".join(call["function"]["arguments"] for call in others)
     assert msgspec.json.decode(arguments) == {"a": 1}
     assert chunks[-1]["finish_reason"] == "tool_calls"
 
@@ -170,14 +128,15 @@ def test_a_forced_call_that_is_cut_off() -> None:
 
 
 def test_reasoning_is_left_out_where_it_is_not_wanted() -> None:
-    asked = request(include_reasoning=False)
     text = "<think>\nhm\n</think>\n\nanswer"
-    assert joined(streamed(text, asked), "reasoning") == ""
-    assert joined(streamed(text, asked), "content") == "answer"
-    message = ENCODER.encode(whole(text, asked).message)
-    nulls = {"refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content"}
-    answer = {"role": "assistant", "content": "answer"}
-    assert msgspec.json.decode(message) == answer | dict.fromkeys(nulls)
+    for asked, reasoning in ((request(), "hm"), (request(include_reasoning=False), "")):
+        for name in ("reasoning", "reasoning_content"):
+            assert joined(streamed(text, asked), name) == reasoning
+        assert joined(streamed(text, asked), "content") == "answer"
+        message = msgspec.json.decode(ENCODER.encode(whole(text, asked).message))
+        thought = dict.fromkeys(("reasoning", "reasoning_content"), reasoning or None)
+        nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
+        assert message == {"role": "assistant", "content": "answer"} | thought | nulls
 
 
 def test_token_ids() -> None:
@@ -238,8 +197,7 @@ def test_tokens_without_text_have_a_chunk_where_it_says_more(fields: dict[str, A
     assert min(counts) == 1
     text = CompletionChoice(0, CompletionRequest(prompt="a", **fields))
     assert [len(list(text.chunks(delta(piece, **given), None))) for piece in ("", "a")] == [1, 1]
-    end = TextDelta(request_id="r", token_offset=0, char_offset=0, token_ids=[], text="")
-    assert not list(choice.chunks(end, None))
+    assert not list(choice.chunks(delta("", token_ids=[]), None))
 
 
 def test_the_reason_comes_with_the_last_token() -> None:
@@ -283,26 +241,15 @@ def test_logprobs_of_an_echo_come_with_the_first_piece() -> None:
         assert other.prompt_logprobs is UNSET
 
 
-def test_the_reply_says_whether_the_text_begins_with_reasoning() -> None:
+@pytest.mark.parametrize("starts", [True, False])
+def test_the_reply_says_whether_the_text_begins_with_reasoning(starts: bool) -> None:
     """The prompt of one request may end within a thought, and that of the next may not."""
     text = 'Well\n</think>\n\n{"a": 1}'
-    for starts, expected in ((True, ("Well", '{"a": 1}')), (False, ("", text))):
-        whole = reply(text, **span(text, starts))
-        message = ChatChoice(0, request()).whole(whole).message
-        assert (message.reasoning_content or "", message.content) == expected
-        choice, found = ChatChoice(0, request()), ["", ""]
-        for number, character in enumerate(text):
-            delta = TextDelta(
-                request_id="r",
-                token_offset=number,
-                char_offset=number,
-                token_ids=[number],
-                text=character,
-                **span(text, starts),
-            )
-            for chunk in choice.chunks(delta, None):
-                found[0] += chunk.delta.reasoning_content or ""
-                found[1] += chunk.delta.content or ""
-        for chunk in choice.chunks(None, whole):
-            found[1] += chunk.delta.content or ""
-        assert tuple(found) == expected
+    expected = ("Well", '{"a": 1}') if starts else ("", text)
+    fields = span(text, starts)
+    end, choice = reply(text, **fields), ChatChoice(0, request())
+    message = ChatChoice(0, request()).whole(end).message
+    assert (message.reasoning_content or "", message.content) == expected
+    chunks = [one for letter in text for one in choice.chunks(delta(letter, **fields), None)]
+    found = [msgspec.to_builtins(one) for one in (*chunks, *choice.chunks(None, end))]
+    assert (joined(found, "reasoning_content"), joined(found, "content")) == expected

@@ -12,7 +12,8 @@ from penstock.services.http.generation.generation import (
     prompt_logprobs,
 )
 from penstock.services.http.shared.errors import ENCODER
-from tests.services.http.generation.test_choices import COMPLETION, delta, logprob, reply, request
+from tests.services.http.generation.reasoning_spans import delta, reply
+from tests.services.http.generation.test_choices import COMPLETION, logprob, request
 
 
 def test_logprobs_of_a_chat() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol.messages.chat import Message
-from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
+from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta
 from penstock.services.http.generation.chat import ChatChoice, ReasoningSplitter
 from penstock.services.http.generation.schema import ChatRequest, Function, Tool
 from penstock.services.http.messages import MessageEvents
@@ -23,7 +23,9 @@ from tests.search import scaled
 from tests.services.http.generation.reasoning_spans import (
     END_THINK,
     THINK,
+    delta,
     deltas,
+    reply,
     span,
     tagged,
     tokens,
@@ -112,10 +114,7 @@ def test_pieces_do_not_matter(text: str, cuts: set[int], starts_thinking: bool) 
     """A piece may know where reasoning ends before the text gets there."""
     ends = [0, *sorted(cuts), len(text)]
     fields = span(text, starts_thinking)
-    pieces = [
-        TextDelta(request_id="r", token_offset=0, char_offset=0, token_ids=[], text=one, **fields)
-        for one in (text[start:end] for start, end in pairwise(ends))
-    ]
+    pieces = [delta(text[start:end], **fields) for start, end in pairwise(ends)]
     assert split(pieces) == split_tokens(tagged(text), starts_reasoning=starts_thinking)
 
 
@@ -142,16 +141,10 @@ def request(**fields: Any) -> ChatRequest:
 
 
 def reply_of(pieces: list[TextDelta], finish: FinishReason) -> GenerateReply:
-    last = pieces[-1]
-    return GenerateReply(
-        request_id="r",
-        text="".join(one.text for one in pieces),
-        token_ids=[token for one in pieces for token in one.token_ids],
-        finish_reason=finish,
-        usage=Usage(prompt_tokens=1, cached_tokens=0, output_tokens=1),
-        reasoning_begin=last.reasoning_begin,
-        reasoning_end=last.reasoning_end,
-    )
+    text, last = "".join(one.text for one in pieces), pieces[-1]
+    token_ids = [token for one in pieces for token in one.token_ids]
+    ends = {"reasoning_begin": last.reasoning_begin, "reasoning_end": last.reasoning_end}
+    return reply(text, finish, token_ids=token_ids, **ends)
 
 
 def chat_parts(form: Any, asked: ChatRequest, pieces: list[TextDelta], end: GenerateReply) -> Parts:

@@ -7,13 +7,14 @@ import msgspec
 import pytest
 
 from penstock.protocol.messages.chat import Message
-from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
+from penstock.protocol.messages.client import FinishReason, GenerateReply, Usage
 from penstock.services.http.generation.schema import ChatRequest, Function, Tool
 from penstock.services.http.messages import MessageEvents
 from penstock.services.http.shared.app_state import HERMES, ToolFormat
 from penstock.services.http.shared.errors import ApiError
 from tests.search import scaled
-from tests.services.http.generation.reasoning_spans import span
+from tests.services.http.generation.reasoning_spans import delta
+from tests.services.http.generation.reasoning_spans import reply as reply_of
 from tests.services.http.generation.tool_call_texts import FORMATS, SCHEMA, Texts
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -27,33 +28,15 @@ def converter(form: Any = "hermes", max_tokens: int = 9, **fields: Any) -> Messa
 
 
 def reply(text: str, finish_reason: FinishReason = "stop", **fields: Any) -> GenerateReply:
-    return GenerateReply(
-        request_id="r",
-        text=text,
-        token_ids=[1, 2, 3],
-        finish_reason=finish_reason,
-        usage=Usage(prompt_tokens=20, cached_tokens=16, output_tokens=3),
-        **span(text),
-        **fields,
-    )
+    usage = Usage(prompt_tokens=20, cached_tokens=16, output_tokens=3)
+    return reply_of(text, finish_reason, token_ids=[1, 2, 3], usage=usage, **fields)
 
 
 def streamed(events: MessageEvents, pieces: list[str], end: GenerateReply) -> list[Any]:
     """Return the events as a client decodes them."""
-    data = b""
-    for piece in pieces:
-        new = TextDelta(
-            request_id="r",
-            token_offset=0,
-            char_offset=0,
-            token_ids=[1],
-            text=piece,
-            prompt_tokens=20,
-            cached_tokens=16,
-            **span(end.text),
-        )
-        data += events.encode(events.events(new, None))
-    data += events.encode(events.events(None, end))
+    prompt = {"prompt_tokens": 20, "cached_tokens": 16}
+    new = [(delta(piece, end.text, **prompt), None) for piece in pieces]
+    data = b"".join(events.encode(events.events(*one)) for one in (*new, (None, end)))
     decoded = []
     for event in data.decode().split("\n\n")[:-1]:
         name, body = event.split("\n")

@@ -8,31 +8,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.protocol.messages.client import GenerateReply, Usage
 from penstock.services.http.pooling import (
     EmbeddingData,
     EmbeddingReply,
     PromptUsage,
     embedding_pieces,
 )
-
-
-def reply(numbers: list[float]) -> GenerateReply:
-    return GenerateReply(
-        request_id="r",
-        text="",
-        token_ids=[],
-        finish_reason="stop",
-        usage=Usage(prompt_tokens=1, cached_tokens=0, output_tokens=0),
-        pooled=array("f", numbers).tobytes(),
-    )
+from tests.services.http.generation.reasoning_spans import reply
 
 
 @pytest.mark.parametrize("encoding", ["float", "base64"])
 @pytest.mark.parametrize("number", [1, 2, 50])
 def test_the_pieces_are_the_whole_reply(encoding: str, number: int) -> None:
     """Other tasks have their turn after each embedding."""
-    replies = [reply([index + 0.5, -1.0, 1e-30]) for index in range(number)]
+    replies = [
+        reply("", pooled=array("f", [index + 0.5, -1.0, 1e-30]).tobytes())
+        for index in range(number)
+    ]
     usage = PromptUsage(prompt_tokens=1, total_tokens=1)
     head = EmbeddingReply(id="e", model='data":[]}', usage=usage, created=5, data=[])
     pieces, turns = [], 0

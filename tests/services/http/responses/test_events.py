@@ -8,7 +8,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from penstock.protocol.messages.client import FinishReason, GenerateReply, TextDelta, Usage
+from penstock.protocol.messages.client import FinishReason, GenerateReply, Usage
 from penstock.services.http.generation.chat import ChatChoice
 from penstock.services.http.responses.routes import ResponseEvents, begun
 from penstock.services.http.responses.schema import (
@@ -21,7 +21,7 @@ from penstock.services.http.responses.to_chat_request import chat_request, input
 from penstock.services.http.shared.app_state import TagIds, ToolFormat
 from penstock.services.http.shared.errors import ENCODER, ApiError
 from tests.search import scaled
-from tests.services.http.generation.reasoning_spans import span
+from tests.services.http.generation.reasoning_spans import delta, reply
 from tests.services.http.generation.tool_call_texts import FORMATS, SCHEMA, Texts
 from tests.services.http.responses.assembled import assembled, without_ids
 
@@ -45,32 +45,20 @@ def events_of(asked: ResponsesRequest, form: Any = "hermes") -> ResponseEvents:
 
 
 def reply_of(text: str, finish_reason: FinishReason = "stop") -> GenerateReply:
-    return GenerateReply(
-        request_id="r",
-        text=text,
-        token_ids=[ord(one) for one in text],
-        finish_reason=finish_reason,
-        usage=Usage(prompt_tokens=7, cached_tokens=2, output_tokens=len(text)),
-        **span(text),
-    )
+    usage = Usage(prompt_tokens=7, cached_tokens=2, output_tokens=len(text))
+    return reply(text, finish_reason, token_ids=[ord(one) for one in text], usage=usage)
 
 
-def streamed(events: ResponseEvents, pieces: list[str], reply: GenerateReply) -> list[Any]:
+def streamed(events: ResponseEvents, pieces: list[str], end: GenerateReply) -> list[Any]:
     """Return the events of pieces, each with a token a character, decoded from JSON."""
-    found, start = [], 0
-    for piece in pieces:
-        delta = TextDelta(
-            request_id="r",
-            token_offset=start,
-            char_offset=start,
-            token_ids=[ord(one) for one in piece],
-            text=piece,
-            **span(reply.text),
-        )
-        found += [ENCODER.encode(one) for one in events.events(delta, None)]
-        start += len(piece)
-    found += [ENCODER.encode(one) for one in events.events(None, reply)]
-    return [json.loads(one) for one in found]
+    new = [delta(one, end.text, token_ids=[ord(letter) for letter in one]) for one in pieces]
+    found = [sent(event) for one in new for event in events.events(one, None)]
+    return found + [sent(event) for event in events.events(None, end)]
+
+
+def sent(event: Any) -> Any:
+    """Return an event as a client decodes it; later events change what it refers to."""
+    return json.loads(ENCODER.encode(event))
 
 
 def decoded(response: ResponseReply) -> dict[str, Any]:
@@ -90,10 +78,10 @@ def test_events_add_up_to_the_whole_response(form: Any) -> None:
         answer = thought + (texts.answer() or "a")
         asked = request(tools=[TOOL] * (number % 4 > 0), parallel_tool_calls=number % 3 > 0)
         finish: FinishReason = "length" if number % 5 == 0 else "stop"
-        reply = reply_of(answer, finish)
-        expected = without_ids(decoded(events_of(asked, form).whole(reply)))
+        end = reply_of(answer, finish)
+        expected = without_ids(decoded(events_of(asked, form).whole(end)))
         for pieces in (list(answer), texts.cuts(answer), [answer]):
-            found = assembled(streamed(events_of(asked, form), pieces, reply))
+            found = assembled(streamed(events_of(asked, form), pieces, end))
             assert without_ids(found) == expected, answer
 
 
@@ -163,10 +151,8 @@ def test_an_answer_without_text_has_a_piece() -> None:
 
 def test_a_failure_ends_the_open_item() -> None:
     events = events_of(request())
-    delta = TextDelta(request_id="r", token_offset=0, char_offset=0, token_ids=[1], text="so")
-    found = [ENCODER.encode(one) for one in events.events(delta, None)]
-    found += [ENCODER.encode(one) for one in events.failed(ApiError(500, "broken"))]
-    response = assembled([json.loads(one) for one in found])
+    found = [sent(one) for one in events.events(delta("so"), None)]
+    response = assembled(found + [sent(one) for one in events.failed(ApiError(500, "broken"))])
     assert response["error"] == {"code": "server_error", "message": "broken"}
     assert response["output"][0]["status"] == "incomplete"
 
