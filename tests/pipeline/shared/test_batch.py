@@ -88,12 +88,9 @@ def test_bytes_that_are_no_text(shared: Pipeline, tmp_path: Path) -> None:
     """A byte order mark is ignored; lines that can't be decoded are results, others are done."""
     source, target = tmp_path / "in", tmp_path / "out"
     good = [json.dumps(chat(number)).encode() for number in range(2)]
-    deep = (
-        b'{"custom_id": "deep", "url": "%b", "body": {"prompt": ' % TEXT.encode() + b"[" * 100_000
-    )
-    source.write_bytes(
-        b"\n".join([b"\xef\xbb\xbf" + good[0], b'{"custom_id": "\xff"}', deep, good[1]])
-    )
+    deep = b'{"custom_id": "deep", "url": "%b", "body": {"prompt": ' % TEXT.encode()
+    bad = (b'{"custom_id": "\xff"}', deep + b"[" * 100_000)
+    source.write_bytes(b"\n".join([b"\xef\xbb\xbf" + good[0], *bad, good[1]]))
     assert batch(shared, source, target) == (1, f"{target}: 2 bad, 2 done")
     found = results(target)
     assert "can't decode byte 0xff" in found["batch_req_2"]["error"]["message"]
@@ -142,16 +139,8 @@ def test_another_file_is_left_alone(shared: Pipeline, tmp_path: Path) -> None:
 def test_a_pipeline_of_its_own(shared: Pipeline, tmp_path: Path) -> None:
     source, target = write(tmp_path / "in", chat(1)), tmp_path / "out"
     model = Config().model_folder
-    flags = (
-        "--model",
-        str(model),
-        "--device",
-        "cpu",
-        "--num-threads",
-        "1",
-        "--kv-cache-gib",
-        "0.1",
-    )
+    flags = ("--model", str(model), "--device", "cpu", "--num-threads", "1")
+    flags += ("--kv-cache-gib", "0.1")
     code, said = batch(shared, source, target, *flags)
     assert (code, said) == (0, f"{target}: 1 done")
     code, said = batch(shared, source, target, "--tp", "2")

@@ -52,12 +52,8 @@ def test_enable_thinking(api: Api) -> None:
     assert longer == api.chat(reasoning_effort="none", max_tokens=1).usage.prompt_tokens
 
 
-REPEATED_CALL: list[Any] = [
-    {
-        "role": "user",
-        "content": 'repeat: <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>',
-    }
-]
+CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+REPEATED_CALL: list[Any] = [{"role": "user", "content": f"repeat: {CALL}"}]
 
 
 def test_tool_calls(api: Api) -> None:

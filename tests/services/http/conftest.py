@@ -15,6 +15,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
     DetokenizeReply,
     DetokenizeRequest,
+    GenerateRequest,
     Reply,
     Request,
     TokenizePromptRequest,
@@ -39,6 +40,11 @@ def behave(request: Request) -> list[Reply]:
         case DetokenizeRequest():
             return [DetokenizeReply(text="?")]
     return echo(request)
+
+
+def silent(request: Request) -> list[Reply]:
+    """Generate nothing, and decode nothing: requests stay open."""
+    return [] if isinstance(request, GenerateRequest | DetokenizeRequest) else behave(request)
 
 
 class Served:
@@ -99,6 +105,9 @@ class Served:
         return httpx.Client(base_url=self.url, timeout=60, **fields)
 
 
+Serve = Callable[..., Served]
+
+
 class QuickAsyncio:
     """asyncio for uvicorn's server, which polls every 0.1 s whether it should stop, or has."""
 
@@ -110,7 +119,7 @@ class QuickAsyncio:
 
 
 @pytest.fixture
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """`serve(**options)` starts a server, which is stopped after the test."""
     monkeypatch.setattr("uvicorn.server.asyncio", QuickAsyncio())
     with contextlib.ExitStack() as stack:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from http.client import HTTPConnection
 from typing import Any, NamedTuple
 
@@ -17,11 +17,10 @@ from penstock.protocol.messages.client import (
     Request,
 )
 from tests.launch.fake_gateway import TEXT, delta, reply
-from tests.services.http.conftest import Served, behave
+from tests.services.http.conftest import Serve, behave
 
 pytestmark = pytest.mark.slow
 
-Serve = Callable[..., Served]
 REFUSED = "got 9, expected less"
 
 
@@ -137,7 +136,7 @@ def test_an_error_before_the_answer_has_a_status(serve: Serve, api: Api) -> None
 def test_an_error_in_a_stream_is_its_last_event(serve: Serve, api: Api) -> None:
     with serve(failing).client() as client:
         answer = client.post(api.path, json=api.asked(stream=True))
-    assert answer.status_code == 200
+    assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-cache")
     *_, last = events_in(answer.text)
     assert at(last, api.error)["message"] == f"{api.limit}: {REFUSED}"
 

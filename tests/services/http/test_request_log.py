@@ -7,8 +7,7 @@ import pytest
 
 from penstock.protocol.messages.client import ErrorReply, GenerateRequest, Reply, Request
 from tests.launch.fake_gateway import delta
-from tests.services.http.conftest import behave
-from tests.services.http.shared.test_connections import Serve
+from tests.services.http.conftest import Serve, behave
 
 
 def fail_streams(request: Request) -> list[Reply]:

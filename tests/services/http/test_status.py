@@ -38,38 +38,28 @@ def status(tokenizers: dict[str, int], scheduler: SchedulerStatus | None) -> Sta
     )
 
 
+SILENT = SchedulerStatus(epoch=1, ready=False, workers=["w"])
+WHOLE = msgspec.structs.replace(SILENT, detokenizers={"d": 0})
+ALL_READY = msgspec.structs.replace(WHOLE, workers_ready=True)
+
+
 @pytest.mark.parametrize(
-    ("found", "sentence"),
+    ("tokenizers", "scheduler", "sentence"),
     [
-        (status({}, None), "no scheduler, no tokenizer, no detokenizer, no worker"),
+        ({}, None, "no scheduler, no tokenizer, no detokenizer, no worker"),
+        ({"t": 0}, SILENT, "no detokenizer"),
+        ({"t": 0}, WHOLE, "not all workers are there"),
         (
-            status({"t": 0}, SchedulerStatus(epoch=1, ready=False, workers=["w"])),
-            "no detokenizer",
-        ),
-        (
-            status(
-                {"t": 0},
-                SchedulerStatus(epoch=1, ready=False, workers=["w"], detokenizers={"d": 0}),
-            ),
-            "not all workers are there",
-        ),
-        (
-            status(
-                {"t": 0},
-                SchedulerStatus(
-                    epoch=1,
-                    ready=False,
-                    workers_ready=True,
-                    workers=["w"],
-                    detokenizers={"d": 0},
-                ),
-            ),
+            {"t": 0},
+            ALL_READY,
             "the scheduler is silent, or serves a gateway that was started later",
         ),
     ],
 )
-def test_the_missing_stage(found: StatusReply, sentence: str) -> None:
-    assert missing(found) == sentence
+def test_the_missing_stage(
+    tokenizers: dict[str, int], scheduler: SchedulerStatus | None, sentence: str
+) -> None:
+    assert missing(status(tokenizers, scheduler)) == sentence
 
 
 def test_time_at_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,10 +195,7 @@ def test_buckets_are_summed() -> None:
 
 
 def test_what_is_not_there_is_left_out() -> None:
-    alone = StatusReply(
-        ready=False, model="m", num_requests=0, tokenizers={}, schedulers=[], num_bad_frames=0
-    )
-    assert samples(alone) == {
+    assert samples(status({}, None)) == {
         ("penstock:ready",): 0,
         ("penstock:num_requests_open",): 0,
         ("penstock:bad_frames_total",): 0,

@@ -4,21 +4,20 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
-import httpx
 import pytest
 
 from penstock.services.http import process
 from penstock.services.http.shared import connections
-from tests.services.http.conftest import NUM_AT_START, Served
+from tests.services.http.conftest import NUM_AT_START, Serve, Served, silent
 from tests.services.http.shared.test_connections import (
     GET,
     Connect,
     connect,
     get_version,
     rest,
-    silent,
 )
 
 pytestmark = pytest.mark.slow
@@ -28,7 +27,7 @@ REQUEST = GET + b"\r\n"
 ANSWER = b"HTTP/1.1 200 OK\r\n"
 
 
-def test_a_connection_that_waits_is_served(serve: Callable[..., Served]) -> None:
+def test_a_connection_that_waits_is_served(serve: Serve) -> None:
     """The server stops while its listener has a connection that the event loop has not seen."""
     served = serve()
 
@@ -46,7 +45,7 @@ def test_a_connection_that_waits_is_served(serve: Callable[..., Served]) -> None
 
 
 def test_a_connection_that_comes_while_the_server_closes_is_served(
-    serve: Callable[..., Served], connect: Connect, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel has accepted it when the event loop lets go of the listener."""
     served, late = serve(), []
@@ -67,7 +66,7 @@ def test_a_connection_that_comes_while_the_server_closes_is_served(
 @pytest.mark.parametrize("beginning", [0, 1, len(GET)])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_request_that_is_arriving_is_answered(
-    serve: Callable[..., Served],
+    serve: Serve,
     connect: Connect,
     monkeypatch: pytest.MonkeyPatch,
     beginning: int,
@@ -106,12 +105,12 @@ def shutdowns(served: Served) -> threading.Semaphore:
 
 
 def test_a_request_does_not_wait_for_a_gateway_that_has_drained(
-    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "MAX_GRACE", 3600)
     served = serve(silent, drain_timeout=3600)
     connection, has_disconnected = served.server._client._connection, threading.Event()
-    on_event, answers = connection._on_event, list[httpx.Response]()
+    on_event = connection._on_event
 
     def note(event: int) -> bool:
         is_change = on_event(event)
@@ -120,24 +119,16 @@ def test_a_request_does_not_wait_for_a_gateway_that_has_drained(
         return is_change
 
     monkeypatch.setattr(connection, "_on_event", note)
-
-    def ask() -> None:
-        with served.client() as client:
-            answers.append(client.post("/v1/completions", json={"prompt": "one"}))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    served.asked.wait_for(NUM_AT_START + 1)
-    served.asked.close()
-    has_disconnected.wait()
-    served.stop()
-    thread.join()
-    assert [one.status_code for one in answers] == [503]
+    with served.client() as client, ThreadPoolExecutor() as threads:
+        answer = threads.submit(client.post, "/v1/completions", json={"prompt": "one"})
+        served.asked.wait_for(NUM_AT_START + 1)
+        served.asked.close()
+        has_disconnected.wait()
+        served.stop()
+        assert answer.result().status_code == 503
 
 
-def test_a_connection_without_a_request_is_closed(
-    serve: Callable[..., Served], connect: Connect
-) -> None:
+def test_a_connection_without_a_request_is_closed(serve: Serve, connect: Connect) -> None:
     served = serve()
     idle = connect(served)
     get_version(connect(served))

@@ -53,24 +53,12 @@ def test_every_sampling_parameter_is_passed_on() -> None:
 
 
 def test_sampling_fields_are_passed_on() -> None:
-    given = {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 7,
-        "min_p": 0.1,
-        "presence_penalty": 1.0,
-        "frequency_penalty": -1.0,
-        "repetition_penalty": 1.5,
-        "seed": 3,
-        "stop": ["x"],
-        "stop_token_ids": [5],
-        "include_stop_str_in_output": True,
-        "ignore_eos": True,
-        "min_tokens": 2,
-        "max_tokens": 9,
-        "skip_special_tokens": False,
-        "prompt_logprobs": 1,
-    }
+    given: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3}
+    given |= {"presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5}
+    given |= {"stop": ["x"], "stop_token_ids": [5], "include_stop_str_in_output": True}
+    given |= {"ignore_eos": True, "min_tokens": 2, "max_tokens": 9, "prompt_logprobs": 1}
+    given |= {"skip_special_tokens": False, "add_special_tokens": True, "truncation_side": "right"}
+    given |= {"cache_salt": "s", "priority": 3}
     for fields in (chat_fields(chat(**given)), completion_fields(completion(**given))):
         assert {name: fields[name] for name in given} == given
         GenerateRequest(**fields)
@@ -85,27 +73,23 @@ def test_null_is_as_left_out() -> None:
     assert chat_fields(chat(**nulls)) == chat_fields(chat())
 
 
-def test_max_completion_tokens_is_max_tokens() -> None:
-    assert chat_fields(chat(max_completion_tokens=5))["max_tokens"] == 5
-    assert chat_fields(chat(max_completion_tokens=5, max_tokens=6))["max_tokens"] == 5
-    assert chat_fields(chat(max_tokens=6))["max_tokens"] == 6
-    assert chat_fields(chat())["max_tokens"] is None
-    assert completion_fields(completion())["max_tokens"] == 16
-
-
 @pytest.mark.parametrize(
-    ("given", "passed_on"),
+    ("given", "name", "passed_on"),
     [
-        ({}, None),
-        ({"logprobs": True}, 0),
-        ({"logprobs": True, "top_logprobs": 5}, 5),
-        ({"logprobs": False}, None),
-        ({"logprobs": False, "top_logprobs": 0}, None),
-        ({"top_logprobs": 0}, None),
+        ({}, "logprobs", None),
+        ({"logprobs": True}, "logprobs", 0),
+        ({"logprobs": True, "top_logprobs": 5}, "logprobs", 5),
+        ({"logprobs": False}, "logprobs", None),
+        ({"logprobs": False, "top_logprobs": 0}, "logprobs", None),
+        ({"top_logprobs": 0}, "logprobs", None),
+        ({"max_completion_tokens": 5}, "max_tokens", 5),
+        ({"max_completion_tokens": 5, "max_tokens": 6}, "max_tokens", 5),
+        ({"max_tokens": 6}, "max_tokens", 6),
+        ({}, "max_tokens", None),
     ],
 )
-def test_logprobs_of_chats(given: dict[str, Any], passed_on: int | None) -> None:
-    assert chat_fields(chat(**given))["logprobs"] == passed_on
+def test_fields_with_other_names(given: dict[str, Any], name: str, passed_on: int | None) -> None:
+    assert chat_fields(chat(**given))[name] == passed_on
 
 
 def test_top_logprobs_need_logprobs() -> None:
@@ -115,6 +99,8 @@ def test_top_logprobs_need_logprobs() -> None:
 def test_messages() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    other = [{"type": "refusal", "refusal": "no"}, {"type": "output_text", "text": "b"}]
+    other += [{"type": "input_text", "text": "c"}]
     request = chat(
         messages=[
             {"role": "developer", "content": "be brief"},
@@ -122,7 +108,7 @@ def test_messages() -> None:
             {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
             {"role": "tool", "content": "2", "tool_call_id": "c"},
             {"role": "assistant", "content": "2", "reasoning_content": "hm", "annotations": []},
-            {"role": "assistant", "content": "3", "reasoning": "so"},
+            {"role": "assistant", "content": other, "reasoning": "so"},
         ]
     )
     template_call = {**call, "function": {"name": "f", "arguments": {"a": 1}}}
@@ -132,18 +118,8 @@ def test_messages() -> None:
         ChatMessage(role="assistant", content="", tool_calls=[template_call]),
         ChatMessage(role="tool", content="2", tool_call_id="c"),
         ChatMessage(role="assistant", content="2", reasoning_content="hm"),
-        ChatMessage(role="assistant", content="3", reasoning_content="so"),
+        ChatMessage(role="assistant", content="no\nb\nc", reasoning_content="so"),
     ]
-
-
-def test_parts_of_text() -> None:
-    parts = [
-        {"type": "refusal", "refusal": "no"},
-        {"type": "output_text", "text": "b"},
-        {"type": "input_text", "text": "c"},
-    ]
-    (message,) = chat_messages(chat(messages=[{"role": "assistant", "content": parts}]).messages)
-    assert message.content == "no\nb\nc"
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "9" * 40, '{"a": ' + "9" * 40 + "}"])
@@ -163,20 +139,16 @@ def test_images_are_refused() -> None:
     assert error.param == "messages[0].content[0].type"
 
 
-@pytest.mark.parametrize("role", ["user", "system", "developer", "tool"])
+@pytest.mark.parametrize("role", ["user", "system", "developer", "tool", "assistant"])
 @pytest.mark.parametrize("message", [{}, {"content": None}])
-def test_a_message_without_content(role: str, message: dict[str, Any]) -> None:
-    messages = [USER, {"role": role} | message]
-    error = refusal(chat_fields, chat(messages=messages)).body.error
+def test_only_an_assistant_may_have_no_content(role: str, message: dict[str, Any]) -> None:
+    asked = chat(messages=[USER, {"role": role} | message])
+    if role == "assistant":
+        assert chat_fields(asked)["messages"][1].content == ""
+        return
+    error = refusal(chat_fields, asked).body.error
     assert error.param == "messages[1].content"
-    assert error.message == (
-        "messages[1].content: got null, expected a string or a list of text parts"
-    )
-
-
-def test_an_assistant_may_have_no_content() -> None:
-    messages = [USER, {"role": "assistant", "content": None}]
-    assert chat_fields(chat(messages=messages))["messages"][1].content == ""
+    assert error.message.startswith("messages[1].content: got null, expected a string")
 
 
 @pytest.mark.parametrize("stream_options", [{"include_usage": True}, {}])
@@ -203,70 +175,55 @@ def test_thinking() -> None:
         (["a", "b"], ["a", "b"]),
         ([1, 2], [[1, 2]]),
         ([[1], [2]], [[1], [2]]),
+        ([1, "a"], None),
+        ([], None),
+        ("", None),
     ],
 )
-def test_prompts(prompt: Any, prompts: Any) -> None:
-    assert prompts_of(prompt) == prompts
-
-
-def test_prompts_are_not_mixed() -> None:
-    for prompt in ([1, "a"], [], ""):
+def test_prompts_are_not_mixed(prompt: Any, prompts: Any) -> None:
+    if prompts:
+        assert prompts_of(prompt) == prompts
+    else:
         assert refusal(prompts_of, prompt).body.error.param == "prompt"
 
 
 @pytest.mark.parametrize(
-    ("given", "param"),
-    [
-        ({"suffix": "x"}, "suffix"),
-        ({"best_of": 2}, "best_of"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    ],
+    "given",
+    [{"suffix": "x"}, {"best_of": 2}, {"max_tokens": 0}, {"truncate_prompt_tokens": 0}],
 )
-def test_refused_in_completions(given: dict[str, Any], param: str) -> None:
-    assert refusal(completion_fields, completion(**given)).body.error.param == param
+def test_refused_in_completions(given: dict[str, Any]) -> None:
+    assert refusal(completion_fields, completion(**given)).body.error.param == next(iter(given))
 
 
-def test_best_of_n_is_n() -> None:
-    completion_fields(completion(best_of=2, n=2, suffix=""))
+@pytest.mark.parametrize(
+    ("given", "max_tokens"),
+    [({}, 16), ({"best_of": 2, "n": 2, "suffix": ""}, 16), ({"max_tokens": 0, "echo": True}, 1)],
+)
+def test_completions_have_an_end(given: dict[str, Any], max_tokens: int) -> None:
+    """The best of n are n; an echo alone generates one token."""
+    assert completion_fields(completion(**given))["max_tokens"] == max_tokens
 
 
-def test_an_echo_alone_generates_one_token() -> None:
-    assert completion_fields(completion(max_tokens=0, echo=True))["max_tokens"] == 1
-
-
-def test_fields_of_prompts_are_passed_on() -> None:
-    given = {
-        "add_special_tokens": True,
-        "truncation_side": "right",
-        "cache_salt": "s",
-        "priority": 3,
-    }
-    for fields in (chat_fields(chat(**given)), completion_fields(completion(**given))):
-        assert {name: fields[name] for name in given} == given
-    of_chats = {"chat_template": "x", "add_generation_prompt": False}
-    fields = chat_fields(chat(**of_chats, continue_final_message=True))
-    assert {name: fields[name] for name in of_chats} == of_chats
+def test_fields_of_templates_are_passed_on() -> None:
+    given = {"chat_template": "x", "add_generation_prompt": False}
+    fields = chat_fields(chat(**given, continue_final_message=True))
+    assert {name: fields[name] for name in given} == given
     assert GenerateRequest(**fields).continue_final_message
 
 
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
-        ({"truncate_prompt_tokens": 7}, 7),
-        ({"truncate_prompt_tokens": -1, "max_tokens": 10}, 90),
-        ({"truncate_prompt_tokens": -1, "max_tokens": 1000}, 1),
-        ({}, None),
+        (completion(truncate_prompt_tokens=7), 7),
+        (completion(truncate_prompt_tokens=-1, max_tokens=10), 90),
+        (completion(truncate_prompt_tokens=-1, max_tokens=1000), 1),
+        (completion(), None),
+        (chat(truncate_prompt_tokens=-1), 75),
     ],
 )
-def test_prompts_are_truncated_to_what_leaves_room(given: dict[str, Any], kept: int | None) -> None:
-    fields = truncated(completion_fields(completion(**given)), max_model_len=100)
-    assert fields["truncate_prompt_tokens"] == kept
-
-
-def test_a_truncated_chat_leaves_room_for_an_answer() -> None:
-    fields = truncated(chat_fields(chat(truncate_prompt_tokens=-1)), max_model_len=100)
-    assert fields["truncate_prompt_tokens"] == 75
+def test_prompts_are_truncated_to_what_leaves_room(given: Any, kept: int | None) -> None:
+    fields = chat_fields(given) if isinstance(given, ChatRequest) else completion_fields(given)
+    assert truncated(fields, max_model_len=100)["truncate_prompt_tokens"] == kept
 
 
 def test_echo_with_logprobs_asks_for_those_of_the_prompt() -> None:

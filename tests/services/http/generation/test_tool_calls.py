@@ -18,6 +18,7 @@ from tests.services.http.generation.tool_call_texts import FORMATS, SCHEMA, Text
 WEATHER = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1,  2]}}\n</tool_call>'
 )
+WEATHER_ARGUMENTS = '{"city": "Köln", "days": [1,  2]}'
 TIME = '<tool_call>{"arguments": {} , "name": "time"}</tool_call>'
 BROKEN = '<tool_call>\n{"name": "weather", "arguments": ["city"]}\n</tool_call>'
 
@@ -48,9 +49,23 @@ class Answer:
                 self.calls[piece.index] = (name, arguments + piece.function.arguments)
 
 
-def parse(*pieces: str) -> Answer:
-    parser = make_parser("hermes", {})
-    return Answer([p for text in pieces for p in parser.feed(text)] + parser.finish())
+def parsed_as(
+    form: Any, pieces: list[str], is_forced: bool = False, is_cut: bool = False
+) -> tuple[str, list[tuple[str | None, str]]]:
+    """Return the text and the calls of an answer that comes in pieces."""
+    parser = make_parser(form, {"f": SCHEMA}, is_forced)
+    found = [piece for text in pieces for piece in parser.feed(text)]
+    answer = Answer(found + parser.finish(is_cut))
+    return answer.text, answer.calls
+
+
+def parsed(
+    answer: str, form: str = "hermes", is_cut: bool = False
+) -> tuple[str, list[tuple[str | None, str]]]:
+    """Return the text and the calls of an answer, which must be the same letter by letter."""
+    whole = parsed_as(form, [answer], is_cut=is_cut)
+    assert parsed_as(form, list(answer), is_cut=is_cut) == whole
+    return whole
 
 
 def cut(text: str, cuts: set[int]) -> list[str]:
@@ -74,9 +89,8 @@ def cut(text: str, cuts: set[int]) -> list[str]:
     ],
 )
 def test_parses(answer: str, text: str, names: list[str]) -> None:
-    for parsed in (parse(answer), parse(*answer)):
-        assert parsed.text == text
-        assert [name for name, _ in parsed.calls] == names
+    found, calls = parsed(answer)
+    assert (found, [name for name, _ in calls]) == (text, names)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +112,8 @@ def test_parses(answer: str, text: str, names: list[str]) -> None:
     ],
 )
 def test_what_is_no_call_is_text(body: str) -> None:
-    for pieces in ([f"<tool_call>{body}</tool_call>"], list(f"<tool_call>{body}</tool_call>")):
-        parsed = parse(*pieces)
-        assert parsed.text == f"<tool_call>{body}</tool_call>"
-        assert not parsed.calls
+    answer = f"<tool_call>{body}</tool_call>"
+    assert parsed(answer) == (answer, [])
 
 
 @pytest.mark.parametrize(
@@ -118,10 +130,7 @@ def test_what_is_no_call_is_text(body: str) -> None:
 )
 def test_a_call_that_has_begun_is_a_call(body: str, arguments: str, text: str) -> None:
     """The arguments are sent as they are written. Other text within the tags is content."""
-    answer = f"<tool_call>{body}</tool_call>"
-    for pieces in ([answer], list(answer)):
-        parsed = parse(*pieces)
-        assert (parsed.calls, parsed.text) == ([("f", arguments)], text)
+    assert parsed(f"<tool_call>{body}</tool_call>") == (text, [("f", arguments)])
 
 
 @pytest.mark.parametrize(
@@ -153,15 +162,14 @@ def test_a_call_that_has_begun_is_a_call(body: str, arguments: str, text: str) -
             "",
         ),
         ('[{"name": "f"}]', [("f", "{}")], ""),
+        ('{"name": "f"}', [("f", "{}")], ""),
         ('{"name": "f", "arguments": {}}, {"a": 1}', [("f", "{}")], ', {"a": 1}'),
         ('{"name": "f", "arguments": {}, "id": 1} so', [("f", "{}")], "so"),
     ],
 )
 def test_calls_as_models_write_them(body: str, calls: list[Any], text: str) -> None:
     for end in ("</tool_call>", ""):
-        for pieces in ([f"<tool_call>{body}{end}"], list(f"<tool_call>{body}{end}")):
-            parsed = parse(*pieces)
-            assert (parsed.calls, parsed.text) == (calls, text)
+        assert parsed(f"<tool_call>{body}{end}") == (text, calls)
 
 
 def test_arguments_are_sent_as_they_come() -> None:
@@ -172,14 +180,6 @@ def test_arguments_are_sent_as_they_come() -> None:
         begin <= number < end for number in range(len(WEATHER))
     ]
     assert sent[begin][0].function.name == "weather"
-
-
-def test_arguments_are_as_written() -> None:
-    assert parse(*WEATHER).calls == [("weather", '{"city": "Köln", "days": [1,  2]}')]
-
-
-def test_call_without_arguments() -> None:
-    assert parse('<tool_call>{"name": "time"}</tool_call>').calls == [("time", "{}")]
 
 
 def test_each_call_has_its_id() -> None:
@@ -197,8 +197,7 @@ def test_each_call_has_its_id() -> None:
     cuts=st.sets(st.integers(1, 200)),
 )
 def test_pieces_do_not_matter(answer: str, cuts: set[int]) -> None:
-    pieces, whole = parse(*cut(answer, cuts)), parse(answer)
-    assert (pieces.text, pieces.calls) == (whole.text, whole.calls)
+    assert parsed_as("hermes", cut(answer, cuts)) == parsed_as("hermes", [answer])
 
 
 @given(arguments=ARGUMENTS, ascii_only=st.booleans(), cuts=st.sets(st.integers(1, 200)))
@@ -207,7 +206,7 @@ def test_any_arguments_come_through(
 ) -> None:
     written = json.dumps(arguments, ensure_ascii=ascii_only, indent=1)
     body = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
-    assert parse(*cut(body, cuts)).calls == [("f", written)]
+    assert parsed_as("hermes", cut(body, cuts))[1] == [("f", written)]
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
@@ -215,32 +214,27 @@ def test_any_arguments_come_through(
 def test_a_call_that_is_cut_off_is_a_call(length: int, is_forced: bool) -> None:
     """As soon as its name is there; before that it is text, or, in a forced call, nothing."""
     written = WEATHER[:length]
-    parser = make_parser("hermes", {}, is_forced)
-    answer = Answer(parser.feed(written) + parser.finish(is_cut=True))
+    found = parsed_as("hermes", [written], is_forced, is_cut=True)
     if 'weather"' not in written:
-        assert not answer.calls
-        assert answer.text == ("" if is_forced else written)
+        assert found == ("" if is_forced else written, [])
         return
     _, _, arguments = written.partition('"arguments": ')
     arguments = arguments.partition("}\n")[0]
-    assert answer.text == ""
-    assert answer.calls == [("weather", arguments.replace("]}}", "]}"))]
+    assert found == ("", [("weather", arguments.replace("]}}", "]}"))])
 
 
 def test_text_before_a_call_that_is_cut_off_stays() -> None:
-    parser = make_parser("hermes", {})
-    answer = Answer([*parser.feed(f"so\n{WEATHER}\n{WEATHER[:60]}"), *parser.finish(is_cut=True)])
-    assert answer.text == "so"
-    assert answer.calls[1] == ("weather", '{"city": "Köln"')
+    text, calls = parsed(f"so\n{WEATHER}\n{WEATHER[:60]}", is_cut=True)
+    assert text == "so"
+    assert calls == [("weather", WEATHER_ARGUMENTS), ("weather", '{"city": "Köln"')]
 
 
 def test_a_call_that_the_model_did_not_end() -> None:
     """Before its arguments begin it is text; then it is a call without a tag at its end."""
-    assert parse(WEATHER[:25]).text == WEATHER[:25]
+    assert parsed(WEATHER[:25]) == (WEATHER[:25], [])
     for end in (3, 12, 14, 15):
-        parsed = parse(WEATHER[:-end])
-        assert parsed.text == ""
-        assert parsed.calls[0][0] == "weather"
+        text, ((name, _),) = parsed(WEATHER[:-end])
+        assert (text, name) == ("", "weather")
 
 
 @given(answer=st.lists(st.sampled_from(["<", "<tool", "_call", "\n", "a", " "])).map("".join))
@@ -312,15 +306,6 @@ def test_the_format_is_found_in_the_template() -> None:
     assert format_of("{% for tool in tools %}{{ tool | tojson }}") == "json"
 
 
-def parsed_as(
-    form: Any, pieces: list[str], is_forced: bool = False, is_cut: bool = False
-) -> tuple[str, list[tuple[str | None, str]]]:
-    parser = make_parser(form, {"f": SCHEMA}, is_forced)
-    found = [piece for text in pieces for piece in parser.feed(text)]
-    answer = Answer(found + parser.finish(is_cut))
-    return answer.text, answer.calls
-
-
 def xml(body: str) -> str:
     return f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
 
@@ -349,17 +334,15 @@ def parameter(key: str, value: str) -> str:
     ],
 )
 def test_xml(answer: str, arguments: dict[str, Any], text: str) -> None:
-    for pieces in ([answer], list(answer)):
-        found, calls = parsed_as("qwen3_coder", pieces)
-        assert found == text
-        assert [(name, json.loads(one)) for name, one in calls] == [("f", arguments)]
+    found, ((name, written),) = parsed(answer, "qwen3_coder")
+    assert (found, name, json.loads(written)) == (text, "f", arguments)
 
 
 @pytest.mark.parametrize(
     "answer", ["<function=", "<function=f", "<tool_call>\nf", "<function=a\nb>"]
 )
 def test_xml_that_is_no_call_is_text(answer: str) -> None:
-    assert parsed_as("qwen3_coder", list(answer)) == (answer, [])
+    assert parsed(answer, "qwen3_coder") == (answer, [])
 
 
 @pytest.mark.parametrize(
@@ -373,8 +356,7 @@ def test_xml_that_is_no_call_is_text(answer: str) -> None:
 )
 def test_a_parameter_that_is_cut_off_has_begun_with_its_tag(cut: str, arguments: str) -> None:
     answer = f"<tool_call>\n<function=f>\n{cut}"
-    for pieces in ([answer], list(answer)):
-        assert parsed_as("qwen3_coder", pieces, is_cut=True) == ("", [("f", arguments)])
+    assert parsed(answer, "qwen3_coder", is_cut=True) == ("", [("f", arguments)])
 
 
 def test_strings_in_xml_are_sent_as_they_come() -> None:
@@ -396,9 +378,8 @@ def test_strings_in_xml_are_sent_as_they_come() -> None:
     ],
 )
 def test_calls_without_tags(answer: str, names: list[str], text: str) -> None:
-    for pieces in ([answer], list(answer)):
-        found, calls = parsed_as("json", pieces)
-        assert (found, [name for name, _ in calls]) == (text, names)
+    found, calls = parsed(answer, "json")
+    assert (found, [name for name, _ in calls]) == (text, names)
 
 
 def test_json_that_is_no_call_is_not_held() -> None:

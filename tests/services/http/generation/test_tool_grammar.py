@@ -142,62 +142,33 @@ def test_unions_with_strings_in_xml(
         assert num_accepted(tokenizer, grammar, text) < len(text)
 
 
-@pytest.mark.parametrize(
-    ("form", "function", "field"),
-    [
-        ("hermes", Function(name="f", parameters={"type": "array"}), "parameters.type"),
-        ("json", Function(name="f", parameters={"type": "string"}), "parameters.type"),
-        ("qwen3_coder", Function(name="a>b"), "name"),
-        ("qwen3_coder", Function(name="f", parameters={"$ref": "#/$defs/x"}), "parameters"),
-        (
-            "qwen3_coder",
-            Function(
-                name="f", parameters={"properties": {"s": {"type": "string", "pattern": "a"}}}
-            ),
-            "parameters.properties.s.pattern",
-        ),
-        (
-            "qwen3_coder",
-            Function(
-                name="f",
-                parameters={"properties": {"s": {"anyOf": [{"type": "string", "pattern": "a"}]}}},
-            ),
-            "parameters.properties.s.anyOf[0].pattern",
-        ),
-        ("hermes", Function(name="a>b", parameters=SCHEMA), None),
-        (
-            "qwen3_coder",
-            Function(name="f", parameters={"properties": {"p": {"const": "a</parameter>"}}}),
-            "parameters.properties.p",
-        ),
-        (
-            "qwen3_coder",
-            Function(name="f", parameters={"properties": {"p": {"enum": ["a", "\n<parameter=b"]}}}),
-            "parameters.properties.p",
-        ),
-        (
-            "qwen3_coder",
-            Function(
-                name="f",
-                parameters={
-                    "properties": {"p": {"$ref": "#/$defs/P"}},
-                    "$defs": {"P": {"properties": {"q": {"const": ["</parameter>"]}}}},
-                },
-            ),
-            "parameters.$defs",
-        ),
-        (
-            "qwen3_coder",
-            Function(name="f", parameters={"properties": {"a>b": {"type": "string"}}}),
-            "parameters.properties",
-        ),
-        (
-            "hermes",
-            Function(name="f", parameters={"properties": {"p": {"const": "</parameter>"}}}),
-            None,
-        ),
-    ],
-)
+def with_property(schema: Any, name: str = "p", **fields: Any) -> Function:
+    return Function(name="f", parameters={"properties": {name: schema}} | fields)
+
+
+PATTERN = {"type": "string", "pattern": "a"}
+INNER = {"P": {"properties": {"q": {"const": ["</parameter>"]}}}}
+UNSUITABLE: list[tuple[str, Function, str | None]] = [
+    ("hermes", Function(name="f", parameters={"type": "array"}), "parameters.type"),
+    ("json", Function(name="f", parameters={"type": "string"}), "parameters.type"),
+    ("qwen3_coder", Function(name="a>b"), "name"),
+    ("qwen3_coder", Function(name="f", parameters={"$ref": "#/$defs/x"}), "parameters"),
+    ("qwen3_coder", with_property(PATTERN), "parameters.properties.p.pattern"),
+    (
+        "qwen3_coder",
+        with_property({"anyOf": [PATTERN]}),
+        "parameters.properties.p.anyOf[0].pattern",
+    ),
+    ("hermes", Function(name="a>b", parameters=SCHEMA), None),
+    ("qwen3_coder", with_property({"const": "a</parameter>"}), "parameters.properties.p"),
+    ("qwen3_coder", with_property({"enum": ["a", "\n<parameter=b"]}), "parameters.properties.p"),
+    ("qwen3_coder", with_property({"$ref": "#/$defs/P"}, **{"$defs": INNER}), "parameters.$defs"),
+    ("qwen3_coder", with_property({"type": "string"}, "a>b"), "parameters.properties"),
+    ("hermes", with_property({"const": "</parameter>"}), None),
+]
+
+
+@pytest.mark.parametrize(("form", "function", "field"), UNSUITABLE)
 def test_functions_that_the_form_can_not_write(form: str, function: Function, field: Any) -> None:
     problem = unsuitable(NAMES[form], function)
     assert (problem and problem[0]) == field

@@ -1,32 +1,18 @@
 """Messages over real connections."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import anthropic
 import pytest
 
-from penstock.protocol.messages.client import GenerateRequest, Reply, Request
-from tests.launch.fake_gateway import reply
-from tests.services.http.conftest import Served, behave
+from tests.services.http.conftest import Serve, behave
+from tests.services.http.test_apis import CHAT, answering
 
 
-def answering(request: Request) -> list[Reply]:
-    return [reply(request)] if isinstance(request, GenerateRequest) else behave(request)
-
-
-def test_messages_have_ids_of_their_own(serve: Callable[..., Served]) -> None:
+def test_messages_have_ids_of_their_own(serve: Serve) -> None:
     """Clients join messages by id; a retried request has the same X-Request-Id."""
-    asked = {
-        "model": "qwen3-demo",
-        "max_tokens": 9,
-        "messages": [{"role": "user", "content": "hi"}],
-    }
-    with serve(answering).client() as client:
-        sent = [
-            client.post("/v1/messages", json=asked, headers={"X-Request-Id": "mine"})
-            for _ in range(2)
-        ]
+    with serve(answering).client(headers={"X-Request-Id": "mine"}) as client:
+        sent = [client.post("/v1/messages", json=CHAT | {"max_tokens": 9}) for _ in range(2)]
     assert [one.status_code for one in sent] == [200, 200], sent[0].text
     assert [one.headers["request-id"] for one in sent] == ["mine", "mine"]
     ids = [one.json()["id"] for one in sent]
@@ -34,7 +20,7 @@ def test_messages_have_ids_of_their_own(serve: Callable[..., Served]) -> None:
     assert all(name.startswith("msg_") and "mine" not in name for name in ids)
 
 
-def test_models(serve: Callable[..., Served]) -> None:
+def test_models(serve: Serve) -> None:
     served = serve(behave)
     with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
         (one,) = client.models.list()

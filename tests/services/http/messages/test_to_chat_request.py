@@ -25,6 +25,7 @@ from tests.search import scaled
 HELLO = [{"role": "user", "content": "hello"}]
 ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 SEARCH = {"name": "web_search", "type": "web_search_20250305", "max_uses": 3}
+RESULT = {"type": "tool_result", "tool_use_id": "call_1"}
 CALL = {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 1}}
 
 
@@ -55,6 +56,7 @@ def refusal(messages: Any = HELLO, **fields: Any) -> str:
 
 
 def test_a_conversation_with_tools() -> None:
+    no_way = [{"type": "text", "text": "no"}, {"type": "text", "text": "way"}]
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "1+1", "cache_control": {}}]},
         {"role": "user", "content": "please"},
@@ -71,13 +73,8 @@ def test_a_conversation_with_tools() -> None:
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "call_1", "content": "2"},
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "call_2",
-                    "content": [{"type": "text", "text": "no"}, {"type": "text", "text": "way"}],
-                    "is_error": True,
-                },
+                RESULT | {"content": "2"},
+                RESULT | {"tool_use_id": "call_2", "content": no_way, "is_error": True},
                 {"type": "text", "text": "so?"},
             ],
         },
@@ -106,8 +103,8 @@ def test_fields() -> None:
         temperature=0.5,
         top_k=5,
         top_p=0.5,
-        stop_sequences=["a", "b"],
         stream=True,
+        stop_sequences=["a", "b"],
         metadata={"user_id": "x"},
         thinking={"type": "enabled", "budget_tokens": 1024},
         tools=[ADD | {"type": "custom", "cache_control": {}, "defer_loading": True}],
@@ -180,8 +177,7 @@ def test_the_billing_block_is_left_out() -> None:
 
 def test_a_call_that_was_not_json_comes_back_as_it_was() -> None:
     call = CALL | {"input": {"INVALID_JSON": '{"a": '}}
-    result = {"type": "tool_result", "tool_use_id": "call_1"}
-    turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [RESULT]}]
     assistant, tool = templated(turns)
     assert assistant["tool_calls"][0]["function"]["arguments"] == '{"a": '
     assert tool == {"role": "tool", "content": "", "tool_call_id": "call_1"}
@@ -196,6 +192,15 @@ def test_output_format(name: str) -> None:
     assert structured.json == schema
 
 
+IMAGE = {"type": "image", "source": {}}
+BAD_ADD = ADD | {"input_schema": {"type": "array"}}
+ANY = {"type": "any"}
+
+
+def said(role: str, *content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
@@ -208,18 +213,9 @@ def test_output_format(name: str) -> None:
         ({"stop_sequences": [""]}, "stop_sequences[0]: got ''"),
         ({"top_p": 2}, "top_p: got 2"),
         ({"thinking": {"type": "maybe"}}, "thinking.type: got 'maybe', expected 'adaptive' or"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0].type: got 'image', expected 'text' or 'tool_result'",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]},
-            "messages[0].content[0].type: got 'tool_result', expected 'text' or 'thinking' or",
-        ),
-        (
-            {"messages": [*HELLO, {"role": "assistant", "content": [CALL]}]},
-            "messages: got tool_use at the end, expected its tool_result after it",
-        ),
+        (said("user", IMAGE), "messages[0].content[0].type: got 'image', expected 'text' or"),
+        (said("assistant", RESULT), "messages[0].content[0].type: got 'tool_result', expected"),
+        (said("assistant", CALL), "messages: got tool_use at the end, expected its tool_result"),
         (
             {"tools": [SEARCH, {"name": "x", "type": "surprise_20250305"}]},
             "tools[1].type: got 'surprise_20250305', expected 'custom', or a tool that may be left",
@@ -227,7 +223,7 @@ def test_output_format(name: str) -> None:
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema: got nothing"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name: got nothing"),
         (
-            {"tools": [SEARCH], "tool_choice": {"type": "any"}},
+            {"tools": [SEARCH], "tool_choice": ANY},
             "tool_choice: got 'any', expected 'auto' or 'none': Penstock does not run tools "
             "of type web_search_20250305",
         ),
@@ -235,26 +231,14 @@ def test_output_format(name: str) -> None:
             {"tools": [ADD, SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}},
             "tool_choice: got 'web_search', expected 'auto' or 'none': Penstock does not run",
         ),
-        ({"tool_choice": {"type": "any"}}, "tool_choice: got 'required' without tools"),
+        ({"tool_choice": ANY}, "tool_choice: got 'required' without tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: got nothing"),
         (
             {"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}},
             "tool_choice: got 'sub', expected a function of tools",
         ),
-        (
-            {
-                "tools": [ADD | {"input_schema": {"type": "array"}}],
-                "tool_choice": {"type": "any"},
-            },
-            "tools[0].input_schema.type: got 'array', expected 'object'",
-        ),
-        (
-            {
-                "tools": [SEARCH, ADD | {"input_schema": {"type": "array"}}],
-                "tool_choice": {"type": "any"},
-            },
-            "tools[1].input_schema.type: got 'array', expected 'object'",
-        ),
+        ({"tools": [BAD_ADD], "tool_choice": ANY}, "tools[0].input_schema.type: got 'array'"),
+        ({"tools": [SEARCH, BAD_ADD], "tool_choice": ANY}, "tools[1].input_schema.type: got"),
     ],
 )
 def test_refusals(fields: dict[str, Any], sentence: str) -> None:
@@ -316,31 +300,35 @@ LAST = "expected the id of a tool_use in the assistant's last message, once"
 
 
 @pytest.mark.parametrize(
-    ("messages", "sentence"),
+    ("messages", "place", "sentence"),
     [
-        ([results("a")], f"messages[0].content[0].tool_use_id: got 'a', {LAST}"),
+        ([results("a")], "messages[0].content[0].tool_use_id: got 'a'", LAST),
         (
             [*HELLO, calls("a", "b"), results("b", "c")],
-            f"messages[2].content[1].tool_use_id: got 'c', {LAST}",
+            "messages[2].content[1].tool_use_id: got 'c'",
+            LAST,
         ),
-        (
-            [calls("a"), results("a", "a")],
-            f"messages[1].content[1].tool_use_id: got 'a', {LAST}",
-        ),
+        ([calls("a"), results("a", "a")], "messages[1].content[1].tool_use_id: got 'a'", LAST),
         (
             [calls("a"), results("a"), OK, results("a")],
-            f"messages[3].content[0].tool_use_id: got 'a', {LAST}",
+            "messages[3].content[0].tool_use_id: got 'a'",
+            LAST,
         ),
         (
             [calls("a", "b"), results("b"), OK],
-            "messages[0].content[0].id: got 'a', expected its tool_result in the user's next",
+            "messages[0].content[0].id: got 'a'",
+            "expected its tool_result in the user's next",
         ),
-        ([calls("a"), *HELLO, OK], "messages[0].content[0].id: got 'a', expected its tool_result"),
-        ([calls("a", "a")], "messages[0].content[1].id: got 'a' again, expected another id"),
+        (
+            [calls("a"), *HELLO, OK],
+            "messages[0].content[0].id: got 'a'",
+            "expected its tool_result",
+        ),
+        ([calls("a", "a")], "messages[0].content[1].id: got 'a' again", "expected another id"),
     ],
 )
-def test_a_call_has_one_result(messages: Any, sentence: str) -> None:
-    assert refusal(messages).startswith(sentence)
+def test_a_call_has_one_result(messages: Any, place: str, sentence: str) -> None:
+    assert refusal(messages).startswith(f"{place}, {sentence}")
 
 
 def test_ids_of_calls_may_come_again() -> None:

@@ -1,48 +1,30 @@
 """Responses over real connections: whole, streamed, ended in the middle, and stored."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from penstock.protocol.messages.client import (
-    GenerateRequest,
-)
-from tests.launch.fake_gateway import TEXT
-from tests.services.http.conftest import Served
+from penstock.protocol.messages.client import GenerateRequest
+from tests.services.http.conftest import Serve
 from tests.services.http.responses.assembled import assembled
 from tests.services.http.test_apis import answering, failing
 
 pytestmark = pytest.mark.slow
 
-Serve = Callable[..., Served]
 PATH = "/v1/responses"
 HI = {"input": "hi"}
 
 
 def events_in(body: str) -> list[dict[str, Any]]:
+    """Return the bodies of events, which have names."""
     *events, end, nothing = body.split("\n\n")
     assert (end, nothing) == ("data: [DONE]", "")
-    found = []
-    for one in events:
-        name, data = one.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
-
-
-def text_of(response: dict[str, Any]) -> str:
-    return str(response["output"][0]["content"][0]["text"])
-
-
-def test_whole_and_streamed(serve: Serve) -> None:
-    with serve(answering).client() as client:
-        whole = client.post(PATH, json=HI).json()
-        assert (whole["status"], text_of(whole)) == ("completed", TEXT)
-        body = client.post(PATH, json=HI | {"stream": True}).text
-        assert text_of(assembled(events_in(body))) == TEXT
+    names, found = zip(*(one.split("\n") for one in events), strict=True)
+    bodies = [json.loads(one.removeprefix("data: ")) for one in found]
+    assert list(names) == [f"event: {one['type']}" for one in bodies]
+    return bodies
 
 
 def test_an_error_in_a_stream_is_its_last_event(serve: Serve) -> None:
@@ -57,7 +39,11 @@ def test_stored_responses(serve: Serve) -> None:
     served = serve(answering)
     with served.client() as client:
         first = client.post(PATH, json=HI).json()
-        assert client.get(f"{PATH}/{first['id']}").json() == first
+        streamed = assembled(events_in(client.post(PATH, json=HI | {"stream": True}).text))
+        for one in (first, streamed):
+            assert client.get(f"{PATH}/{one['id']}").json() == one
+        events = client.get(f"{PATH}/{first['id']}?stream=true&starting_after=1")
+        assert (events.status_code, events.json()["error"]["param"]) == (400, "stream")
         asked = {"input": "and?", "previous_response_id": first["id"], "instructions": "x"}
         asked["store"] = False  # which is about this response alone
         second = client.post(PATH, json=asked).json()
@@ -86,33 +72,24 @@ def test_items_are_kept_for_references(serve: Serve, fields: dict[str, Any], sta
 
 
 @pytest.mark.parametrize(
-    ("given", "path"),
+    ("path", "given", "status", "param"),
     [
-        ({"background": True}, "background"),
-        ({"previous_response_id": "resp_x"}, "previous_response_id"),
-        ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "input[0].id"),
+        ("", {"background": True}, 400, "background"),
+        ("", {"previous_response_id": "resp_x"}, 400, "previous_response_id"),
+        ("", {"input": [{"type": "item_reference", "id": "msg_x"}]}, 404, "input[0].id"),
+        ("/input_tokens", {"input": None}, 400, "input"),
+        ("/compact", {}, 405, None),
+        ("/resp_x/cancel", {}, 404, None),
     ],
 )
-def test_refusals(serve: Serve, given: dict[str, Any], path: str) -> None:
+def test_refusals(
+    serve: Serve, path: str, given: dict[str, Any], status: int, param: str | None
+) -> None:
     with serve(answering).client() as client:
-        response: httpx.Response = client.post(PATH, json={"input": "x"} | given)
-    assert response.status_code in (400, 404)
-    assert response.json()["error"]["param"] == path
-
-
-@pytest.mark.parametrize("end", ["compact", "resp_x/cancel"])
-def test_actions_that_are_not_supported(serve: Serve, end: str) -> None:
-    with serve(answering).client() as client:
-        response = client.post(f"{PATH}/{end}", json={"model": "qwen3-demo", "input": "x"})
-    assert response.status_code in (404, 405)
-    assert response.json()["error"]["message"].startswith(f"got POST {PATH}/{end}, ")
-
-
-def test_events_of_a_stored_response_are_not_kept(serve: Serve) -> None:
-    with serve(answering).client() as client:
-        name = client.post(PATH, json=HI).json()["id"]
-        response = client.get(f"{PATH}/{name}?stream=true&starting_after=1")
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "stream")
+        response: httpx.Response = client.post(PATH + path, json={"input": "x"} | given)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param)
+    assert param or error["message"].startswith(f"got POST {PATH}{path}, ")
 
 
 def test_input_items_are_listed(serve: Serve) -> None:
@@ -169,11 +146,3 @@ def test_invalid_parameters_of_a_list(serve: Serve, params: dict[str, str], para
         # the path decides
         other = {"response_id": first["id"]}
         assert client.get(f"{PATH}/resp_x", params=other).status_code == 404
-
-
-def test_input_tokens_need_an_input(serve: Serve) -> None:
-    with serve(answering).client() as client:
-        counted = client.post(f"{PATH}/input_tokens", json={"input": "hi"}).json()
-        assert counted == {"object": "response.input_tokens", "input_tokens": 1}
-        refused = client.post(f"{PATH}/input_tokens", json={})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")

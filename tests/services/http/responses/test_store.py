@@ -1,6 +1,7 @@
 """Stored responses: their limit, and who may use them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -51,31 +52,37 @@ def test_a_conversation_is_continued() -> None:
     question, answer = store.items(response.id)
     assert (question.role, question.content) == ("user", "hi")
     assert (answer.role, answer.content[0].text) == ("assistant", "so")  # type: ignore
-    reference = Item(type="item_reference", id=answer.id)
-    assert store.resolved([question, reference]) == [question, answer]
+    assert store.resolved([question, *referenced(response)]) == [question, answer]
 
 
 def test_another_key_finds_nothing() -> None:
     store = ResponseStore()
     response = put(store)
-    reference = [Item(type="item_reference", id=response.output[0].id)]
+    reference = referenced(response)
     store.resolved(reference)
     caller.set(Caller(None, "", "", "another key"))
     assert (status(store.body, response.id), status(store.items, response.id)) == (404, 400)
     assert status(store.resolved, reference) == 404
 
 
-def test_the_least_recently_used_ones_are_evicted() -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda store, response: store.body(response.id),
+        lambda store, response: store.resolved(referenced(response)),
+    ],
+    ids=["its body", "a reference"],
+)
+def test_the_least_recently_used_ones_are_evicted(use: Any) -> None:
     store = ResponseStore(max_bytes=40_000)
     first, second = put(store, "a" * 3000), put(store, "b" * 3000)
-    for _ in range(4):
-        store.body(first.id)
+    for _ in range(6):
+        use(store, first)
         put(store, "c" * 3000)
         assert store.num_bytes <= 40_000
     store.body(first.id)
     assert status(store.body, second.id) == 404
-    reference = [Item(type="item_reference", id=second.output[0].id)]
-    assert status(store.resolved, reference) == 404
+    assert status(store.resolved, referenced(second)) == 404
 
 
 def test_a_response_beyond_the_limit_evicts_nothing() -> None:
@@ -87,15 +94,6 @@ def test_a_response_beyond_the_limit_evicts_nothing() -> None:
     assert store.body(first.id)
     assert status(store.body, large.id) == 404
     assert store.num_bytes == before
-
-
-def test_a_reference_is_a_use() -> None:
-    store = ResponseStore(max_bytes=40_000)
-    first = put(store, "a" * 3000)
-    for _ in range(6):
-        assert store.resolved(referenced(first))
-        put(store, "c" * 3000)
-    assert store.body(first.id)
 
 
 def test_references_decode_a_response_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +116,6 @@ def test_references_decode_a_response_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_item_is_referenced_once() -> None:
     store = ResponseStore()
     (reference,) = referenced(put(store))
-    with pytest.raises(
-        ApiError, match=r"input\[1\].id: got 'msg_.*' again, expected one"
-    ) as caught:
+    with pytest.raises(ApiError, match=r"input\[1\].id: got 'msg_.*' again") as caught:
         store.resolved([reference, reference])
     assert caught.value.status == 400

@@ -25,11 +25,8 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 USER = {"role": "user", "content": "hi"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "2"}
-THOUGHT = {
-    "type": "reasoning",
-    "summary": [],
-    "content": [{"type": "reasoning_text", "text": "hm"}],
-}
+PARTS = [{"type": "reasoning_text", "text": "hm"}]
+THOUGHT = {"type": "reasoning", "summary": [], "content": PARTS}
 
 
 def decoded(**given: Any) -> ResponsesRequest:
@@ -93,12 +90,7 @@ def test_tools_and_their_choice() -> None:
     named = chat(tools=[TOOL], tool_choice={"type": "function", "name": "f"}).tool_choice
     assert isinstance(named, NamedTool)
     assert named.function.name == "f"
-    allowed = {
-        "type": "allowed_tools",
-        "mode": "auto",
-        "tools": [{"type": "function", "name": "f"}],
-    }
-    choice = chat(tools=[TOOL], tool_choice=allowed).tool_choice
+    choice = chat(**forced(allowed("auto", {"type": "function", "name": "f"}))).tool_choice
     assert isinstance(choice, AllowedTools)
     assert choice.allowed_tools.tools == [named]
 
@@ -138,6 +130,14 @@ for _ in range(300):
     DEEP = [DEEP]
 
 
+def forced(choice: Any, *tools: Any) -> dict[str, Any]:
+    return {"tools": tools or [TOOL], "tool_choice": choice}
+
+
+def allowed(mode: str, tool: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "mode": mode, "tools": [tool]}
+
+
 @pytest.mark.parametrize(
     ("given", "path"),
     [
@@ -169,56 +169,24 @@ for _ in range(300):
         ({"tools": [SPACE | {"name": None}]}, "tools[0].name"),
         ({"tools": [TOOL | {"name": "s.f"}, SPACE]}, "tools[1].tools[0].name"),
         ({"tools": [SPACE | {"name": f"s{n}", "tools": MANY} for n in range(9)]}, "tools"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "web_search_preview"}}, "tool_choice.type"),
+        (forced("required", {"type": "web_search"}), "tool_choice"),
+        (forced({"type": "web_search_preview"}), "tool_choice.type"),
+        (forced(allowed("required", {"type": "mcp", "server_label": "x"})), "tool_choice.mode"),
         (
-            {
-                "tools": [TOOL],
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "mode": "required",
-                    "tools": [{"type": "mcp", "server_label": "x"}],
-                },
-            },
-            "tool_choice.mode",
-        ),
-        (
-            {
-                "tools": [{"type": "web_search"}, SPACE | {"tools": [ARRAY]}],
-                "tool_choice": "required",
-            },
+            forced("required", {"type": "web_search"}, SPACE | {"tools": [ARRAY]}),
             "tools[1].tools[0].parameters.type",
         ),
-        ({"tools": [SPACE], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        (forced({"type": "function", "name": "f"}, SPACE), "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"name": "f"}]}, "tools[0].type"),
         ({"tools": [{**TOOL, "name": "f" * 129}]}, "tools[0].name"),
         ({"tools": [{**TOOL, "parameters": "{}"}]}, "tools[0].parameters"),
-        ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.mode"),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
-            "tool_choice.tools",
-        ),
-        (
-            {
-                "tools": [TOOL],
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "mode": "auto",
-                    "tools": [{"type": "function", "name": "g"}],
-                },
-            },
-            "tool_choice.tools[0].name",
-        ),
-        (
-            {
-                "tools": [{**TOOL, "parameters": {"type": "array"}}],
-                "tool_choice": "required",
-            },
-            "tools[0].parameters.type",
-        ),
+        (forced({"type": "custom"}), "tool_choice.type"),
+        (forced({"type": "function", "name": "g"}), "tool_choice"),
+        (forced({"type": "allowed_tools"}), "tool_choice.mode"),
+        (forced({"type": "allowed_tools", "mode": "auto"}), "tool_choice.tools"),
+        (forced(allowed("auto", {"type": "function", "name": "g"})), "tool_choice.tools[0].name"),
+        (forced("required", ARRAY), "tools[0].parameters.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),

@@ -9,9 +9,9 @@ import pytest
 from penstock.protocol.messages.client import GenerateRequest, Reply, Request
 from penstock.services.http.shared import body
 from tests.launch.fake_gateway import reply
-from tests.services.http.conftest import Served, behave
+from tests.services.http.conftest import Serve, Served, behave
 from tests.services.http.responses.assembled import assembled
-from tests.services.http.responses.test_server import PATH, Serve, answering, events_in
+from tests.services.http.responses.test_server import PATH, answering, events_in
 
 FUNCTION: dict[str, Any] = {"type": "function", "name": "status", "parameters": {"type": "object"}}
 SPACE = {"type": "namespace", "name": "mcp__a", "description": "A server.", "tools": [FUNCTION]}

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from penstock.protocol.messages.client import GenerateRequest, Reply, Request, TextDelta
 from penstock.services.http.shared.connections import ChunkWriter
 from tests.launch.fake_gateway import reply
-from tests.services.http.conftest import Served, behave
+from tests.services.http.conftest import Serve, Served, behave
 
 LENGTH = 300
 NUM_DISCONNECTED = 10
@@ -66,9 +65,7 @@ def num_flushed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_a_stream_is_whole_and_in_order(
-    serve: Callable[..., Served], num_flushed: list[int]
-) -> None:
+def test_a_stream_is_whole_and_in_order(serve: Serve, num_flushed: list[int]) -> None:
     served = serve(letters)
     expected = "".join(f"{number}," for number in range(LENGTH))
     for _ in range(5):
@@ -78,7 +75,7 @@ def test_a_stream_is_whole_and_in_order(
 
 
 @pytest.mark.slow
-def test_clients_that_disconnect_in_a_burst_harm_nobody(serve: Callable[..., Served]) -> None:
+def test_clients_that_disconnect_in_a_burst_harm_nobody(serve: Serve) -> None:
     served = serve(letters)
     body = b'{"prompt": "x", "stream": true}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
