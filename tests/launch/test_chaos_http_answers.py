@@ -51,19 +51,13 @@ def chunk(reason: str | None = None, index: int = 0, **delta: Any) -> dict[str, 
 
 def test_a_streamed_chat() -> None:
     call = {"index": 0, "function": {"name": "f", "arguments": '{"a'}}
-    received = read(
-        CHAT,
-        [
-            chunk(reasoning_content="so"),
-            chunk(content="a\u2028b\x85c\x00"),
-            chunk(content="d", index=1),
-            chunk(tool_calls=[call]),
-            chunk(tool_calls=[{"index": 0, "function": {"arguments": '":1}'}}]),
-            chunk("tool_calls"),
-            chunk("stop", index=1),
-        ],
-        stream=True,
-    )
+    chunks = [
+        *(chunk(reasoning_content="so"), chunk(content="a\u2028b\x85c\x00")),
+        *(chunk(content="d", index=1), chunk(tool_calls=[call])),
+        chunk(tool_calls=[{"index": 0, "function": {"arguments": '":1}'}}]),
+        *(chunk("tool_calls"), chunk("stop", index=1)),
+    ]
+    received = read(CHAT, chunks, stream=True)
     parts = {
         "0.reasoning": "so",
         "0.content": "a\u2028b\x85c\x00",
@@ -75,18 +69,12 @@ def test_a_streamed_chat() -> None:
 
 
 def test_a_streamed_response_has_its_end_to_compare() -> None:
-    whole = {
-        "status": "completed",
-        "output": [{"type": "message", "content": [{"text": "42"}]}],
-    }
-    received = read(
-        RESPONSES,
-        [
-            {"type": "response.output_text.delta", "output_index": 0, "delta": "4"},
-            {"type": "response.completed", "response": whole},
-        ],
-        stream=True,
-    )
+    output = [{"type": "message", "content": [{"text": "42"}]}]
+    events = [
+        {"type": "response.output_text.delta", "output_index": 0, "delta": "4"},
+        {"type": "response.completed", "response": {"status": "completed", "output": output}},
+    ]
+    received = read(RESPONSES, events, stream=True)
     assert received.streamed == Content({"0.text": "4"})
     assert received.reply == Content({"0.text": "42"}, ("completed", None))
 

@@ -22,7 +22,7 @@ from penstock.protocol.messages.client import (
     Request,
     Usage,
 )
-from tests.launch.fake_gateway import TEXT, Behaviour, Gateway, delta, reply
+from tests.launch.fake_gateway import TEXT, Behaviour, delta, gateway, reply
 
 DEMO = Model("", 264, is_demo=True, end_of_thought=261)
 
@@ -44,6 +44,10 @@ def streamed(
 
 
 RIGHT = content_of(generated([1, 2, 3, 4], "abcd"))
+TOLD = generated([1, 2, 3, 4], "abcd")
+LONGER = generated([1, 2, 3, 4], "abcd", "length")
+TORN = {"is_torn": True, "is_different": True}
+FAILED = ErrorReply(code="failed", message="no luck")
 
 
 @pytest.mark.parametrize(
@@ -55,23 +59,11 @@ RIGHT = content_of(generated([1, 2, 3, 4], "abcd"))
         (streamed([1, 2, 2, 3, 4], "abbcd"), Verdict(tokens_doubled=1, is_different=True)),
         (streamed([1, 2, 3, 5], "abce"), Verdict(is_different=True)),
         (streamed([1, 2, 3, 4], "abce"), Verdict(is_different=True)),
-        (
-            streamed([1, 2, 3, 4], "abcd", told=generated([1, 2, 3, 4], "abcd", "length")),
-            Verdict(is_different=True),
-        ),
-        (
-            streamed([1, 2, 4], "abd", told=generated([1, 2, 3, 4], "abcd")),
-            Verdict(tokens_lost=1, is_torn=True, is_different=True),
-        ),
-        (
-            streamed([1, 2, 3, 3, 4], "abccd", told=generated([1, 2, 3, 4], "abcd")),
-            Verdict(tokens_doubled=1, is_torn=True, is_different=True),
-        ),
+        (streamed([1, 2, 3, 4], "abcd", told=LONGER), Verdict(is_different=True)),
+        (streamed([1, 2, 4], "abd", told=TOLD), Verdict(tokens_lost=1, **TORN)),
+        (streamed([1, 2, 3, 3, 4], "abccd", told=TOLD), Verdict(tokens_doubled=1, **TORN)),
         (Received(True, Content({"tokens": [1], "text": "a"})), Verdict(lost="no answer")),
-        (
-            streamed([1], "a", told=ErrorReply(code="failed", message="no luck")),
-            Verdict(lost="failed: no luck"),
-        ),
+        (streamed([1], "a", told=FAILED), Verdict(lost="failed: no luck")),
     ],
 )
 def test_check_finds_what_is_wrong(received: Received, verdict: Verdict) -> None:
@@ -132,11 +124,8 @@ def run_load(tmp_path: Path, behaviour: Behaviour, options: ChaosOptions) -> lis
             return [check(one.received, expected[one.number]) for one in load.done]
 
     endpoint = f"ipc://{tmp_path}/clients"
-    gateway = Gateway(endpoint, behaviour)
-    try:
+    with gateway(endpoint, behaviour):
         return asyncio.run(run())
-    finally:
-        gateway.close()
 
 
 def behind_the_first(number: int, wrong: Callable[[GenerateRequest], list[Reply]]) -> Behaviour:
@@ -153,16 +142,10 @@ def behind_the_first(number: int, wrong: Callable[[GenerateRequest], list[Reply]
 @pytest.mark.parametrize(
     ("wrong", "verdict"),
     [
-        (lambda request: [delta(request, 0, 3), reply(request)], Verdict()),
-        (
-            lambda request: [reply(request, TEXT[:-1])],
-            Verdict(tokens_lost=1, is_different=True),
-        ),
-        (
-            lambda request: [reply(request, TEXT + "!")],
-            Verdict(tokens_doubled=1, is_different=True),
-        ),
-        (lambda request: [reply(request, "two one")], Verdict(is_different=True)),
+        (lambda it: [delta(it, 0, 3), reply(it)], Verdict()),
+        (lambda it: [reply(it, TEXT[:-1])], Verdict(tokens_lost=1, is_different=True)),
+        (lambda it: [reply(it, TEXT + "!")], Verdict(tokens_doubled=1, is_different=True)),
+        (lambda it: [reply(it, "two one")], Verdict(is_different=True)),
         (lambda _: [ErrorReply(code="failed", message="bad")], Verdict(lost="failed: bad")),
     ],
 )
@@ -183,7 +166,7 @@ def test_load_finds_a_stream_that_differs_from_its_reply(tmp_path: Path) -> None
 
     options = ChaosOptions(num_requests=2, concurrency=1, distinct=1)
     verdicts = run_load(tmp_path, behind_the_first(1, wrong), options)
-    assert verdicts == [Verdict(is_torn=True, is_different=True)] * len(verdicts)
+    assert verdicts == [Verdict(**TORN)] * len(verdicts)
 
 
 def test_load_counts_what_never_comes(tmp_path: Path) -> None:
