@@ -8,7 +8,7 @@ import gzip
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from penstock.protocol.client.client import Client
 from penstock.protocol.messages.client import GenerateRequest, StatusRequest, TokenizePromptRequest
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.protocol.transport.process import raise_descriptor_limit
-from tests.pipeline.conftest import PATIENT, Pipeline, pipeline  # noqa: F401  a fixture
+from tests.chaos.conftest import Start
+from tests.pipeline.conftest import PATIENT, Pipeline
 from tests.pipeline.load import Load
 from tests.pipeline.ports import free_port
 
@@ -45,7 +46,7 @@ LONG = {"max_tokens": 400, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def served(pipeline: Callable[..., Pipeline]) -> Pipeline:  # noqa: F811
+def served(pipeline: Start) -> Pipeline:
     where = f"tcp://127.0.0.1:{free_port()}"
     flags = ("--http", "1", "--http-port", str(free_port()), "--max-deaths", "100")
     limit = ("--max-open-bytes", str(MAX_OPEN_BYTES))

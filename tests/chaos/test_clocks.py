@@ -1,13 +1,13 @@
 """Every process is killed and restarts with a clock that is an hour late: all is answered."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from penstock.launch.pipeline.procfile import PROCFILE
-from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
+from tests.chaos.conftest import Start
+from tests.pipeline.conftest import Pipeline
 from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
@@ -18,7 +18,7 @@ OTHERS = ("worker", "tokenizer", "detokenizer")
 
 @pytest.fixture(scope="module")
 def served(
-    pipeline: Callable[..., Pipeline],  # noqa: F811
+    pipeline: Start,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Pipeline:
     folder = tmp_path_factory.mktemp("started")

@@ -4,12 +4,13 @@
 """
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from penstock.protocol.messages.client import TextDelta
-from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
+from tests.chaos.conftest import Start
+from tests.pipeline.conftest import Pipeline
 from tests.tools.demo.tasks import answer_to, count_prompt
 
 pytestmark = pytest.mark.chaos
@@ -21,7 +22,7 @@ STOPPED = ("scheduler.1", "worker.1", "gateway.1")  # each takes the hang time-o
 
 
 @pytest.fixture(scope="module")
-def served(pipeline: Callable[..., Pipeline]) -> Pipeline:  # noqa: F811
+def served(pipeline: Start) -> Pipeline:
     return pipeline("--tp", "2", "--max-deaths", "100", "--hang-timeout", "3")
 
 

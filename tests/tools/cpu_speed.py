@@ -58,15 +58,10 @@ def worker_turn(name: str, batch: int, length: int, steps: int) -> Turn:
 
     def turn() -> tuple[float, float]:
         runner.clear()
-        rows = [
-            RowAdded(
-                slot,
-                pack(prompt(slot, length)),
-                pack(range(slot * blocks, (slot + 1) * blocks)),
-                0,
-            )
-            for slot in range(batch)
-        ]
+        rows = []
+        for slot in range(batch):
+            own = pack(range(slot * blocks, (slot + 1) * blocks))
+            rows.append(RowAdded(slot, pack(prompt(slot, length)), own, 0))
         chunks = pack(number for slot in range(batch) for number in (slot, length))
         start = clock()
         runner.launch(BatchPlan(1, 0, added=rows, chunks=chunks)).token_ids()
@@ -91,13 +86,8 @@ def llama_turn(path: str, batch: int, length: int, steps: int) -> Turn:
     server = xllamacpp.Server(params)
 
     def complete(number: int) -> float:
-        request = {
-            "prompt": prompt(0, length),
-            "n_predict": number,
-            "cache_prompt": False,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
+        request = {"prompt": prompt(0, length), "n_predict": number, "cache_prompt": False}
+        request |= {"temperature": 0, "ignore_eos": True}
         start = clock()
         answer = server.handle_completions(request)
         if answer["timings"]["predicted_n"] != number:
@@ -171,24 +161,14 @@ OTHERS = {"llama": llama_turn, "hf": hf_turn, "copy": copy_turn, "avx2": avx2_tu
 
 def write_file(folder: Path, path: Path, kind: str) -> None:
     """Write the GGUF file of a checkpoint of one shard, with embedding and head in Q8_0."""
-    from gguf import GGMLQuantizationType, GGUFWriter
     from safetensors.torch import load_file
 
     from penstock.launch.gguf import MATRICES
-    from tests.launch.extras.gguf_files import add_tokenizer, as_type, named
+    from tests.launch.extras.gguf_files import add_tensor, add_tokenizer, close, named, new_writer
 
     config = json.loads((folder / "config.json").read_text())
-    writer = GGUFWriter(path, "qwen3")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
+    writer = new_writer(path, config)
     writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     used = {one["id"] for one in tokenizer["added_tokens"]}
     first = len(tokenizer["model"]["vocab"]) + len(used)
@@ -200,13 +180,8 @@ def write_file(folder: Path, path: Path, kind: str) -> None:
     (shard,) = folder.glob("*.safetensors")
     for name, data in named(load_file(shard), config).items():
         is_matrix = any(f".{part}." in name for part in MATRICES)
-        own = kind if is_matrix else "F32" if data.ndim == 1 else "Q8_0"
-        type_ = GGMLQuantizationType[own]
-        writer.add_tensor(name, as_type(data, type_), raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        add_tensor(writer, name, data, kind if is_matrix else "F32" if data.ndim == 1 else "Q8_0")
+    close(writer)
 
 
 def serve_turns(name: str, sizes: tuple[int, int, int]) -> None:
@@ -273,13 +248,8 @@ def main() -> None:
     gguf.add_argument("kind")
     command = commands.add_parser("run")
     command.add_argument("names", nargs="+")
-    for option, default in (
-        ("turns", 8),
-        ("batch", 1),
-        ("length", 128),
-        ("steps", 16),
-        ("threads", 1),
-    ):
+    numbers = {"turns": 8, "batch": 1, "length": 128, "steps": 16, "threads": 1}
+    for option, default in numbers.items():
         command.add_argument(f"--{option}", type=int, default=default)
     command.add_argument("--wall", action="store_true")
     serve = commands.add_parser("serve")

@@ -19,27 +19,14 @@ BATCH = 1000
 SPACES = " \t\n\r\x0b\x0c\x85\xa0\u2003\u2028\u2029\u3000\u200b\ufeff"
 CONTRACTIONS = ["'s", "'S", "'t", "'RE", "'ve", "'m", "'lL", "'D", "'ſ", "’s", "''s", "'K"]
 COMBINED = ["e\u0301", "é", "A\u030a", "Å", "\u212b", "\u1e9b\u0323", "\u0958", "\u2126", "\ufb1d"]
-COMBINED += [
-    "\u1100\u1161\u11a8",
-    "각",
-    "\u0344",
-    "q\u0307\u0323",
-    "\u0f73",
-    "\U0001d15e",
-    "ﬁ",
-    "²",
-]
+COMBINED += ["\u1100\u1161\u11a8", "각", "\u0344", "q\u0307\u0323", "\u0f73"]
+COMBINED += ["\U0001d15e", "ﬁ", "²"]
 EMOJI = ["🙂", "👩\u200d🚀", "🏳️\u200d🌈", "🇩🇪", "👍🏽", "☺\ufe0f", "\U0001f9d1\u200d\U0001f91d"]
 WORDS = "the of def return import Straße naïve Ελλάδα МОСКВА 東京 数字 العربية עברית हिन्दी ไทย x1y2"
 SCRIPTS = [(0, 0x80), (0x80, 0x250), (0x250, 0x590), (0x590, 0xE00), (0xE00, 0x2000)]
 SCRIPTS += [(0x2000, 0x3000), (0x3000, 0xD800), (0xE000, 0x10000), (0x10000, 0x20000)]
-SCRIPTS += [
-    (0x20000, 0x110000),
-    (0x300, 0x370),
-    (0x1100, 0x1200),
-    (0x660, 0x66A),
-    (0x1D7CE, 0x1D800),
-]
+SCRIPTS += [(0x20000, 0x110000), (0x300, 0x370), (0x1100, 0x1200), (0x660, 0x66A)]
+SCRIPTS += [(0x1D7CE, 0x1D800)]
 
 
 def kinds(tokens: list[str], special: list[str], texts: list[str]) -> list[Callable[[Random], str]]:
@@ -57,14 +44,8 @@ def kinds(tokens: list[str], special: list[str], texts: list[str]) -> list[Calla
         return "".join(rng.choice(pool) * rng.randint(1, 9) for _ in range(rng.randint(1, 12)))
 
     def words(rng: Random) -> str:
-        pools = [
-            WORDS.split(),
-            CONTRACTIONS,
-            COMBINED,
-            EMOJI,
-            list(SPACES),
-            ["12345", "7", "٣", "½"],
-        ]
+        digits = ["12345", "7", "٣", "½"]
+        pools = [WORDS.split(), CONTRACTIONS, COMBINED, EMOJI, list(SPACES), digits]
         return "".join(rng.choice(rng.choice(pools)) for _ in range(rng.randint(1, 25)))
 
     def of_tokens(rng: Random) -> str:
@@ -76,14 +57,8 @@ def kinds(tokens: list[str], special: list[str], texts: list[str]) -> list[Calla
         for _ in range(rng.randint(1, 6)):
             one = rng.choice(special)
             at = rng.randrange(len(one))
-            forms = (
-                one,
-                one[:at],
-                one[at:],
-                one + one,
-                one[:at] + "\u0301" + one[at:],
-                one.upper(),
-            )
+            marked = one[:at] + "\u0301" + one[at:]
+            forms = (one, one[:at], one[at:], one + one, marked, one.upper())
             parts += [rng.choice(forms), rng.choice(["", " ", "\n", "a", "é", words(rng)])]
         return "".join(parts)
 

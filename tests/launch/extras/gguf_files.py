@@ -22,9 +22,20 @@ def write_gguf(folder: Path, path: Path, kind: str) -> dict[str, np.ndarray[Any,
     Returns the numbers that the file stands for, by the names of its tensors.
     """
     config = json.loads((folder / "config.json").read_text())
+    writer = new_writer(path, config)
+    add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
+    numbers = {}
+    for name, data in named(load_file(folder / SINGLE_FILE), config).items():
+        is_matrix = any(f".{part}." in name for part in MATRICES)
+        numbers[name] = add_tensor(writer, name, data, kind if is_matrix else "F32")
+    close(writer)
+    return numbers
+
+
+def new_writer(path: Path, config: dict[str, Any]) -> GGUFWriter:
+    """Return a writer that has the fields of a configuration."""
     num_experts = config.get("num_experts", config.get("num_local_experts", 0))
-    arch = "qwen3moe" if num_experts else "qwen3"
-    writer = GGUFWriter(path, arch)
+    writer = GGUFWriter(path, "qwen3moe" if num_experts else "qwen3")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -32,24 +43,31 @@ def write_gguf(folder: Path, path: Path, kind: str) -> dict[str, np.ndarray[Any,
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if arch == "qwen3moe":
+    if num_experts:
         writer.add_expert_count(num_experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    add_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text()))
-    numbers = {}
-    for name, data in named(load_file(folder / SINGLE_FILE), config).items():
-        type_ = kind if any(f".{part}." in name for part in MATRICES) else "F32"
-        stored = as_type(data, GGMLQuantizationType[type_])
-        writer.add_tensor(name, stored, raw_dtype=GGMLQuantizationType[type_])
-        numbers[name] = dequantize(stored, GGMLQuantizationType[type_])
+    return writer
+
+
+def add_tensor(
+    writer: GGUFWriter, name: str, data: np.ndarray[Any, Any], kind: str
+) -> np.ndarray[Any, Any]:
+    """Return the numbers that the tensor has in this type."""
+    type_ = GGMLQuantizationType[kind]
+    stored = as_type(data, type_)
+    writer.add_tensor(name, stored, raw_dtype=type_)
+    return np.asarray(dequantize(stored, type_))
+
+
+def close(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return numbers
 
 
 def add_tokenizer(writer: GGUFWriter, tokenizer: dict[str, Any], template: str = "") -> None:

@@ -1,0 +1,29 @@
+"""Fixtures of several modules."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.launch.pipeline.procfile import PROCFILE
+from tests.pipeline.conftest import Pipeline, pipeline
+
+__all__ = ["pipeline"]
+
+HERE = Path(__file__).parent
+Start = Callable[..., Pipeline]
+
+
+@pytest.fixture
+def start_with(pipeline: Start, tmp_path: Path) -> Start:
+    """Start a pipeline in which a program of this folder takes the place of a service."""
+
+    def start(kind: str, program: str, *flags: str, assignment: str = "") -> Pipeline:
+        procfile = tmp_path / "procfile"
+        line = f"{kind}: {assignment} python -P {HERE / program}"
+        text = re.sub(f"^{kind}: .*$", line, PROCFILE.read_text(), flags=re.MULTILINE)
+        procfile.write_text(text)
+        return pipeline("--procfile", str(procfile), *flags)
+
+    return start
