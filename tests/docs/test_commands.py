@@ -3,7 +3,6 @@
 import functools
 import re
 import shlex
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,7 +27,6 @@ SOURCE = "\n".join(
     for top in ("kernels", "launch", "models", "protocol", "services")
     for path in ROOT.glob(f"{top}/**/*.py")
 )
-SMALL = ["launch", "launch --version"]
 
 
 def in_blocks() -> list[str]:
@@ -96,17 +94,6 @@ def test_a_wrong_command_would_be_noticed(broken: str) -> None:
 @pytest.mark.parametrize("command", sorted(set(in_text(r"python -m "))))
 def test_a_module_exists(command: str) -> None:
     assert find_spec(command.split()[2])
-
-
-@pytest.mark.parametrize("command", SMALL)
-def test_a_small_command_runs(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", shlex.split(command))
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 0
-    assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", sorted(set(in_text(rf"(?:{FOLDERS})/[\w./-]*$"))))

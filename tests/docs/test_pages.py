@@ -85,10 +85,3 @@ def test_every_status_is_documented() -> None:
 @pytest.mark.parametrize("name", list(PAGES))
 def test_a_generated_page_is_up_to_date(name: str) -> None:
     assert (FOLDER / name).read_text() == PAGES[name](), "run `make docs`"
-
-
-def test_the_page_of_commands_has_their_arguments() -> None:
-    page = PAGES["commands.md"]()
-    for usage in ("launch scale tokenizer|detokenizer|http number", "launch batch IN.jsonl"):
-        assert f"\n`{usage}" in page
-    assert "`--max-deaths MAX_DEATHS`" in page

@@ -11,20 +11,12 @@ from typing import Any
 import pytest
 
 from penstock.launch.commands import client
-from penstock.protocol.messages.client import (
-    AbortReply,
-    AbortRequest,
-    GenerateRequest,
-    Reply,
-    Request,
-    StatusRequest,
-)
+from penstock.protocol.messages.client import GenerateRequest, Reply, Request, StatusRequest
 from penstock.protocol.messages.status import StatusReply
-from tests.launch.fake_gateway import Gateway, delta, gateway, reply
+from tests.launch.fake_gateway import STATUS, Gateway, delta, echo, gateway, reply
 
 pytestmark = pytest.mark.timeout(60)
 Launch = Callable[..., subprocess.CompletedProcess[str]]
-STATUS = {"num_requests": 0, "tokenizers": {}, "schedulers": [], "num_bad_frames": 0}
 
 
 def say_yes(request: Request) -> list[Reply]:
@@ -36,11 +28,9 @@ def say_yes(request: Request) -> list[Reply]:
             return [delta(request, 0, 3)]
         case GenerateRequest():
             return [reply(request, "yes")]
-        case AbortRequest(request_id=request_id):
-            return [AbortReply(request_id=request_id, found=True)]
         case StatusRequest():
-            return [StatusReply(ready=True, model="", name="a-model", **STATUS)]
-    return []
+            return [StatusReply(ready=True, name="a-model", **STATUS)]
+    return echo(request)
 
 
 @pytest.fixture

@@ -46,17 +46,21 @@ MODEL = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
 @pytest.fixture
 def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Start a pipeline for a model with these facts: the sentence that refuses it."""
 
-    def begin(facts: dict[str, object], tp: int, **fields: Any) -> str:
+    def begin(facts: dict[str, object], tp: int = 1, **fields: Any) -> str:
         (tmp_path / "config.json").write_text(json.dumps(MODEL | facts))
         with pytest.raises(LaunchError) as error:
             start(Config(name="x", model=str(tmp_path), tp=tp, **fields), PROCFILE, 5)
         return str(error.value)
 
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(module, "Supervisor", None)
     return begin
 
@@ -75,50 +79,57 @@ def test_spare_workers_that_form_no_group_are_reported(
         assert ("--spare-workers: got 1, expected at" in capsys.readouterr().err) == is_reported
 
 
-def test_fewer_open_files_than_the_processes_need(tmp_path: Path) -> None:
-    launch = f"{sys.executable} -P -m penstock.launch all --tokenizers 20"
-    ran = subprocess.run(
-        ["sh", "-c", f"ulimit -n 64; exec {launch}"],
-        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 2
-    expected = "launch: open files: got a limit of 64, expected 278 or more for 25 processes; raise"
-    assert ran.stderr.startswith(expected)
-    assert ran.stderr.count("\n") == 1
-    assert not ran.stdout
+@pytest.mark.parametrize(
+    ("limit", "words", "expected"),
+    [
+        (64, "all --tokenizers 20", "64, expected 278 or more for 25 processes; raise"),
+        (10, "ask --endpoint ipc:///none x", "10, expected 32 or more; raise it (`ulimit -n`)"),
+    ],
+)
+def test_fewer_open_files_than_are_needed(
+    tmp_path: Path, limit: int, words: str, expected: str
+) -> None:
+    launch = f"ulimit -n {limit}; exec {sys.executable} -P -m penstock.launch {words}"
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    ran = subprocess.run(["sh", "-c", launch], env=environment, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
+    assert ran.stderr.startswith(f"launch: open files: got a limit of {expected}")
 
 
-def test_fewer_open_files_than_a_client_needs() -> None:
-    ask = f"{sys.executable} -P -m penstock.launch ask --endpoint ipc:///none x"
-    command = ["sh", "-c", f"ulimit -n 10; exec {ask}"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    expected = "launch: open files: got a limit of 10, expected 32 or more; raise it (`ulimit -n`)"
-    assert (ran.returncode, ran.stdout, ran.stderr.rstrip()) == (2, "", expected)
+YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
+REACHED = "may be reached from other machines: "
+NO_ADDRESS = "expected an address of this machine or its name"
 
 
-def test_another_architecture(refused: Callable[..., str]) -> None:
-    assert "--model: " in refused({"architectures": ["LlamaForCausalLM"]}, 1)
-    assert "'LlamaForCausalLM'" in refused({"architectures": ["LlamaForCausalLM"]}, 1)
+@pytest.mark.parametrize(
+    ("facts", "fields", "sentence"),
+    [
+        ({"architectures": ["Llama"]}, {}, "architectures: got ['Llama'], expected Qwen3ForCausal"),
+        ({}, {"tp": 3}, "--tp: got 3, expected a divisor of the model's num_attention_heads, 4"),
+        ({}, {"max_model_len": 9}, "--max-model-len: got 9, expected at most 8, the positions of "),
+        (YARN, {"max_model_len": 33}, "--max-model-len: got 33, expected at most 32, the positio"),
+        *(
+            ({}, {"endpoint": endpoint}, f"--endpoint {endpoint} {REACHED}")
+            for endpoint in ("tcp://0.0.0.0:55", "tcp://*:55", "tcp://[::]:55", "tcp://gpu1:55")
+        ),
+        *(
+            ({}, {"http_host": host}, f"--http-host {host} {REACHED}")
+            for host in ("0.0.0.0", "::")  # noqa: S104
+        ),
+        *(
+            ({}, {"http_host": host}, f"--http-host: got {host!r}, {NO_ADDRESS}")
+            for host in ("nosuchhost.invalid", "/run/x.sock", "a" * 70 + ".b")
+        ),
+        ({}, {"allowed_origins": "[1"}, "--allowed-origins: got '[1', expected "),
+    ],
+)
+def test_what_is_refused_before_anything_starts(
+    refused: Callable[..., str], facts: dict[str, object], fields: dict[str, Any], sentence: str
+) -> None:
+    said = refused(facts, **fields)
+    assert said.startswith("--")
+    assert sentence in said
     assert not run_folder("x").exists()
-
-
-def test_heads_that_do_not_divide(refused: Callable[..., str]) -> None:
-    assert refused({}, 3) == (
-        "--tp: got 3, expected a divisor of the model's num_attention_heads, 4"
-    )
-
-
-def test_a_context_beyond_the_models_positions(refused: Callable[..., str]) -> None:
-    sentence = refused({}, 1, max_model_len=9)
-    assert (
-        "--max-model-len: got 9, expected at most 8, the positions of the model; a rope_sc"
-        in sentence
-    )
-    yarn = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
-    assert "got 33, expected at most 32, the positions" in refused(yarn, 1, max_model_len=33)
 
 
 def test_a_checkpoint_without_its_files(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -160,14 +171,6 @@ def test_a_run_folder_too_deep_names_its_variable(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, str(deep))
     assert refused({}, 1).startswith(f"{variable}: got socket path {deep}")
-
-
-def test_an_endpoint_that_others_reach(refused: Callable[..., str]) -> None:
-    for endpoint in ("tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://[::]:5555", "tcp://gpu1:5555"):
-        sentence = refused({}, 1, endpoint=endpoint)
-        assert sentence.startswith(f"--endpoint {endpoint} may be reached from other machines: ")
-        assert "--curve-keys FOLDER" in sentence
-    assert not run_folder("x").exists()
 
 
 def test_keys_that_can_not_be_read(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -226,10 +229,7 @@ def test_an_endpoint_is_the_same_in_every_folder(
 @pytest.mark.parametrize(
     "endpoint",
     [
-        "nonsense",
-        "udp://127.0.0.1:5555",
-        "tcp://127.0.0.1:*",
-        "tcp://127.0.0.1:0",
+        *("nonsense", "udp://127.0.0.1:5555", "tcp://127.0.0.1:*", "tcp://127.0.0.1:0"),
         "tcp://x.invalid:1",
     ],
 )
@@ -250,30 +250,16 @@ def test_an_http_port_in_use(host: str) -> None:
 
 
 def test_an_http_host_that_is_none_of_ours() -> None:
-    with pytest.raises(
-        LaunchError, match=r"--http-host 192\.0\.2\.1, --http-port 8000: Cannot ass"
-    ):
-        check_http_port(Config(http=1, http_host="192.0.2.1", api_key="x"))
+    host = "192.0.2.1"
+    with pytest.raises(LaunchError, match=f"--http-host {host}, --http-port 8000: Cannot assign"):
+        check_http_port(Config(http=1, http_host=host, api_key="x"))
 
 
-def test_an_http_host_that_others_reach(refused: Callable[..., str]) -> None:
-    for host in ("0.0.0.0", "::"):  # noqa: S104
-        sentence = refused({}, 1, http_host=host)
-        assert sentence.startswith(f"--http-host {host} may be reached from other machines: ")
+def test_http_hosts_that_others_reach_need_a_key_or_a_word() -> None:
     for more in ({"api_key": "x"}, {"insecure": True}):
         check_http_reach(Config(http_host="::", **more))  # type: ignore[arg-type]
     for host in ("localhost", "::1", "[::1]"):
         check_http_reach(Config(http_host=host))
-
-
-@pytest.mark.parametrize("host", ["nosuchhost.invalid", "/run/x.sock", "a" * 70 + ".b"])
-def test_an_http_host_that_is_no_address(refused: Callable[..., str], host: str) -> None:
-    sentence = f"--http-host: got {host!r}, expected an address of this machine or its name"
-    assert refused({}, 1, http_host=host) == sentence
-
-
-def test_origins_that_are_no_list(refused: Callable[..., str]) -> None:
-    assert refused({}, 1, allowed_origins="[1").startswith("--allowed-origins: got '[1', expected ")
     check_http_reach(Config(allowed_origins='["http://a"]'))
 
 
@@ -283,11 +269,8 @@ def test_only_a_name_lets_the_addresses_be_chosen() -> None:
     assert addresses_to_choose({"name": "second", "http_port": 1}) == {"endpoint"}
 
 
-def test_free_addresses_are_chosen_and_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_free_addresses_are_chosen_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Ports that others listen at, or that another pipeline has just chosen, are left out."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     chosen = addresses_to_choose({"name"})
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -302,10 +285,7 @@ def test_free_addresses_are_chosen_and_said(
     assert port < second.http_port < third.http_port < port + module.MAX_PORTS
 
 
-def test_a_free_address_is_not_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_a_free_address_is_not_changed(capsys: pytest.CaptureFixture[str]) -> None:
     own = Config(name="x", endpoint=f"tcp://127.0.0.1:{free_port()}", http_port=free_port())
     with claim(own):
         assert with_free_addresses(own, addresses_to_choose({"name"})) == own
@@ -316,13 +296,8 @@ def test_a_free_address_is_not_changed(
     ("chosen", "option"), [("endpoint", "http-port"), ("http_port", "endpoint")]
 )
 def test_no_free_port_is_told_where_a_given_address_is_in_use(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    chosen: str,
-    option: str,
+    capsys: pytest.CaptureFixture[str], chosen: str, option: str
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         own = Config(name="x", endpoint=f"tcp://127.0.0.1:{port}", http_port=port)
@@ -331,8 +306,7 @@ def test_no_free_port_is_told_where_a_given_address_is_in_use(
     assert not capsys.readouterr().out
 
 
-def test_no_port_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_no_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PORTS", 1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         own = Config(name="x", http_port=taken.getsockname()[1])

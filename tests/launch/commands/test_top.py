@@ -17,6 +17,7 @@ from penstock.protocol.messages.status import (
     SchedulerStatus,
     StatusReply,
 )
+from tests.launch.fake_gateway import STATUS
 
 TOP = [sys.executable, "-P", "-m", "penstock.launch", "top"]
 
@@ -40,17 +41,8 @@ def report_of(moment: float, metrics: Metrics | None, cpu: float = 0.0) -> Repor
     scheduler = SchedulerStatus(
         epoch=1, ready=True, num_waiting=3, num_running=5, num_blocks=10, num_free_blocks=4
     )
-    status = StatusReply(
-        ready=True,
-        model="",
-        num_requests=8,
-        tokenizers={},
-        schedulers=[scheduler],
-        num_bad_frames=0,
-        processes=[worker],
-        metrics=metrics,
-    )
-    return Report(moment, status)
+    running = {"num_requests": 8, "schedulers": [scheduler], "processes": [worker]}
+    return Report(moment, StatusReply(ready=True, **STATUS | running, metrics=metrics))
 
 
 def rows(before: Report, now: Report, oldest: Report | None) -> list[list[str]]:

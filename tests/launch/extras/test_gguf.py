@@ -23,12 +23,32 @@ from tests.models.checkpoints import EXPERTS, save_checkpoint
 from tests.models.forward import load_model, prefill_logits
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 1}
+INCOMPLETE = "is not a complete GGUF file of version 2 or 3; download it again"
 SPARSE = EXPERTS | SHAPE | {"num_experts": 4, "moe_intermediate_size": 256, "mlp_only_layers": []}
 
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Return a small model in Q8_0, made of `made` beside it."""
+    save_checkpoint(tmp_path / "made", **SHAPE)
+    write_gguf(tmp_path / "made", tmp_path / "model.gguf", "Q8_0")
+    return tmp_path / "model.gguf"
+
+
+def refused(file: Path, sentence: str) -> None:
+    with pytest.raises(LaunchError, match=sentence):
+        resolve({"model": str(file)})
+
+
+def write_fields(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
 
 
 @pytest.mark.parametrize("shape", [SHAPE, SPARSE], ids=["dense", "experts"])
@@ -67,10 +87,7 @@ def test_numbers_are_those_of_the_file(tmp_path: Path, kind: str, shape: dict[st
     assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
 
 
-def test_a_file_is_converted_once(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "made", **SHAPE)
-    file = tmp_path / "model.gguf"
-    write_gguf(tmp_path / "made", file, "Q8_0")
+def test_a_file_is_converted_once(file: Path, tmp_path: Path) -> None:
     first = Path(resolve({"model": str(file)})["model"])
     (first / "mark").touch()
     assert Path(resolve({"model": str(file)})["model"]) == first
@@ -99,9 +116,7 @@ def test_the_tokenizer_of_qwen3(tmp_path: Path, qwen3_folder: Path) -> None:
         one["id"] = number
     writer = GGUFWriter(tmp_path / "model.gguf", "qwen3")
     add_tokenizer(writer, made, "{{ tools }}")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
+    write_fields(writer)
     fields = GGUFReader(tmp_path / "model.gguf").fields.items()
     write_tokenizer(tmp_path, {name: one.contents() for name, one in fields}, tmp_path)
     ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -114,49 +129,39 @@ def test_the_tokenizer_of_qwen3(tmp_path: Path, qwen3_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("content", "sentence"),
     [
         (b"", "is not a GGUF file; download it again"),
-        (b"GGUF", "is not a complete GGUF file of version 2 or 3; download it again"),
-        (b"GGUF\1\0\0\0" + bytes(100), "is not a complete GGUF file of version 2 or 3"),
+        (b"GGUF", INCOMPLETE),
+        (b"GGUF\1\0\0\0" + bytes(100), INCOMPLETE),
         (b"PK\3\4" + bytes(100), "is not a GGUF file; download it again"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS to the file"),
     ],
 )
-def test_damaged_files_are_refused(tmp_path: Path, change: bytes, sentence: str) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(change)
-    with pytest.raises(LaunchError, match=sentence):
-        resolve({"model": str(file)})
+def test_damaged_files_are_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
+    (tmp_path / "model.gguf").write_bytes(content)
+    refused(tmp_path / "model.gguf", sentence)
     assert not any((tmp_path / "cache").rglob("*.json"))
 
 
 @pytest.mark.parametrize("size", [100, 5000, -1, -100_000])
-def test_files_that_are_cut_off_are_refused(tmp_path: Path, size: int) -> None:
-    save_checkpoint(tmp_path / "made", **SHAPE)
-    file = tmp_path / "model.gguf"
-    write_gguf(tmp_path / "made", file, "Q8_0")
+def test_files_that_are_cut_off_are_refused(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(LaunchError, match="is not a complete GGUF file"):
-        resolve({"model": str(file)})
+    refused(file, INCOMPLETE)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        (b"qwen3", b"qwen\xff", "is not a complete GGUF file of version 2 or 3; download it again"),
+        (b"qwen3", b"qwen\xff", INCOMPLETE),
         (b"blk.0.attn_q.weight", b"blk.attn_q.0.weight", "got a tensor blk.attn_q.0.weight, exp"),
     ],
 )
 def test_fields_that_are_changed_are_refused(
-    tmp_path: Path, old: bytes, new: bytes, sentence: str
+    file: Path, old: bytes, new: bytes, sentence: str
 ) -> None:
-    save_checkpoint(tmp_path / "made", **SHAPE)
-    file = tmp_path / "model.GGUF"
-    write_gguf(tmp_path / "made", file, "Q8_0")
     file.write_bytes(file.read_bytes().replace(old, new, 1))
-    with pytest.raises(LaunchError, match=sentence):
-        resolve({"model": str(file)})
+    refused(file.rename(file.with_suffix(".GGUF")), sentence)
 
 
 def test_a_type_without_numbers_is_refused(tmp_path: Path) -> None:
@@ -166,8 +171,7 @@ def test_a_type_without_numbers_is_refused(tmp_path: Path) -> None:
     data = file.read_bytes()
     at = data.index(b"blk.0.attn_q.weight") + 19 + 4 + 2 * 8  # number of dimensions, dimensions
     file.write_bytes(data[:at] + struct.pack("<I", GGMLQuantizationType.I32) + data[at + 4 :])
-    with pytest.raises(LaunchError, match=r"blk\.0\.attn_q\.weight: got I32 of shape \[256, 256\]"):
-        resolve({"model": str(file)})
+    refused(file, r"blk\.0\.attn_q\.weight: got I32 of shape \[256, 256\]")
 
 
 def test_a_user_without_a_home_folder_gets_a_sentence(
@@ -179,16 +183,10 @@ def test_a_user_without_a_home_folder_gets_a_sentence(
     (tmp_path / "model.gguf").touch()
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
-    with pytest.raises(LaunchError, match=r"home directory\. Set HOME"):
-        resolve({"model": str(tmp_path / "model.gguf")})
+    refused(tmp_path / "model.gguf", r"home directory\. Set HOME")
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
-    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(LaunchError, match=r"general\.architecture: got 'llama', expected qwen3"):
-        resolve({"model": str(tmp_path / "model.gguf")})
-    with pytest.raises(LaunchError, match="expected an existing folder or GGUF file"):
-        resolve({"model": str(tmp_path / "none.gguf")})
+    write_fields(GGUFWriter(tmp_path / "model.gguf", "llama"))
+    refused(tmp_path / "model.gguf", r"general\.architecture: got 'llama', expected qwen3")
+    refused(tmp_path / "none.gguf", "expected an existing folder or GGUF file")

@@ -24,13 +24,8 @@ DEMO = Config().model_folder
 SERVED = [
     *("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B-FP8", "Qwen3-14B", "Qwen3-32B-FP8"),
     *("Qwen3-4B-AWQ", "Qwen3-1.7B-GPTQ-Int8", "(compressed-tensors, pack-quantized W4A16)"),
-    *(
-        "Qwen3-30B-A3B",
-        "Qwen3-30B-A3B-FP8",
-        "Qwen3-30B-A3B-GPTQ-Int4",
-        "Qwen3-235B-A22B-FP8",
-        "Qwen3-Coder-480B-A35B-Instruct",
-    ),
+    *("Qwen3-30B-A3B", "Qwen3-30B-A3B-FP8", "Qwen3-30B-A3B-GPTQ-Int4", "Qwen3-235B-A22B-FP8"),
+    "Qwen3-Coder-480B-A35B-Instruct",
 ]
 
 
@@ -44,12 +39,8 @@ def published(name: str) -> ModelConfig:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(),
-        Layout(on_gpus=False),
-        Layout(tp=2),
-        Layout(tp=8),
-        Layout(tp=4, on_gpus=False),
-        Layout(quantize_lm_head=True),
+        *(Layout(), Layout(tp=2), Layout(tp=8), Layout(quantize_lm_head=True)),
+        *(Layout(on_gpus=False), Layout(tp=4, on_gpus=False)),
     ],
     ids=str,
 )

@@ -38,13 +38,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     published = tmp_path / "published"
     shutil.copytree(DEMO, published)
     (published / "README.md").write_text("not needed")
-    (published / "original").mkdir()
     quantized = tmp_path / "quantized"
     shutil.copytree(DEMO, quantized)
     facts = json.loads((DEMO / "config.json").read_text())
     facts["quantization_config"] = {"group_size": 64, "bits": 4}
     (quantized / "config.json").write_text(json.dumps(facts))
-    shutil.rmtree(published / "original")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN_PATH"):

@@ -62,12 +62,6 @@ def test_nothing_is_overwritten(folder: Path, client: str | None) -> None:
     assert content(folder) == before
 
 
-def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="exists already"):
-        make_keys(tmp_path, None)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_client_whose_secret_was_moved_away_is_not_made_anew(folder: Path) -> None:
     (folder / "client.key_secret").unlink()
     before = content(folder)
@@ -82,6 +76,7 @@ def test_a_client_whose_secret_was_moved_away_is_not_made_anew(folder: Path) -> 
         ("", "alice", r"has no server.key; `launch keys .*` makes a folder"),
         ("none/keys", None, r"keys can't be made in .*: No such file or directory"),
         ("none", "a/b", r"--client: got 'a/b', .*regex"),
+        ("", None, "exists already"),
     ],
 )
 def test_what_can_not_be_is_a_sentence(
@@ -89,6 +84,7 @@ def test_what_can_not_be_is_a_sentence(
 ) -> None:
     with pytest.raises(LaunchError, match=sentence):
         make_keys(tmp_path / where, client)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_keys_that_can_not_be_read_are_named(folder: Path) -> None:

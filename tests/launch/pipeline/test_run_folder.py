@@ -159,13 +159,11 @@ def test_a_full_disk_is_a_sentence(room: tuple[int, ...], monkeypatch: pytest.Mo
         pass
 
 
-def test_a_folder_that_someone_else_made_a_file_is_a_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_can_not_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Someone else has made a file there, or there is no parent."""
     (tmp_path / f"penstock-{os.getuid()}").touch()
     with pytest.raises(LaunchError, match="run folder"), claim(CONFIG):
         pass
-
-
-def test_a_folder_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
     sentence = r"can't be made: .*/none/penstock-\d+: No such file or directory; set XDG_RUNTIME"
     with pytest.raises(LaunchError, match=sentence), claim(CONFIG):

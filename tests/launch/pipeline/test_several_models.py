@@ -14,6 +14,8 @@ from penstock.launch.pipeline.procfile import PROCFILE, process_names, read_proc
 from penstock.launch.pipeline.several_models import check_names, config_of, options_by_model
 from penstock.protocol.config import Config
 
+DEMO = ("--model", "", "--served-model-name")
+
 
 def given(*words: str) -> list[dict[str, Any]]:
     command = argparse.ArgumentParser()
@@ -54,8 +56,7 @@ def test_options_after_a_model_are_its_own() -> None:
 
 
 def test_each_has_a_configuration_processes_and_sockets() -> None:
-    demo = ("--model", "", "--served-model-name")
-    config = served("--name", "n", *demo, "one", "--dp", "2", *demo, "org/two", "--tp", "2")
+    config = served("--name", "n", *DEMO, "one", "--dp", "2", *DEMO, "org/two", "--tp", "2")
     one, two = config.by_model()
     assert (one.model_name, one.name, one.dp, one.tp) == ("one", "n/@one", 2, 1)
     assert (two.model_name, two.name, two.dp, two.tp) == ("org/two", "n/@two", 1, 2)
@@ -74,14 +75,12 @@ def test_each_has_a_configuration_processes_and_sockets() -> None:
     "names", [["one"], ["org/one"], ["a/"], ["two", "one"], ["two", "uno"], ["two", "b", "uno"]]
 )
 def test_names_differ(names: list[str]) -> None:
-    demo = ("--model", "", "--served-model-name")
     with pytest.raises(LaunchError, match="--served-model-name: got "):
-        served(*demo, "one", "uno", *demo, *names)
+        served(*DEMO, "one", "uno", *DEMO, *names)
 
 
 def test_a_model_may_have_several_names() -> None:
-    demo = ("--model", "", "--served-model-name")
-    config = served(*demo, "one", "org/uno", "one", *demo, "two")
+    config = served(*DEMO, "one", "org/uno", "one", *DEMO, "two")
     assert [model.model_names for model in config.by_model()] == [["one", "org/uno"], ["two"]]
     assert [model.model_name for model in config.by_model()] == ["one", "two"]
     assert Config(model="/a/b").model_names == ["b"]
@@ -99,8 +98,7 @@ def test_ray_serves_one() -> None:
 
 def test_what_is_refused_names_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    demo = ("--model", "", "--served-model-name")
-    config = served(*demo, "one", *demo, "two", "--max-model-len", "9999")
+    config = served(*DEMO, "one", *DEMO, "two", "--max-model-len", "9999")
     with pytest.raises(LaunchError, match="two: --max-model-len: got 9999, expected at most 4096"):
         start(config, PROCFILE, 5)
 
@@ -138,20 +136,18 @@ def test_models_with_caches_of_a_fixed_size_share(monkeypatch: pytest.MonkeyPatc
 def test_a_name_does_not_mean_processes(name: str) -> None:
     """`launch restart gateway` has one meaning, also with kinds of one's own procfile."""
     kinds = [*read_procfile(), "own"]
-    demo = ("--model", "", "--served-model-name")
-    config = served(*demo, "one", *demo, name)
+    config = served(*DEMO, "one", *DEMO, name)
     with pytest.raises(LaunchError, match=f"--served-model-name: got '{name}', .* other than all"):
         check_names(config, kinds)
     check_names(Config(served_model_name=name), kinds)
-    check_names(served(*demo, "one", *demo, "workers"), kinds)
+    check_names(served(*DEMO, "one", *DEMO, "workers"), kinds)
 
 
 @pytest.mark.parametrize("name", ["a\nb", 'a"b', "a'b", "a\x1b[1m", "a\u2028b", "a\udcff"])
 def test_a_name_fits_into_a_line(name: str) -> None:
-    demo = ("--model", "", "--served-model-name")
     long = ("--max-model-len", "9999")  # refused next, so that nothing starts
     one = Config(served_model_name=name, max_model_len=9999)
-    for config in (one, served(*long, *demo, "one", *demo, name)):
+    for config in (one, served(*long, *DEMO, "one", *DEMO, name)):
         with pytest.raises(LaunchError, match="expected a name without control characters"):
             start(config, PROCFILE, 5)
     check_names(Config(served_model_name="Modèle 8B\\1"), read_procfile())

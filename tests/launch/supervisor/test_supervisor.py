@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,15 +12,11 @@ from types import SimpleNamespace
 import msgspec
 import psutil
 import pytest
-import zmq
 
 from penstock.launch.pipeline.run_folder import claim
 from penstock.launch.supervisor import local, output
 from penstock.launch.supervisor.supervisor import MAX_EARLY_DEATHS, Supervisor
 from penstock.protocol.config import Config, run_folder, write_config
-from penstock.protocol.messages.pipeline import ToGateway
-from penstock.protocol.messages.supervisor import SupervisorReport
-from penstock.protocol.transport.context import Context, endpoints
 from penstock.protocol.transport.process import PROCESS_VARIABLE
 from tests.launch.supervised import Known
 from tests.launch.supervisor.conftest import CONFIG, Supervise
@@ -118,43 +113,6 @@ def test_json_lines(supervise: Supervise, capfd: pytest.CaptureFixture[str]) -> 
         ("launch", "tokenizer.1 died with exit code 3; restarted"),
     ] * (MAX_EARLY_DEATHS - 1) + [("tokenizer.1", "up")]
     assert "tokenizer.1 died 3 times" in json.loads(printed.err)["message"]
-
-
-def test_the_gateway_is_told_of_the_processes(supervise: Supervise) -> None:
-    """Until it is there, one report waits for it; what a process has said goes with it."""
-    code = (
-        "import os, zmq; from penstock.protocol.transport.process import *; p = Process('x'); "
-        "from penstock.protocol.transport.heartbeat import HeartbeatSender; "
-        "s = HeartbeatSender(p, lambda: {'plan_bytes': 7}); s.count(); s.send(); "
-        "p.context.destroy(); print(1, flush=True); signal.pause()"
-    )
-    reports: list[SupervisorReport] = []
-    threads: list[threading.Thread] = []
-
-    def listen() -> None:
-        with Context() as context:
-            channel = context.bind(zmq.PULL, endpoints(CONFIG).results, ToGateway)
-            with channel.socket:
-                while sum(bool(one.counters) for r in reports[-1:] for one in r.processes) < 2:
-                    assert channel.socket.poll(60_000)
-                    reports.extend(message for _, message in channel.receive())
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def act() -> None:
-        threads.append(threading.Thread(target=listen))
-        threads[0].start()
-
-    worker = f'{sys.executable} -P -c "{code}"'
-    assert supervise(act, detokenizer="sleep 60", worker=worker) == 0
-    threads[0].join()
-    silent, *workers = reports[-1].processes
-    assert [one.name for one in (silent, *workers)] == ["detokenizer.1", "worker.1", "worker.2"]
-    assert silent.counters == {}
-    for one in workers:
-        counted = ("messages_sent_total", "messages_received_total", "bad_frames_total")
-        assert one.counters == dict.fromkeys(counted, 0) | {"plan_bytes": 7}
-        assert one.cpu_seconds > 0
-        assert one.rss_bytes > 1 << 20
 
 
 def test_output_that_nobody_reads_holds_nothing_up(
