@@ -21,11 +21,3 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip("there is no ip of iproute2")
     with Cluster() as machines:
         yield machines
-
-
-@pytest.fixture(scope="module")
-def ray_cluster(cluster: Cluster) -> Cluster:
-    """Return the same machines, each a node of a Ray cluster; the first is the head."""
-    pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    cluster.start_ray(num_cpus=4)
-    return cluster

@@ -78,9 +78,7 @@ class Machine:
             finally:
                 _set_namespace(outside.fileno())
 
-    def start_ray(
-        self, head: "Machine | None", num_cpus: int, resources: dict[str, float] | None = None
-    ) -> subprocess.Popen[str]:
+    def start_ray(self, head: "Machine | None", num_cpus: int) -> subprocess.Popen[str]:
         """Start a Ray node, of the cluster of `head`, or as head itself; see `wait_for_ray`."""
         if head:
             where = ["--address", f"{head.address}:{RAY_PORT}"]
@@ -88,8 +86,8 @@ class Machine:
             where = ["--head", "--port", str(RAY_PORT), "--include-dashboard", "false"]
         flags = [
             *("--node-ip-address", self.address, "--temp-dir", str(self.folder / "ray")),
-            *("--num-cpus", str(num_cpus), "--resources", json.dumps(resources or {})),
-            *("--disable-usage-stats", "--include-log-monitor", "false"),
+            *("--num-cpus", str(num_cpus), "--disable-usage-stats"),
+            *("--include-log-monitor", "false"),
             *("--object-store-memory", "80000000", "--block"),
         ]
         self.ray = self.run(
@@ -225,15 +223,6 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
-
-    def start_ray(self, num_cpus: int, resources: dict[str, float] | None = None) -> str:
-        """Return a Ray node on each machine, the head on the first: its `--address`."""
-        head, *others = self.machines
-        nodes = [head.start_ray(None, num_cpus, resources)]
-        nodes += [machine.start_ray(head, num_cpus, resources) for machine in others]
-        for node in nodes:
-            wait_for_ray(node)
-        return f"{head.address}:{RAY_PORT}"
 
 
 def remove_leftovers() -> None:

@@ -26,6 +26,7 @@ from penstock.services.http.status import render
 from tests.docs.command_reference import commands
 from tests.docs.markdown import page, table
 from tests.docs.model_pages import memory, models
+from tests.launch.fake_gateway import STATUS
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 CODES = {
@@ -59,17 +60,9 @@ EXIT_CODES = {
 }
 PROCESS_COUNTERS = {
     "all": ["messages_sent_total", "messages_received_total", "bad_frames_total"],
-    "gateway": [
-        "connections",
-        "disconnected_clients_total",
-        "open_queries",
-        "open_requests",
-    ],
+    "gateway": ["connections", "disconnected_clients_total", "open_queries", "open_requests"],
     "scheduler": [
-        "accepted_tokens_total",
-        "draft_tokens_total",
-        "plan_bytes_total",
-        "queue_age_seconds",
+        *("accepted_tokens_total", "draft_tokens_total", "plan_bytes_total", "queue_age_seconds")
     ],
     "worker": ["standby_ready"],
 }
@@ -219,26 +212,13 @@ def metrics() -> str:
     hints = get_type_hints(Metrics)
     counted = {name: histogram for name, kind in hints.items() if kind is Histogram}
     counters = dict.fromkeys(chain.from_iterable(PROCESS_COUNTERS.values()), 0.0)
-    status = StatusReply(
-        ready=True,
-        model="",
-        num_requests=0,
-        tokenizers={},
-        schedulers=[SchedulerStatus(epoch=0, ready=True, step_tokens=histogram)],
-        num_bad_frames=0,
-        processes=[
-            ProcessStatus(
-                name="",
-                pid=0,
-                uptime=0.0,
-                restarts=0,
-                cpu_seconds=0.0,
-                rss_bytes=0,
-                counters=counters,
-            )
-        ],
-        metrics=Metrics(request_success={"stop": 0}, request_failed={"invalid": 0}, **counted),
-    )
+    process = ProcessStatus(name="", pid=0, uptime=0.0, restarts=0, counters=counters)
+    reported = {
+        "schedulers": [SchedulerStatus(epoch=0, ready=True, step_tokens=histogram)],
+        "processes": [process],
+        "metrics": Metrics(request_success={"stop": 0}, request_failed={"invalid": 0}, **counted),
+    }
+    status = StatusReply(ready=True, **STATUS | reported)
     rows = []
     for family in text_string_to_metric_families(render(status, Config()).decode()):
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
