@@ -76,7 +76,7 @@ def test_spare_workers_that_form_no_group_are_reported(
     """Before the start continues; here its folder lacks the weights."""
     for spares, is_reported in ((0, False), (1, True), (2, False)):
         refused({}, 2, spare_workers=spares)
-        assert ("--spare-workers: got 1, expected at" in capsys.readouterr().err) == is_reported
+        assert ("--spare-workers: got" in capsys.readouterr().err) == is_reported
 
 
 @pytest.mark.parametrize(
