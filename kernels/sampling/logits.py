@@ -5,6 +5,7 @@ The host does not wait for the device. Logits are float32.
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,6 @@ from penstock.kernels.layouts.sampling import (
     LogitsState,
     column,
 )
-from penstock.kernels.sampling import penalties
 
 
 def process_logits(
@@ -67,20 +67,35 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor, slots: Tensor) -> None:
         from penstock.kernels.sampling import triton_logits
 
         triton_logits.mask(logits, bitmask, slots)
-    else:
-        rows = (slots >= 0).nonzero().squeeze(1)
-        logits[rows] = penalties.apply_bitmask(logits[rows], bitmask[slots[rows]])
+        return
+    rows = (slots >= 0).nonzero().squeeze(1)
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    bits = (bitmask[slots[rows], :, None] >> shifts) & 1
+    is_allowed = bits.flatten(1)[:, : logits.shape[1]] > 0
+    logits[rows] = logits[rows].masked_fill(~is_allowed, -math.inf)
 
 
 def top_logprobs(
     logits: Tensor, token_ids: Tensor, num_likeliest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `penstock.kernels.sampling.penalties.top_logprobs`; logits with any row stride."""
-    if not logits.is_cuda:
-        return penalties.top_logprobs(logits, token_ids, num_likeliest)
-    from penstock.kernels.sampling import triton_logits
+    """Return ids and logprobs of a given token of each row, then of the row's likeliest tokens.
 
-    return triton_logits.top_logprobs(logits, token_ids, num_likeliest)
+    logits: with any row stride. token_ids: int64 [num_rows]. Returns int64 and float32 [num_rows, 1
+    + num_likeliest], with up to vocab_size likeliest tokens, and the given token's rank, int64
+    [num_rows]. The rank is the number of tokens that are at least as likely, including the token
+    itself.
+    """
+    check_tensor("token_ids", token_ids, (logits.shape[0],), torch.int64)
+    if logits.is_cuda:
+        from penstock.kernels.sampling import triton_logits
+
+        return triton_logits.top_logprobs(logits, token_ids, num_likeliest)
+    likeliest = logits.topk(min(num_likeliest, logits.shape[1]))
+    ids = torch.cat([token_ids[:, None], likeliest.indices], 1)
+    found = logits.gather(1, ids)
+    as_likely = logits.numpy() >= found[:, :1].numpy()
+    ranks = torch.tensor([np.count_nonzero(row) for row in as_likely])  # fast, unlike torch's sum
+    return ids, found - logits.logsumexp(-1, keepdim=True), ranks
 
 
 def _process(
@@ -107,7 +122,7 @@ def _process(
             if position > words[WORD["num_given"]] and 0 <= token < logits.shape[1]:
                 state.occurrences[slot, token] += 2
             occurrences = state.occurrences[slot, None]
-            logits[row] = penalties.penalize(
+            logits[row] = penalize(
                 logits[row, None],
                 occurrences >> 1,
                 occurrences & 1 > 0,
@@ -126,3 +141,29 @@ def _process(
             whole = torch.arange(state.first_token, state.first_token + logits.shape[1])
             bits = state.bitmask[slot, whole // 32] >> whole.int() % 32 & 1
             logits[row].masked_fill_(bits == 0, -math.inf)
+
+
+def penalize(
+    logits: Tensor,
+    counts: Tensor,
+    in_prompt: Tensor,
+    *,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> Tensor:
+    """Return logits with penalties on earlier tokens; the penalties are float32 [num_rows].
+
+    counts: int32 [num_rows, vocab_size], occurrences of each token in the output. in_prompt: bool,
+    with the same shape. For tokens in prompt or output, positive logits are divided by
+    `repetition`, other logits are multiplied by it (CTRL, Keskar et al. 2019, arXiv:1909.05858).
+    Then `frequency` is subtracted for each occurrence in the output, and `presence` once if the
+    token occurs in the output.
+    """
+    check_tensor("logits", logits, (-1, -1), torch.float32)
+    check_tensor("counts", counts, tuple(logits.shape), torch.int32)
+    check_tensor("in_prompt", in_prompt, tuple(logits.shape), torch.bool)
+    in_output = counts > 0
+    factor = torch.where(in_prompt | in_output, repetition[:, None], 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - frequency[:, None] * counts - presence[:, None] * in_output

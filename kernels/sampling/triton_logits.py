@@ -61,7 +61,7 @@ def mask(logits: Tensor, bitmask: Tensor, slots: Tensor) -> None:
 def top_logprobs(
     logits: Tensor, token_ids: Tensor, num_likeliest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `penstock.kernels.sampling.penalties.top_logprobs`, reading all logits once.
+    """Compute `penstock.kernels.sampling.logits.top_logprobs`, reading all logits once.
 
     The likeliest tokens are in the groups of 32 tokens with the largest maxima.
     """

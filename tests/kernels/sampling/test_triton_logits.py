@@ -19,7 +19,7 @@ from penstock.kernels.layouts.sampling import (
     write_numbers,
 )
 from penstock.kernels.sampling import logits as wrapper
-from penstock.kernels.sampling import penalties, triton_logits
+from penstock.kernels.sampling import triton_logits
 from tests.kernels.conftest import on_gpu
 
 FLAGS = [sum(some) for some in product((0, PENALTIES), (0, BIAS), (0, MASK), (0, DEFERRED))]
@@ -138,7 +138,7 @@ def test_logprobs_like_the_reference(device: str, vocab_size: int, num_likeliest
     wide[4, : vocab_size // 2] = -torch.inf
     logits = wide[:, :vocab_size]
     token_ids = torch.randint(vocab_size // 2, vocab_size, (5,))
-    ids, logprobs, ranks = penalties.top_logprobs(logits, token_ids, num_likeliest)
+    ids, logprobs, ranks = wrapper.top_logprobs(logits, token_ids, num_likeliest)
     on_device = wide.to(device)[:, :vocab_size], token_ids.to(device)
     some_ids, some_logprobs, some_ranks = triton_logits.top_logprobs(*on_device, num_likeliest)
     assert torch.equal(some_ranks.cpu(), ranks)
@@ -147,7 +147,7 @@ def test_logprobs_like_the_reference(device: str, vocab_size: int, num_likeliest
     assert torch.equal(some_ids.cpu()[finite], ids[finite])
     torch.testing.assert_close(some_logprobs.cpu()[finite], logprobs[finite], rtol=1e-5, atol=1e-5)
     logits[torch.arange(5), token_ids] = logits[:, 1]  # as likely as another token
-    _, _, ranks = penalties.top_logprobs(logits, token_ids, 0)
+    _, _, ranks = wrapper.top_logprobs(logits, token_ids, 0)
     on_device = wide.to(device)[:, :vocab_size], token_ids.to(device)
     assert torch.equal(triton_logits.top_logprobs(*on_device, 0)[2].cpu(), ranks)
 
