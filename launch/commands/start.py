@@ -7,9 +7,10 @@ import os
 import socket
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -19,10 +20,11 @@ from penstock.launch.commands.api_key import read_api_key
 from penstock.launch.commands.gpus import check_gpus, check_tiers, gpus_by_model
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import HubModel, hub_model, resolve
-from penstock.launch.pipeline.options import add_options, flag
+from penstock.launch.pipeline.options import NextModel, add_options, flag, options_by_model
 from penstock.launch.pipeline.procfile import (
     PROCFILE,
     check_open_files,
+    kind_of,
     process_names,
     read_procfile,
 )
@@ -34,12 +36,6 @@ from penstock.launch.pipeline.run_folder import (
     control_endpoint,
     remove_socket,
     starting_alone,
-)
-from penstock.launch.pipeline.several_models import (
-    NextModel,
-    check_names,
-    config_of,
-    options_by_model,
 )
 from penstock.launch.supervisor.local import LocalProcesses
 from penstock.launch.supervisor.processes import MakeProcesses
@@ -101,6 +97,23 @@ def _run_all(arguments: Namespace) -> int:
     return start(config, arguments.procfile, max_deaths, source, addresses_to_choose(fields))
 
 
+def config_of(models: Sequence[dict[str, Any]]) -> Config:
+    """Return the configuration of a pipeline with several models. Raises LaunchError."""
+    if models[0].get("backend") == "ray":
+        raise LaunchError(f"--model: got {len(models)}, expected one with --backend ray")
+    configs = [Config(**resolve(options)) for options in models]
+    groups = [model.group for model in configs]
+    names = [name for model in configs for name in model.model_names]
+    for model, group in zip(configs, groups, strict=True):
+        is_shared = any(names.count(name) > 1 for name in model.model_names)
+        if not group or groups.count(group) > 1 or is_shared:
+            raise LaunchError(
+                f"--served-model-name: got {' and '.join(map(repr, model.model_names))}, expected "
+                "names of its own for each model, also without what is before a slash"
+            )
+    return replace(configs[0], models=tuple(configs))
+
+
 def addresses_to_choose(fields: Collection[str]) -> set[str]:
     """Return the address fields to be chosen automatically, because only a name was given."""
     return {"endpoint", "http_port"}.difference(fields) if "name" in fields else set()
@@ -142,6 +155,26 @@ def start(
             with _naming(of_model):
                 _check_files(of_model, model, commands)
         return run(config, commands, max_deaths)
+
+
+def check_names(config: Config, kinds: Iterable[str]) -> None:
+    """Raise LaunchError for a name that breaks lines or quotes, or that also names processes.
+
+    kinds: kinds of processes in the procfile.
+    """
+    words = {"all", *kinds}
+    for model in config.by_model():
+        for name in model.model_names:
+            if not name.isprintable() or set(name) & set("\"'"):
+                raise LaunchError(
+                    f"--served-model-name: got {name!r}, expected a name without control "
+                    "characters and quotes"
+                )
+        if model.prefix and kind_of(model.group) in words:
+            raise LaunchError(
+                f"--served-model-name: got {model.model_name!r}, expected a name other than "
+                f"{', '.join(sorted(words))}, which commands take for processes"
+            )
 
 
 def _run(config: Config, commands: dict[str, str], max_deaths: int) -> int:

@@ -1,4 +1,9 @@
-"""Flags of the command line, derived from the fields of a struct."""
+"""Flags of the command line, derived from the fields of a struct; the options of each model.
+
+Of several models, an option after a `--model` belongs to that model. An option before the first
+`--model` belongs to every model. Options of the pipeline (`--http-port`) belong to the pipeline
+wherever they stand.
+"""
 
 import argparse
 import ast
@@ -15,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.protocol.config import Config
+from penstock.protocol.config import MODEL_OPTIONS, Config
 
 # types with parts, which are written as JSON on the command line
 PARTED = {msgspec.inspect.DictType, msgspec.inspect.ListType, msgspec.inspect.StructType}
@@ -92,6 +97,47 @@ def as_flags(options: dict[str, Any]) -> Iterator[str]:
             yield from (flag(field), *map(str, value))
         else:
             yield from (flag(field), str(value))
+
+
+class NextModel(argparse.Action):
+    """Action of `--model`, which begins the options of a model."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002
+    ) -> None:
+        before = _model_options(namespace)
+        for field in before:
+            delattr(namespace, field)
+        namespace.before = [*getattr(namespace, "before", []), before]
+        setattr(namespace, self.dest, values)
+
+
+def options_by_model(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the given options of each model, including those of the pipeline.
+
+    Raises LaunchError for a model without `--model` next to other models.
+    """
+    before: list[dict[str, Any]] = getattr(arguments, "before", [])
+    if (model := getattr(arguments, "positional_model", None)) is not None:
+        if before:
+            raise LaunchError(
+                f"MODEL: got {model!r} and --model {arguments.model}, expected one of them; "
+                "several models are --model A --model B"
+            )
+        arguments.model = model
+    common, *own = [*before, _model_options(arguments)]
+    given = given_options(arguments, Config)
+    pipeline = {field: given[field] for field in given if field not in MODEL_OPTIONS}
+    return [pipeline | common | options for options in own or [{}]]
+
+
+def _model_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = given_options(arguments, Config)
+    return {option: value for option, value in given.items() if option in MODEL_OPTIONS}
 
 
 def _bool_or_value(struct: type[Struct], field: str, hint: Any) -> dict[str, Any]:

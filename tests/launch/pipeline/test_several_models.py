@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from penstock.launch.commands import gpus
-from penstock.launch.commands.start import add_arguments, start
+from penstock.launch.commands.start import add_arguments, check_names, config_of, start
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.launch.pipeline.options import as_flags
+from penstock.launch.pipeline.options import as_flags, options_by_model
 from penstock.launch.pipeline.procfile import PROCFILE, process_names, read_procfile
-from penstock.launch.pipeline.several_models import check_names, config_of, options_by_model
 from penstock.protocol.config import Config
 
 DEMO = ("--model", "", "--served-model-name")
