@@ -19,7 +19,11 @@ from penstock.protocol.messages.pipeline import Heartbeat, TokenizeDone, ToSched
 from penstock.protocol.messages.status import ProcessStatus, SchedulerStatus, StatusReply
 from penstock.protocol.messages.supervisor import SupervisorReport
 from penstock.protocol.transport.context import Context, Endpoints
-from penstock.services.gateway.status import MAX_WAITING, MAX_WAITING_PER_CONNECTION, PipelineStatus
+from penstock.services.gateway.process import (
+    MAX_WAITING,
+    MAX_WAITING_PER_CONNECTION,
+    PipelineStatus,
+)
 from tests.services.gateway import conftest
 from tests.services.gateway.conftest import PROMPT, TIMEOUT, GatewayHarness, Socket, process_of
 
