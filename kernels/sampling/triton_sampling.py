@@ -3,11 +3,15 @@
 `_scan_runs` has a program for each row and run of 4096 token ids. For an unrestricted row it finds
 the run's best score. For a row with top-k, top-p or min-p it stores the largest logit of every
 group of 32 ids and the sum of the softmax. `_finish_rows` has a program for each row. This program
-takes the best of the runs, or draws from the groups with likely tokens. With a sharded vocabulary
-(`Shards`), every rank scans its own runs and finishes all rows.
+takes the best of the runs, or draws from the groups with likely tokens.
+
+Where the ranks of a tensor-parallel group shard the logits, each rank scans its own runs into a
+buffer that its peers can read. After a barrier every rank finishes every row. From its peers it
+reads a few numbers for each run. For restricted rows it also reads the likely groups of logits. All
+ranks compute the same tokens as one rank with all logits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.layouts.sampling import SamplingTensors
+from penstock.kernels.layouts.sampling import SamplingTensors, shard_size
 from penstock.kernels.sampling.triton_gumbel import (
     LOG2_E,
     NUM_WORDS,
@@ -37,7 +41,7 @@ from penstock.kernels.sampling.triton_top_k_top_p import (
     list_groups,
     load_limits,
 )
-from penstock.kernels.triton_collectives import Shards, shift
+from penstock.kernels.triton_collectives import Shards, distances_to, shift
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 
@@ -53,18 +57,84 @@ def sample(
     num_runs = triton.cdiv(vocab_size, RUN.value)
     if not num_rows:
         return slots.new_empty(0) if out is None else out
-    runs = Runs(
+    runs = _Runs(
         logits.new_empty(num_rows, num_runs),
         logits.new_empty(num_rows, num_runs),
         slots.new_empty((num_rows, num_runs), dtype=torch.int32),
         logits.new_empty(num_rows, num_runs * GROUPS_PER_RUN.value),
     )
     arguments = (logits, logits.stride(0), slots, positions, by_slot.parameters, *runs)
-    scan_runs(arguments, vocab_size, Shards(num_runs))
-    return finish_rows(arguments, by_slot.last_token, vocab_size, Shards(num_runs), out)
+    _launch_scan(arguments, vocab_size, Shards(num_runs))
+    return _launch_finish(arguments, by_slot.last_token, vocab_size, Shards(num_runs), out)
 
 
-class Runs(NamedTuple):
+def buffer_size(max_rows: int, vocab_size: int, num_ranks: int) -> int:
+    """Return the number of float32 elements of each rank's buffer."""
+    return sum(_sizes(max_rows, shard_size(vocab_size, num_ranks)))
+
+
+class ShardedSampler:
+    """Sampler of one rank, with a buffer for its shard of the logits."""
+
+    def __init__(
+        self, buffer: Tensor, addresses: Sequence[int], rank: int, max_rows: int, vocab_size: int
+    ) -> None:
+        """Divide this rank's buffer, float32 [buffer_size(...)], into arrays. Raises ValueError.
+
+        addresses: addresses of all ranks' buffers, as seen by this rank's device.
+        """
+        shard = shard_size(vocab_size, len(addresses))
+        sizes = _sizes(max_rows, shard)
+        if buffer.dtype != torch.float32 or list(buffer.shape) != [sum(sizes)]:
+            given = f"{buffer.dtype} {list(buffer.shape)}"
+            raise ValueError(f"buffer: got {given}, expected torch.float32 [{sum(sizes)}]")
+        logits, group_max, best, total, token = torch.split(buffer, sizes)
+        self._logits = logits.view(max_rows, shard)
+        self._runs = _Runs(best, total, token.view(torch.int32), group_max)
+        self._vocab_size = vocab_size
+        distances = distances_to(addresses, rank, buffer.device)
+        self._shards = Shards(shard // RUN.value, len(addresses), rank, distances)
+
+    def logits(self, num_rows: int) -> Tensor:
+        """Return the memory of this rank's logits: [num_rows, shard_size(...)].
+
+        The first logit belongs to token id rank * shard_size(...). Logits beyond the vocabulary are
+        not read.
+        """
+        return self._logits[:num_rows]
+
+    def sample(
+        self,
+        barrier: Callable[[], object],
+        slots: Tensor,
+        positions: Tensor,
+        by_slot: SamplingTensors,
+    ) -> Tensor:
+        """Compute `penstock.kernels.sampling.sampling.sample` for the logits of the first rows.
+
+        All ranks call this method with equal arguments. barrier: launches a barrier of all ranks,
+        after which their earlier writes can be read. Another barrier or collective must precede the
+        next write to `logits`, because peers may still read them. Raises ValueError.
+        """
+        num_rows = len(slots)
+        if num_rows > len(self._logits):
+            raise ValueError(f"slots: got {num_rows} rows, expected at most {len(self._logits)}")
+        if not num_rows:
+            return slots.new_empty(0)
+        rows = (self._logits, self._logits.stride(0), slots, positions)
+        arguments = (*rows, by_slot.parameters, *self._runs)
+        _launch_scan(arguments, self._vocab_size, self._shards)
+        barrier()
+        return _launch_finish(arguments, by_slot.last_token, self._vocab_size, self._shards)
+
+
+def _sizes(max_rows: int, shard: int) -> list[int]:
+    """Return the sizes of a buffer's arrays: logits, maxima of groups, three values of each run."""
+    num_runs = shard // RUN.value
+    return [max_rows * size for size in (shard, num_runs * GROUPS_PER_RUN.value, *[num_runs] * 3)]
+
+
+class _Runs(NamedTuple):
     """Results of the first kernel for each row and run, as contiguous arrays."""
 
     best: Tensor  # float32: the best score, or the largest logit
@@ -73,7 +143,7 @@ class Runs(NamedTuple):
     group_max: Tensor  # float32: the largest logit of each group
 
 
-def scan_runs(arguments: Sequence[Any], vocab_size: int, shards: Shards) -> None:
+def _launch_scan(arguments: Sequence[Any], vocab_size: int, shards: Shards) -> None:
     """Launch the first kernel, for this rank's runs."""
     first_run = shards.rank * shards.runs_per_shard
     num_runs = min(triton.cdiv(vocab_size, RUN.value) - first_run, shards.runs_per_shard)
@@ -84,7 +154,7 @@ def scan_runs(arguments: Sequence[Any], vocab_size: int, shards: Shards) -> None
         )  # fmt: skip
 
 
-def finish_rows(
+def _launch_finish(
     arguments: Sequence[Any],
     last_token: Tensor,
     vocab_size: int,

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from penstock.kernels.layouts.sampling import DEFERRED, column
 from penstock.kernels.layouts.step import COUNT, FIRST, SLOT, Slots
-from penstock.kernels.sampling.candidates import candidates_suffice
 from penstock.kernels.sampling.logits import apply_bitmask, process_logits
-from penstock.kernels.sampling.sampling import sample
+from penstock.kernels.sampling.sampling import candidates_suffice, sample
 from penstock.models.model import Model
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.plan import BatchPlan, RowAdded

@@ -10,9 +10,8 @@ from torch import Tensor
 from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.layouts.sampling import LogitsState
 from penstock.kernels.layouts.step import Slots, StepBuffers, make_slots, make_step_buffers
-from penstock.kernels.sampling.candidates import candidates, draw_candidate
 from penstock.kernels.sampling.logits import process_logits
-from penstock.kernels.sampling.sampling import sample
+from penstock.kernels.sampling.sampling import candidates, draw_candidate, sample
 from penstock.kernels.step.apply_plan import apply_plan
 from penstock.models.model import Model
 from penstock.protocol.messages.plan import BatchPlan
@@ -36,10 +35,9 @@ class Sampler:
     """The sampler of a token for each row. Each rank has the logits of its vocabulary shard.
 
     With several GPUs of a node, each rank finds the best tokens of its shard and reads the results
-    of other ranks (`triton_sharded_sampling`). With several nodes, the ranks exchange candidates,
-    and all ranks draw from the candidates (`penstock.kernels.sampling.candidates`); rows for which
-    candidates do not suffice go through the logits processor. With CPUs of a node, rank 0 draws and
-    broadcasts the tokens.
+    of other ranks (`ShardedSampler`). With several nodes, the ranks exchange candidates, and all
+    ranks draw from the candidates; rows for which candidates do not suffice go through the logits
+    processor. With CPUs of a node, rank 0 draws and broadcasts the tokens.
     """
 
     def __init__(
@@ -54,10 +52,7 @@ class Sampler:
         self._state = state
         self._sharded = None
         if model.tp.shares_memory:
-            from penstock.kernels.sampling.triton_sharded_sampling import (
-                ShardedSampler,
-                buffer_size,
-            )
+            from penstock.kernels.sampling.triton_sampling import ShardedSampler, buffer_size
 
             size = buffer_size(max_rows, vocab_size, model.tp.size)
             memory = model.tp.symmetric(size, torch.float32)

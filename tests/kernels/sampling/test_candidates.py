@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.layouts.sampling import COLUMNS, shard_size
-from penstock.kernels.sampling.candidates import (
+from penstock.kernels.sampling.sampling import (
     NUM_LIKELIEST,
     candidates,
     candidates_suffice,
     draw_candidate,
+    sample,
 )
-from penstock.kernels.sampling.sampling import sample
 from tests.kernels.sampling.slot_table import slot_table
 
 KINDS = [

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock.kernels.layouts.sampling import shard_size
 from penstock.kernels.sampling import reference
-from penstock.kernels.sampling.triton_sharded_sampling import ShardedSampler, buffer_size
+from penstock.kernels.sampling.triton_sampling import ShardedSampler, buffer_size
 from tests.kernels.conftest import on_gpu
 from tests.kernels.sampling import test_triton_sampling as whole
 from tests.kernels.sampling.slot_table import slot_table
