@@ -16,9 +16,8 @@ from torch import Tensor
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.cpu.compiler import Target, host, load
-from penstock.kernels.cpu.layer_checks import KINDS, check_layer, check_matrix, elements, kind_of
 from penstock.kernels.cpu.llvm_decoder import KEYS, Kinds, build_module
-from penstock.kernels.cpu.llvm_products import Kind, scratch_words
+from penstock.kernels.cpu.llvm_products import Kind, integer_kind, scratch_words
 from penstock.kernels.cpu.shared_memory import WORDS, SharedMemory
 from penstock.kernels.cpu.types import (
     MATRICES,
@@ -30,10 +29,12 @@ from penstock.kernels.cpu.types import (
 )
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
-from penstock.kernels.packed.matrices import Integers
+from penstock.kernels.packed.matrices import UNIT, Integers, fitting_group
 
 # work below which another thread costs more than it saves, since it has to wake up
 MIN_NANOSECONDS = 500_000
+# kinds of matrices by element type
+_KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def unsupported(shape: LayerShape) -> str:
@@ -68,17 +69,17 @@ class CompiledLayers:
         if reason := unsupported(shape):
             raise ValueError(reason)
         for layer in layers:
-            check_layer(layer, shape)
+            _check_layer(layer, shape)
         found = (getattr(layer, name) for layer in layers for name in MATRICES)
         matrices = [matrix for matrix in found if matrix is not None]
         num_weights = sum(math.prod(matrix.shape) for matrix in matrices)
         self._half_weights = num_weights // (2 * len(layers))
-        of_layers = tuple(dict.fromkeys(map(kind_of, matrices)))
-        self._head_kind = kind_of(layers[0].qkv if head is None else head)
+        of_layers = tuple(dict.fromkeys(map(_kind_of, matrices)))
+        self._head_kind = _kind_of(layers[0].qkv if head is None else head)
         self._embedding_dtype = torch.float32 if embedding is None else embedding.dtype
         self._layers = layers  # keeps the memory alive
         self._shape, self._block_size = shape, block_size
-        kinds = Kinds(of_layers, self._head_kind, KINDS[self._embedding_dtype])
+        kinds = Kinds(of_layers, self._head_kind, _KINDS[self._embedding_dtype])
         sizes = kinds, shape.head_dim, shape.heads // shape.kv_heads
         self._library = load(lambda cpu: str(build_module(cpu, *sizes)), repr(sizes), target)
         self._decoder = self._library.function("decoder", 6)
@@ -202,9 +203,9 @@ class CompiledLayers:
         """Compute `rms_norm(x) @ weight.T`, float32 [num_rows, columns]."""
         num_rows, size = x.shape
         check_tensor("x", x, (-1, self._shape.hidden), torch.float32)
-        check_matrix("weight", weight, (-1, size))
-        if kind_of(weight) != self._head_kind:
-            raise ValueError(f"weight: got {kind_of(weight)}, expected {self._head_kind}")
+        _check_matrix("weight", weight, (-1, size))
+        if _kind_of(weight) != self._head_kind:
+            raise ValueError(f"weight: got {_kind_of(weight)}, expected {self._head_kind}")
         check_tensor("norm", norm, (size,), torch.float32)
         x = x.contiguous()
         out = x.new_empty(num_rows, len(weight)) if out is None else out
@@ -224,7 +225,7 @@ class CompiledLayers:
             x=x.data_ptr(),
             norm=norm.data_ptr(),
             eps=eps.data_ptr(),
-            weight=elements(weight).data_ptr(),
+            weight=_elements(weight).data_ptr(),
             scale=weight.scale.data_ptr() if isinstance(weight, Integers) else 0,
             out=out.data_ptr(),
             normed=self._normed.data_ptr(),
@@ -271,10 +272,10 @@ class CompiledLayers:
 
 def _addresses(layer: LayerWeights, kinds: tuple[Kind, ...]) -> list[int]:
     """Return the addresses of `LAYER` without the caches."""
-    tensors = [None if matrix is None else elements(matrix) for matrix in layer]
+    tensors = [None if matrix is None else _elements(matrix) for matrix in layer]
     matrices = [getattr(layer, name) for name in MATRICES]
     scales = [matrix.scale if isinstance(matrix, Integers) else None for matrix in matrices]
-    numbers = [0 if matrix is None else kinds.index(kind_of(matrix)) for matrix in matrices]
+    numbers = [0 if matrix is None else kinds.index(_kind_of(matrix)) for matrix in matrices]
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *scales)]
     return [*addresses, *numbers]
 
@@ -282,3 +283,51 @@ def _addresses(layer: LayerWeights, kinds: tuple[Kind, ...]) -> list[int]:
 def _num_threads(num_weights: int, num_rows: int) -> int:
     """Return the number of threads worth their cost, by the time of one core with AVX-512."""
     return max(1, num_weights * (num_rows + 4) // 40 // MIN_NANOSECONDS)
+
+
+def _elements(matrix: Matrix) -> Tensor:
+    """Return the tensor of a matrix's elements."""
+    return matrix.codes if isinstance(matrix, Integers) else matrix
+
+
+def _kind_of(matrix: Matrix) -> Kind:
+    """Return the kind of a matrix."""
+    return integer_kind(matrix) if isinstance(matrix, Integers) else _KINDS[matrix.dtype]
+
+
+def _check_layer(layer: LayerWeights, shape: LayerShape) -> None:
+    """Raise ValueError unless the weights have these sizes."""
+    inputs = shape.heads * shape.head_dim
+    expected = {
+        "input_norm": (shape.hidden,),
+        "qkv": (shape.qkv, shape.hidden),
+        "q_norm": (shape.head_dim,),
+        "k_norm": (shape.head_dim,),
+        "o": (shape.hidden, inputs),
+        "post_norm": (shape.hidden,),
+        "gate_up": (2 * shape.intermediate, shape.hidden),
+        "down": (shape.hidden, shape.intermediate),
+    }
+    for name, matrix in layer._asdict().items():
+        if name in MATRICES and matrix is not None:
+            _check_matrix(name, matrix, expected[name])
+        elif matrix is not None:
+            check_tensor(name, matrix, expected[name], torch.float32)
+            check_contiguous(name, matrix)
+
+
+def _check_matrix(name: str, matrix: Matrix, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a weight has this shape, and elements of a known type."""
+    if not isinstance(matrix, Integers):
+        check_tensor(name, matrix, shape, *_KINDS)
+        check_contiguous(name, matrix)
+        return
+    codes, scale, columns = matrix.codes, matrix.scale, shape[-1]
+    check_tensor(name, codes, (*shape[:-1], columns * matrix.bits // 8), torch.int8, torch.uint8)
+    rest = (2,) if matrix.has_shift else ()
+    check_tensor(f"{name}'s scale", scale, (len(codes), -1, *rest), torch.float32)
+    groups = scale.shape[1]
+    if columns % UNIT or fitting_group(columns, columns // groups) * groups != columns:
+        raise ValueError(f"{name}'s scale: got {groups} groups of {columns} columns")
+    check_contiguous(f"{name}'s scale", scale)
+    check_contiguous(name, codes)
