@@ -1,4 +1,4 @@
-"""Processes on the nodes of a Ray cluster.
+"""Processes on the nodes of the Ray cluster that the launcher joins.
 
 Ray places an actor for each process. When an actor or its node is lost, Ray restarts the actor, on
 another node if necessary. The actor runs the process as its child (`actor.py`). This module
@@ -9,12 +9,15 @@ import asyncio
 import contextlib
 import functools
 import io
+import ipaddress
+import logging
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import ray
@@ -25,14 +28,13 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from penstock.launch.pipeline.errors import LaunchError
+from penstock.launch.pipeline.errors import LaunchError, first_line
 from penstock.launch.pipeline.hub import HubModel
 from penstock.launch.pipeline.keys import make_keys
-from penstock.launch.pipeline.procfile import kind_of
+from penstock.launch.pipeline.procfile import kind_of, process_names
 from penstock.launch.ray.actor import LOST, ProcessActor, Spec, Started
-from penstock.launch.ray.cluster import Joined, joined
 from penstock.launch.ray.nodes import DirectoryServer, FixedNetwork
-from penstock.launch.ray.placement import Placement
+from penstock.launch.ray.placement import Machine, OnNode, Placement, place
 from penstock.launch.supervisor.processes import (
     GRACE,
     MakeProcesses,
@@ -45,6 +47,7 @@ from penstock.protocol.config import DEFAULT_CLIENT, Config, write_config
 from penstock.protocol.transport.context import CLIENTS, SERVER, attend, leave
 from penstock.protocol.transport.discovery import KEYS_CLIENT, KEYS_FOLDER, Cluster, Directory, Node
 
+JOIN_TIMEOUT = 5.0  # seconds within which the head of the cluster must answer
 PING_TIMEOUT = 1.0  # seconds within which a reachable actor answers
 # options of actors with a GPU: their process chooses the GPU itself, and shares memory with others
 ENVIRONMENT = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -59,10 +62,104 @@ def on_cluster(
     Yield the factory of the processes, and the kinds of processes that run only on this node.
     Raises LaunchError.
     """
-    with joined(config) as cluster:
+    with _joined(config) as cluster:
         placement = cluster.place(config, list(commands))
         here = {kind for kind, node in placement.nodes.items() if cluster.is_here(node)}
         yield partial(RayProcesses, cluster, placement, source), here
+
+
+class _Joined(NamedTuple):
+    """The cluster, after this process has joined it."""
+
+    here: Machine  # the node of this process
+    machines: list[Machine]  # nodes that are alive now
+    run: str  # name of this pipeline, unique in the cluster
+
+    def place(self, config: Config, kinds: list[str]) -> Placement:
+        """Return a place for every process. Raises LaunchError."""
+        nodes = {"gateway": self._node(config.endpoint, _host(config.endpoint), "--endpoint")}
+        if at := self._http_node(config):
+            nodes["http"] = at
+        return place(config, process_names(config, kinds), self.machines, nodes)
+
+    def is_here(self, at: OnNode | None) -> bool:
+        """Return whether a place is restricted to this node."""
+        return at == OnNode(self.here.node_id, soft=False)
+
+    def _http_node(self, config: Config) -> OnNode | None:
+        at = self._node(config.http_host, config.http_host, "--http-host")
+        return None if at.soft else at
+
+    def _node(self, given: str, host: str, flag: str) -> OnNode:
+        """Return the node that can bind an address; for a wildcard, preferably this node."""
+        if host in ("*", "0.0.0.0", "::"):  # noqa: S104
+            return OnNode(self.here.node_id, soft=True)
+        if _is_own(host):
+            return OnNode(self.here.node_id, soft=False)
+        for machine in self.machines:
+            if machine.host == _resolved(host):
+                return OnNode(machine.node_id, soft=False)
+        hosts = ", ".join(machine.host for machine in self.machines)
+        raise LaunchError(f"{flag}: got {given}, expected an address of the cluster: {hosts}")
+
+
+def _host(endpoint: str) -> str:
+    if endpoint.startswith("ipc://"):
+        return "127.0.0.1"
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def _resolved(host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError:
+        return host
+
+
+def _is_own(host: str) -> bool:
+    """Return whether a socket of this machine could bind to the host."""
+    address = _resolved(host)
+    try:
+        is_ipv6 = ipaddress.ip_address(address).version == 6
+        with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as trial:
+            trial.bind((address, 0))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _joined(config: Config) -> Iterator[_Joined]:
+    """Join the cluster of `--address` for the block. Raises LaunchError if it is unreachable."""
+    try:
+        _check_answers(config.address)
+        ray.init(config.address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"no Ray cluster at --address {config.address} that this machine is a node of; "
+            f"`ray start` makes it one ({first_line(error)})"
+        ) from error
+    try:
+        context = ray.get_runtime_context()
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        machines = [_machine(node) for node in nodes if node["Alive"]]
+        here = next(machine for machine in machines if machine.node_id == context.get_node_id())
+        yield _Joined(here, machines, context.get_job_id())
+    finally:
+        ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Raise OSError if nothing listens at the address, since Ray itself would wait for minutes."""
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), JOIN_TIMEOUT).close()
+
+
+def _machine(node: dict[str, Any]) -> Machine:
+    resources = node["Resources"]
+    cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
+    return Machine(node["NodeID"], node["NodeName"], node["NodeManagerAddress"], cpus, gpus)
 
 
 class RemoteProcess(ManagedProcess):
@@ -151,7 +248,7 @@ class RayProcesses(Processes):
 
     def __init__(
         self,
-        joined: Joined,
+        joined: _Joined,
         placement: Placement,
         source: HubModel | None,
         config: Config,
