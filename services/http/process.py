@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
-import uvloop
 
 from penstock.protocol.client.async_client import AsyncClient
-from penstock.protocol.client.session import ClientError
 from penstock.protocol.config import Config
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL
 from penstock.protocol.transport.context import attend, host_and_port
@@ -152,14 +150,3 @@ def uvicorn_config(config: Config, models: Models, limits: Limits | None = None)
 def _is_error(record: logging.LogRecord) -> bool:
     """Return False for messages about clients, and tasks that `HttpServer.shutdown` cancels."""
     return not str(record.msg).startswith(_NO_ERRORS)
-
-
-def main() -> None:
-    """Run until SIGTERM."""
-    process = Process("http")
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(process))
-    except (OSError, ClientError) as error:
-        raise SystemExit(f"http can't run: {error}") from error
-    process.context.destroy()
