@@ -45,8 +45,9 @@ def test_the_file_of_launch_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_made_in_it_is_for_this_user_only() -> None:
+    """The file may have the API key."""
     os.umask(0o022)
-    path = write_config(Config())
+    path = write_config(Config(api_key="x"))
     assert path.stat().st_mode & 0o777 == 0o600
     with Context() as context:
         address = endpoints(Config())[1]
@@ -59,11 +60,6 @@ def test_the_run_folder_is_for_this_user_only() -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
     assert folder.parent.stat().st_mode & 0o777 == 0o700
     assert all(str(folder) in address for address in endpoints(Config(name="mine"))[1:])
-
-
-def test_the_configuration_is_for_this_user_only() -> None:
-    """The file may have the API key."""
-    assert write_config(Config(api_key="x")).stat().st_mode & 0o777 == 0o600
 
 
 def test_where_the_api_key_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

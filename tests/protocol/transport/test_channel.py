@@ -1,6 +1,5 @@
 """Channels: typed messages, garbage, peers that disconnect."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ GARBAGE = [
     b"\x93\x01\x02\x03",
     b"\x91" * 5000,
 ]
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context: Context = Context()
-    yield context
-    context.destroy(linger=0)
 
 
 def test_garbage_is_dropped_and_counted(context: Context, tmp_path: Path) -> None:

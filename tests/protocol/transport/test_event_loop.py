@@ -25,19 +25,15 @@ def _signals() -> Iterator[None]:
 
 
 @pytest.fixture
-def loop() -> Iterator[EventLoop]:
-    context: Context = Context()
-    yield EventLoop(context, lambda: None)
-    context.destroy()
+def loop(context: Context) -> EventLoop:
+    return EventLoop(context, lambda: None)
 
 
-def test_each_new_connection_is_told(tmp_path: Path) -> None:
+def test_each_new_connection_is_told(context: Context, loop: EventLoop, tmp_path: Path) -> None:
     """The peer may be another process now, to which nobody has said anything."""
-    context: Context = Context()
     address = f"ipc://{tmp_path}/peer"
     channel = context.connect(zmq.DEALER, address)
     peers = [context.bind(zmq.ROUTER, address, None)]
-    loop = EventLoop(context, lambda: None)
 
     def connected() -> None:
         if len(peers) == 1:
@@ -51,7 +47,6 @@ def test_each_new_connection_is_told(tmp_path: Path) -> None:
 
     context.on_connected(channel, connected)
     loop.run()
-    context.destroy()
     assert len(peers) == 2
 
 
@@ -67,14 +62,12 @@ def test_a_signal_after_the_end_is_no_error(
     assert unraisable == []
 
 
-def test_other_signals_do_not_end_it(tmp_path: Path) -> None:
+def test_other_signals_do_not_end_it(context: Context, loop: EventLoop, tmp_path: Path) -> None:
     """As that of a timer, which the loop is woken by, too."""
-    context: Context = Context()
     inbox = context.bind(zmq.PULL, f"ipc://{tmp_path}/inbox", str)
     sender = context.connect(zmq.PUSH, f"ipc://{tmp_path}/inbox")
     before = signal.signal(signal.SIGVTALRM, lambda *_: None)
     heard: list[str] = []
-    loop = EventLoop(context, lambda: None)
 
     def on_message() -> None:
         heard.extend(message for _, message in inbox.receive())
@@ -88,7 +81,6 @@ def test_other_signals_do_not_end_it(tmp_path: Path) -> None:
     sender.send("one")
     loop.run()
     signal.signal(signal.SIGVTALRM, before)
-    context.destroy()
     assert heard == ["one", "two"]
 
 
@@ -111,10 +103,9 @@ def test_timers_are_called_in_order_unless_they_are_cancelled(
 
 
 def test_a_socket_that_is_always_busy_stops_neither_timers_nor_other_sockets(
-    tmp_path: Path,
+    context: Context, tmp_path: Path
 ) -> None:
     """Nobody waits longer than a turn of MAX_DRAIN_SECONDS."""
-    context: Context = Context()
     busy = context.bind(zmq.PULL, f"ipc://{tmp_path}/busy", str)
     quiet = context.bind(zmq.PULL, f"ipc://{tmp_path}/quiet", str)
     to_busy = context.connect(zmq.PUSH, f"ipc://{tmp_path}/busy")
@@ -140,15 +131,13 @@ def test_a_socket_that_is_always_busy_stops_neither_timers_nor_other_sockets(
     to_busy.send("busy")
     to_quiet.send("quiet")
     loop.run()
-    context.destroy(linger=0)
     assert {"timer", "quiet"} <= set(happened)
     assert beats
 
 
-def test_it_is_told_before_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_told_before_each_wait(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a process can end when nothing is left to do, whatever has ended it."""
     monkeypatch.setattr(event_loop, "HEARTBEAT_INTERVAL", 3600.0)
-    context: Context = Context()
     order: list[str] = []
 
     def before_wait() -> None:
@@ -160,5 +149,4 @@ def test_it_is_told_before_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
     loop = EventLoop(context, lambda: order.append("heartbeat"), before_wait=before_wait)
     loop.run()
-    context.destroy()
     assert order == ["heartbeat", "wait", "timer", "wait"]

@@ -1,101 +1,130 @@
-"""Heartbeats of a process whose main thread is at work."""
+"""Heartbeats that nothing may stop: neither work of the main thread nor a lack of descriptors."""
 
+import errno
 import os
+import resource
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
 
-from penstock.protocol.config import Config, write_config
 from penstock.protocol.messages.pipeline import FromTokenizer, Heartbeat
-from penstock.protocol.messages.supervisor import SupervisorHeartbeat
 from penstock.protocol.transport.channel import HEARTBEAT_INTERVAL, Channel
 from penstock.protocol.transport.context import endpoints
-from penstock.protocol.transport.heartbeat import MAX_MISSED, HeartbeatThread
-from penstock.protocol.transport.process import SUPERVISOR_VARIABLE, Process
-
-pytestmark = pytest.mark.slow
-
-TIMEOUT = 60_000
-
-
-class Site:
-    """A process, its supervisor, and a peer that it sends heartbeats to."""
-
-    def __init__(self) -> None:
-        self.process = Process("tokenizer")
-        context, at = self.process.context, endpoints(self.process.config)
-        self.supervisor: Channel[Any] = context.bind(zmq.PULL, at.supervisor, SupervisorHeartbeat)
-        self.peer: Channel[Any] = context.bind(zmq.ROUTER, at.tokenizers, FromTokenizer)
-        self.to_peer: Channel[Any] = context.connect(zmq.DEALER, at.tokenizers)
-        self.counters: dict[str, float] = {"n": 1}
-        self.heartbeats = HeartbeatThread(
-            self.process, lambda: dict(self.counters), lambda: self.to_peer.send(Heartbeat("t"))
-        )
-
-    def heartbeat(self) -> SupervisorHeartbeat:
-        """Return the next one."""
-        assert self.supervisor.socket.poll(TIMEOUT)
-        return msgspec.msgpack.decode(self.supervisor.socket.recv(), type=SupervisorHeartbeat)
+from penstock.protocol.transport.heartbeat import MAX_MISSED, HeartbeatSender, HeartbeatThread
+from penstock.protocol.transport.process import Process
+from tests.protocol.transport.conftest import TIMEOUT, NextHeartbeat
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setenv(SUPERVISOR_VARIABLE, str(os.getppid()))
-    monkeypatch.setenv("PENSTOCK_CONFIG", str(write_config(Config(name="p"))))
-    monkeypatch.setattr("penstock.protocol.transport.process.die_with_parent", lambda: None)
-    one = Site()
-    yield one
-    one.heartbeats.stop()
-    one.process.context.destroy(linger=0)
+def peer(process: Process) -> Channel[Any]:
+    """Return a peer that the process sends heartbeats to."""
+    address = endpoints(process.config).tokenizers
+    channel: Channel[Any] = process.context.bind(zmq.ROUTER, address, FromTokenizer)
+    return channel
 
 
-def test_who_is_at_work_is_heard_by_all(site: Site) -> None:
+@pytest.fixture
+def counters() -> dict[str, float]:
+    return {"n": 1}
+
+
+@pytest.fixture
+def heartbeats(
+    process: Process, peer: Channel[Any], counters: dict[str, float]
+) -> Iterator[HeartbeatThread]:
+    to_peer = process.context.connect(zmq.DEALER, peer.last_endpoint.decode())
+    thread = HeartbeatThread(process, lambda: dict(counters), lambda: to_peer.send(Heartbeat("t")))
+    yield thread
+    thread.stop()
+
+
+@pytest.mark.slow
+def test_who_is_at_work_is_heard_by_all(
+    heartbeats: HeartbeatThread,
+    heartbeat: NextHeartbeat,
+    peer: Channel[Any],
+    counters: dict[str, float],
+) -> None:
     """The main thread waits here, and sends nothing itself."""
-    site.heartbeats.beat()
-    with site.heartbeats.working:
-        assert site.peer.socket.poll(TIMEOUT)
-        assert next(site.peer.receive())[1] == Heartbeat("t")
-        site.heartbeat()
-        heartbeat = site.heartbeat()
-        while not heartbeat.busy_seconds:
-            heartbeat = site.heartbeat()
-        while site.heartbeat().busy_seconds <= heartbeat.busy_seconds:
+    heartbeats.beat()
+    with heartbeats.working:
+        assert peer.socket.poll(TIMEOUT)
+        assert next(peer.receive())[1] == Heartbeat("t")
+        heartbeat()
+        heard = heartbeat()
+        while not heard.busy_seconds:
+            heard = heartbeat()
+        while heartbeat().busy_seconds <= heard.busy_seconds:
             continue  # it was late itself
-    site.counters["n"] = 2
-    site.heartbeats.beat()
-    heartbeat = site.heartbeat()
-    while heartbeat.busy_seconds:
-        heartbeat = site.heartbeat()
-    assert heartbeat.counters["n"] == 2
+    counters["n"] = 2
+    heartbeats.beat()
+    heard = heartbeat()
+    while heard.busy_seconds:
+        heard = heartbeat()
+    assert heard.counters["n"] == 2
 
 
-def test_the_main_thread_s_sockets_are_left_alone(site: Site) -> None:
-    site.heartbeats.beat()
+@pytest.mark.slow
+def test_the_main_thread_s_sockets_are_left_alone(
+    heartbeats: HeartbeatThread, heartbeat: NextHeartbeat, peer: Channel[Any]
+) -> None:
+    heartbeats.beat()
     for _ in range(4):
-        site.heartbeat()
-    assert not site.peer.socket.poll(0)
+        heartbeat()
+    assert not peer.socket.poll(0)
 
 
-def test_it_ends(site: Site) -> None:
-    site.heartbeats.stop()
-    site.heartbeats.stop()
-    other = HeartbeatThread(site.process)
+def test_the_thread_ends(process: Process, heartbeats: HeartbeatThread) -> None:
+    heartbeats.stop()
+    heartbeats.stop()
+    other = HeartbeatThread(process)
     other.beat()
     other.stop()
     assert not other._thread.is_alive()
 
 
-def test_a_time_in_which_nothing_ran_belongs_to_no_work(site: Site) -> None:
+def test_a_time_in_which_nothing_ran_belongs_to_no_work(heartbeats: HeartbeatThread) -> None:
     """A machine was suspended for an hour, in which the main thread was at something."""
-    site.heartbeats.beat()
-    site.heartbeats.stop()  # it would notice a busy machine, too
-    site.heartbeats._due -= 3700
-    site.heartbeats.waited(MAX_MISSED * HEARTBEAT_INTERVAL)  # this is a busy machine
-    assert site.heartbeats.busy_seconds >= 3699
-    site.heartbeats.waited(3600)
-    assert 99 <= site.heartbeats.busy_seconds < 3600
+    heartbeats.beat()
+    heartbeats.stop()  # it would notice a busy machine, too
+    heartbeats._due -= 3700
+    heartbeats.waited(MAX_MISSED * HEARTBEAT_INTERVAL)  # this is a busy machine
+    assert heartbeats.busy_seconds >= 3699
+    heartbeats.waited(3600)
+    assert 99 <= heartbeats.busy_seconds < 3600
+
+
+def test_a_heartbeat_is_sent_without_a_descriptor_left(
+    process: Process, heartbeat: NextHeartbeat
+) -> None:
+    sender = HeartbeatSender(process)
+    sender.send()
+    assert heartbeat().rss_bytes > 0  # and the connection is there
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        with pytest.raises(OSError) as refused:
+            os.dup(0)
+        assert refused.value.errno == errno.EMFILE
+        sender.send()
+        assert heartbeat().rss_bytes > 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_counter_that_fails_stops_no_heartbeat(
+    process: Process, heartbeat: NextHeartbeat, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> dict[str, float]:
+        raise KeyError("x")
+
+    sender = HeartbeatSender(process, fail)
+    for _ in range(2):
+        sender.count()
+        sender.send()
+        assert "messages_sent_total" in heartbeat().counters
+    assert len(caplog.records) == 1

@@ -1,87 +1,16 @@
-"""Duties of every process: heartbeats that nothing may stop, room for descriptors."""
+"""Duties of every process: an environment that can be read, room for descriptors."""
 
-import errno
-import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
-import zmq
 
-from penstock.protocol.config import Config, write_config
-from penstock.protocol.messages.supervisor import SupervisorHeartbeat
-from penstock.protocol.transport.channel import Channel
-from penstock.protocol.transport.context import endpoints
-from penstock.protocol.transport.heartbeat import HeartbeatSender
 from penstock.protocol.transport.process import (
     MAX_DESCRIPTORS,
-    SUPERVISOR_VARIABLE,
-    Process,
     raise_descriptor_limit,
 )
-
-
-@pytest.fixture
-def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setenv(SUPERVISOR_VARIABLE, str(os.getppid()))
-    monkeypatch.setenv("PENSTOCK_CONFIG", str(write_config(Config(name="p"))))
-    monkeypatch.setattr("penstock.protocol.transport.process.die_with_parent", lambda: None)
-    one = Process("gateway")
-    yield one
-    one.context.destroy(linger=0)
-
-
-@pytest.fixture
-def supervisor(process: Process) -> Iterator[Channel[SupervisorHeartbeat]]:
-    channel = process.context.bind(
-        zmq.PULL, endpoints(process.config).supervisor, SupervisorHeartbeat
-    )
-    yield channel
-    channel.socket.close(linger=0)
-
-
-def received(supervisor: Channel[SupervisorHeartbeat]) -> SupervisorHeartbeat:
-    assert supervisor.socket.poll(60_000)
-    return msgspec.msgpack.decode(supervisor.socket.recv(), type=SupervisorHeartbeat)
-
-
-def test_a_heartbeat_is_sent_without_a_descriptor_left(
-    process: Process, supervisor: Channel[SupervisorHeartbeat]
-) -> None:
-    sender = HeartbeatSender(process)
-    sender.send()
-    assert received(supervisor).rss_bytes > 0  # and the connection is there
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
-    try:
-        with pytest.raises(OSError) as refused:
-            os.dup(0)
-        assert refused.value.errno == errno.EMFILE
-        sender.send()
-        assert received(supervisor).rss_bytes > 0
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_a_counter_that_fails_stops_no_heartbeat(
-    process: Process, supervisor: Channel[SupervisorHeartbeat], caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> dict[str, float]:
-        raise KeyError("x")
-
-    sender = HeartbeatSender(process, fail)
-    for _ in range(2):
-        sender.count()
-        sender.send()
-        assert "messages_sent_total" in received(supervisor).counters
-    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(
