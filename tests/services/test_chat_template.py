@@ -44,25 +44,6 @@ TEMPLATES = {
     {% endfor %}
 [{{ message.role | upper }}{{ "/" + message.name if message.name is defined else "" }}]
 {%- endfor %}""",
-    "a namespace, backwards": """
-{%- set seen = namespace(searching=true, last=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if seen.searching and message.role == "user" and message.content is string
-        and not (message.content.startswith('<tool_response>')
-                 and message.content.endswith('</tool_response>')) %}
-        {%- set seen.searching = false %}
-        {%- set seen.last = index %}
-    {%- endif %}
-{%- endfor %}
-{{- seen.last }} {{ messages[0].content.split("e", 1)[1].lstrip(" ").rstrip("'") }}
-{%- for message in messages if message.role == "assistant" %}
-    {%- set thought = message.reasoning_content | default("") | trim("\\n") %}
-    {%- if '</think>' in message.content %}
-        {%- set thought = message.content.split('</think>')[0].split('<think>')[-1].strip("\\n") %}
-    {%- endif %}
-    {{- "|" + thought + "|" + message.content }}
-{%- endfor %}""",
     "break, continue and macros": """
 {%- macro show(message, tag="m") %}<{{ tag }}>{{ message.content | trim }}</{{ tag }}>{% endmacro %}
 {%- for message in messages %}
@@ -175,8 +156,9 @@ def test_what_a_template_refuses(tmp_path: Path, source: str, reason: str) -> No
 def test_arguments_do_not_replace_the_requests_own(tmp_path: Path) -> None:
     made = template(tmp_path, "{{ messages | length }}{{ self is defined }}")
     assert render(made, kwargs={"self": 1}).startswith("6")
-    with pytest.raises(PromptError, match="got messages, which it can't set"):
+    with pytest.raises(PromptError, match="got messages, which it can't set") as caught:
         render(made, kwargs={"messages": []})
+    assert caught.value.field == "chat_template_kwargs"
 
 
 @pytest.mark.parametrize("content", ["2 + 3 =", "im_end", " so \n", "<think>\nhm"])
@@ -207,27 +189,32 @@ def test_without_a_generation_prompt(tmp_path: Path) -> None:
 def test_a_template_of_the_request(tmp_path: Path) -> None:
     made = template(tmp_path, None)
     assert render(made, chat_template="{{ messages | length }}{{ x }}", kwargs={"x": 1}) == "61"
-    message = "chat_template: got one that is not a Jinja template: "
-    with pytest.raises(PromptError, match=message) as caught:
-        render(made, chat_template="{% if %}")
-    assert caught.value.field == "chat_template"
-    with pytest.raises(PromptError, match="unsafe"):
-        render(made, chat_template="{{ messages.__class__.__mro__ }}")
 
 
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("{{ x.y.z }}", "'x' is undefined"),
-        ("{{ '\\ud800' }}", "surrogates not allowed"),
-        ("{{ raise_exception('\\ud800') }}", r"\\ud800"),
+        ("{% if %}", "is not a Jinja template: "),
+        ("{{ messages.__class__.__mro__ }}", "refuses the messages: .*unsafe"),
+        ("{{ x.y.z }}", "refuses the messages: .*'x' is undefined"),
+        ("{{ '\\ud800' }}", "refuses the messages: .*surrogates not allowed"),
+        ("{{ raise_exception('\\ud800') }}", r"refuses the messages: .*\\ud800"),
+        ("{{ 'a' * 10**9 }}", "takes more than"),  # Jinja computes it while it compiles, in C
+        ("{{ 'a'.ljust(10**9) }}", "takes more than"),
     ],
 )
-def test_a_template_of_the_request_that_fails(tmp_path: Path, source: str, reason: str) -> None:
-    message = f"chat_template: got one that refuses the messages: .*{reason}"
-    with pytest.raises(PromptError, match=message) as caught:
-        render(template(tmp_path, None), chat_template=source)
-    assert caught.value.field == "chat_template"
+def test_a_template_of_the_request_that_fails(
+    tmp_path: Path, source: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log tells once of those that are beyond the limits."""
+    module._log_limits.cache_clear()
+    made = template(tmp_path, None)
+    for _ in range(2):
+        with pytest.raises(PromptError, match=f"chat_template: got one that {reason}") as caught:
+            render(made, chat_template=source)
+        assert caught.value.field == "chat_template"
+    assert len(caplog.messages) == (reason == "takes more than")
+    assert render(made, chat_template="{{ messages[-1].role }}!") == f"{MESSAGES[-1].role}!"
 
 
 def test_a_model_without_a_template(tmp_path: Path) -> None:
@@ -242,22 +229,6 @@ def test_files_that_are_none(tmp_path: Path, config: object) -> None:
         ModelError, match=r"(the chat template of .*|tokenizer_config.json) can't be read"
     ):
         ChatTemplate(tmp_path)
-
-
-@pytest.mark.parametrize("source", ["{{ 'a' * 10**9 }}", "{{ 'a'.ljust(10**9) }}"])
-def test_a_clients_template_has_limits(
-    tmp_path: Path, source: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Jinja computes the first one while it compiles, in one call into C."""
-    module._log_limits.cache_clear()
-    one = template(tmp_path, "{{ messages[0].role }}")
-    for _ in range(2):
-        with pytest.raises(PromptError, match="chat_template: got one that takes") as caught:
-            one.render(PromptFields(messages=MESSAGES, chat_template=source))
-        assert caught.value.field == "chat_template"
-    assert len(caplog.messages) == 1
-    given = PromptFields(messages=MESSAGES, chat_template="{{ messages[-1].role }}!")
-    assert one.render(given) == f"{MESSAGES[-1].role}!"
 
 
 def test_rendering_takes_no_more_than_its_memory(

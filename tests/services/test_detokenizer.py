@@ -64,11 +64,6 @@ def test_a_token_that_ends_the_output_has_no_text() -> None:
     assert text_of([52, 258], skip_special_tokens=False, stop_token_ids=[258]) == "4"
 
 
-@given(TEXTS)
-def test_text_survives(text: str) -> None:
-    assert text_of(ids(text)) == text
-
-
 @given(st.lists(st.integers(0, 255) | st.integers(250, 261), max_size=40), st.booleans())
 def test_any_tokens_are_decoded_as_by_transformers(token_ids: list[int], skips: bool) -> None:
     assert text_of(token_ids, skip_special_tokens=skips) == TOKENIZER.decode(
@@ -79,10 +74,6 @@ def test_any_tokens_are_decoded_as_by_transformers(token_ids: list[int], skips: 
 def test_half_a_character_is_held_back() -> None:
     stream = TextStream(opened(), TABLE)
     assert [stream.feed([token_id]).text for token_id in ids("é🙂")] == ["", "é", "", "", "", "🙂"]
-
-
-def test_a_character_cut_by_the_end_of_the_output() -> None:
-    assert text_of(ids("a🙂")[:-1]) == "a\ufffd"
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
@@ -112,10 +103,6 @@ def test_a_character_that_the_output_continues_and_breaks() -> None:
     message.prompt_tail = pack([0xF0, 0x9F])
     stream = TextStream(message, TABLE)
     assert stream.feed([0x99, *b"a"]).text == "\ufffda"
-
-
-def test_special_tokens_have_no_text() -> None:
-    assert text_of([*ids("a"), TOKENIZER.convert_tokens_to_ids("<|im_end|>"), *ids("b")]) == "ab"
 
 
 @given(
@@ -313,3 +300,16 @@ def test_a_stream_that_raises_is_failed_alone(where: str, monkeypatch: pytest.Mo
     assert [(one.request_id, one.text) for one in deltas] == [("r", "a"), ("r", "a")]
     [failed] = detokenizer.failures
     assert (failed.request_id, failed.error.code) == ("bad", "failed")
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_logprobs_have_the_offsets_of_their_text(size: int) -> None:
+    """Special tokens and parts of characters add none; text that is held back is counted."""
+    tokens = [*ids("a🙂b"), END, *ids("xc")]
+    stream = TextStream(opened(logprobs=[], stop=["xy"]), TABLE)
+    offsets = []
+    for start in range(0, len(tokens), size):
+        some = tokens[start : start + size]
+        logprobs = stream.feed(some, [packed(token) for token in some]).logprobs or []
+        offsets += [one and one.text_offset for one in logprobs]
+    assert offsets == [0, 1, 1, 1, 1, 2, 3, 3, 4]

@@ -17,37 +17,26 @@ THINKING = """{%- for message in messages -%}
 """ends as that of Qwen3-Thinking-2507"""
 NEVER = THINKING.replace("<think>\n", "")
 """and as that of Qwen3-Instruct-2507"""
+
+
+def continued(content: str) -> dict[str, Any]:
+    messages = [USER, ChatMessage(role="assistant", content=content)]
+    return {"messages": messages, "continue_final_message": True}
+
+
+def hybrid(**kwargs: bool) -> dict[str, Any]:
+    return {"messages": [USER], "chat_template_kwargs": kwargs}
+
+
 REASONING: dict[str, tuple[str | None, dict[str, Any], str]] = {
-    "hybrid": (None, {"messages": [USER]}, "optional"),
-    "hybrid, on": (
-        None,
-        {"messages": [USER], "chat_template_kwargs": {"enable_thinking": True}},
-        "optional",
-    ),
-    "hybrid, off": (
-        None,
-        {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}},
-        "none",
-    ),
+    "hybrid": (None, hybrid(), "optional"),
+    "hybrid, on": (None, hybrid(enable_thinking=True), "optional"),
+    "hybrid, off": (None, hybrid(enable_thinking=False), "none"),
     "no answer wanted": (None, {"messages": [USER], "add_generation_prompt": False}, "none"),
     "thinking": (THINKING, {"messages": [USER]}, "open"),
     "never": (NEVER, {"messages": [USER]}, "none"),
-    "cut off": (
-        None,
-        {
-            "messages": [USER, ChatMessage(role="assistant", content="<think>\nWell, <b>")],
-            "continue_final_message": True,
-        },
-        "open",
-    ),
-    "done": (
-        None,
-        {
-            "messages": [USER, ChatMessage(role="assistant", content="<think>a</think>\n\nb")],
-            "continue_final_message": True,
-        },
-        "none",
-    ),
+    "cut off": (None, continued("<think>\nWell, <b>"), "open"),
+    "done": (None, continued("<think>a</think>\n\nb"), "none"),
     "text": (None, {"prompt": "What does <think> mean?"}, "none"),
     "text that thinks": (None, {"prompt": "2 + 2\n<think>\n"}, "open"),
     "text of a turn": (None, {"prompt": "<|im_start|>assistant\n"}, "optional"),

@@ -18,7 +18,6 @@ from penstock.protocol.client.session import Answer, ClientError, NoAnswer, Requ
 from penstock.protocol.messages.client import (
     MSGPACK,
     AbortRequest,
-    ChatMessage,
     ErrorReply,
     GenerateRequest,
     Reply,
@@ -27,15 +26,7 @@ from penstock.protocol.messages.client import (
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import secure_server
 from tests.launch.fake_gateway import TEXT, echo, gateway, reply
-from tests.protocol.client.conftest import EACH_CHARACTER, HALF, TIMEOUT, WHOLE
-
-
-def test_many_requests_at_once(endpoint: str) -> None:
-    with gateway(endpoint), Client(endpoint, timeout=TIMEOUT) as client:
-        streams = [client.submit(str(number)) for number in range(50)]
-        assert [one.result().text for one in reversed(streams)] == [
-            str(number) for number in reversed(range(50))
-        ]
+from tests.protocol.client.conftest import EACH_CHARACTER, HALF, TIMEOUT
 
 
 def test_a_closed_client_says_so(endpoint: str) -> None:
@@ -56,17 +47,6 @@ def test_what_comes_is_taken_in_until_a_moment(endpoint: str) -> None:
             if answer.final:
                 return
         pytest.fail("nothing was taken in")
-
-
-def test_messages_may_be_dicts(endpoint: str) -> None:
-    with gateway(endpoint, WHOLE) as one, Client(endpoint, timeout=TIMEOUT) as client:
-        client.generate(messages=[{"role": "user", "content": "x"}], max_tokens=3)
-    (request,) = one.heard
-    assert request == GenerateRequest(
-        request_id=getattr(request, "request_id", None),
-        messages=[ChatMessage(role="user", content="x")],
-        max_tokens=3,
-    )
 
 
 def test_a_question_is_asked_once(endpoint: str) -> None:
@@ -115,13 +95,6 @@ def test_an_error_that_names_no_request_finds_its_request(endpoint: str) -> None
         assert [streams[0].result().text, streams[2].result().text] == ["a", "b"]
         with pytest.raises(RequestError, match="too long"):
             streams[1].result()
-
-
-def test_status_and_abort(endpoint: str) -> None:
-    with gateway(endpoint), Client(endpoint, timeout=TIMEOUT) as client:
-        assert client.status(wait=True).ready
-        assert not client.status().ready
-        assert client.abort("x")
 
 
 def test_a_silent_gateway_is_given_up(endpoint: str) -> None:
@@ -180,17 +153,6 @@ def answer_one(server: "zmq.Socket[bytes]") -> None:
     request = MSGPACK.decode_request(frame)
     assert isinstance(request, GenerateRequest)
     server.send_multipart([identity, number, MSGPACK.encode(reply(request))])
-
-
-def test_tasks_share_an_async_client(endpoint: str) -> None:
-    async def run() -> list[str]:
-        async with AsyncClient(endpoint) as client:
-            tasks = [client.generate(str(number)) for number in range(50)]
-            replies = await asyncio.wait_for(asyncio.gather(*tasks), TIMEOUT)
-            return [one.text for one in replies]
-
-    with gateway(endpoint):
-        assert asyncio.run(run()) == [str(number) for number in range(50)]
 
 
 def test_an_async_stream(endpoint: str) -> None:

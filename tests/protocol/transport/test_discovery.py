@@ -42,14 +42,17 @@ class Site:
         self.network.handlers.append((self.directory.channel, self.directory.handle))
         self.processes: list[Cluster] = []
 
-    def process(self, node_id: str) -> Cluster:
-        """Return a new process of a machine."""
+    def node(self, node_id: str) -> tuple[Node, Path]:
+        """Return a machine, and its folder."""
         folder = self.folder / node_id
         folder.mkdir(exist_ok=True)
         if not (folder / KEYS_FOLDER).exists():
             (folder / KEYS_FOLDER).symlink_to(self.folder / KEYS_FOLDER)
-        node = Node(node_id, node_id, HOST, self.network.fixed)
-        self.processes.append(Cluster(node, folder, 1 + len(self.processes)))
+        return Node(node_id, node_id, HOST, self.network.fixed), folder
+
+    def process(self, node_id: str) -> Cluster:
+        """Return a new process of a machine."""
+        self.processes.append(Cluster(*self.node(node_id), 1 + len(self.processes)))
         return self.processes[-1]
 
     def work_until(self, is_so: Callable[[], Any], *channels: Channel[Any]) -> None:
@@ -191,12 +194,10 @@ def test_who_has_no_key_gets_nothing(site: Site, tmp_path: Path) -> None:
 def test_a_process_waits_for_what_it_needs(site: Site) -> None:
     """Messages sent before the address is known would be lost."""
     inbox = site.process("a").bind(zmq.PULL, f"{CLUSTER}requests", Heartbeat)
-    late = Node("b", "b", HOST, site.network.fixed)
-    (site.folder / "b").mkdir()
-    (site.folder / "b" / KEYS_FOLDER).symlink_to(site.folder / KEYS_FOLDER)
+    late = site.node("b")
 
     def run() -> None:
-        with Cluster(late, site.folder / "b") as process:
+        with Cluster(*late) as process:
             process.connect(zmq.PUSH, f"{CLUSTER}requests").send(Heartbeat("first"))
             process.destroy()
 

@@ -51,11 +51,9 @@ def test_what_others_reach_needs_keys_or_consent(endpoint: str) -> None:
     check_reach(Config(endpoint=endpoint, insecure=True))
 
 
-def test_a_file_is_not_replaced_by_a_socket(tmp_path: Path) -> None:
+def test_a_file_is_not_replaced_by_a_socket(context: Context, tmp_path: Path) -> None:
     """libzmq would replace it. Processes that start without `launch` refuse it, too."""
     (tmp_path / "notes").write_text("mine")
-    context = Context()
     with pytest.raises(zmq.ZMQError, match=r"File exists \(ipc://.*/notes\)"):
         context.bind(zmq.PULL, f"ipc://{tmp_path}/notes", None)
-    context.destroy()
     assert (tmp_path / "notes").read_text() == "mine"

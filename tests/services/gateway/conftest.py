@@ -25,6 +25,7 @@ from penstock.protocol.messages.pipeline import (
 )
 from penstock.protocol.messages.status import SchedulerStatus
 from penstock.protocol.transport.context import Context, Endpoints, drain, secure_client
+from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.process import Gateway
 from penstock.services.gateway.request import Client, Connection, Request, Share
 from penstock.services.gateway.requests import Requests
@@ -60,7 +61,7 @@ def process_of(context: Context, config: Any, places: list[Endpoints]) -> Simple
     )
 
 
-class GatewayHarness:
+class Harness:
     """A gateway that runs while the test waits for a message."""
 
     def __init__(self, context: Context, folder: Path, config: Config) -> None:
@@ -72,6 +73,8 @@ class GatewayHarness:
         self.num_reports = 0
         self.schedulers = [context.bind(zmq.PULL, place.requests, ToScheduler) for place in places]
         self.start(context, process)
+        self.num_tokenizers = 0
+        self.tokenizer_id = b"t"
         self.tokenizer = context.connect(zmq.DEALER, at.tokenizers, ToTokenizer, b"t")
         self.detokenizer = context.connect(zmq.PUSH, at.results)
 
@@ -179,9 +182,19 @@ class GatewayHarness:
         is_last = "finish_reason" in fields
         self.run_until(lambda: known.answer or (len(known.token_ids) >= end and not is_last))
 
-    def register_tokenizer(self) -> None:
-        self.tokenizer.send(Heartbeat("tokenizer.1"))
-        self.run_until(lambda: len(self.model.tokenizers.peers))
+    def start_tokenizer(self, name: str = "tokenizer.1") -> None:
+        """Start the next incarnation of a tokenizer: the one before has died."""
+        self.num_tokenizers += 1
+        number = self.num_tokenizers
+        self.tokenizer_id = Identity(name, 100 + number, number).encode()
+        where = self.model.to_tokenizers.last_endpoint.decode()
+        self.tokenizer = self.context.connect(zmq.DEALER, where, ToTokenizer, self.tokenizer_id)
+        self.register_tokenizer(name)
+
+    def register_tokenizer(self, name: str = "tokenizer.1") -> None:
+        self.tokenizer.send(Heartbeat(name))
+        peers = self.model.tokenizers.peers
+        self.run_until(lambda: [peer.identity for peer in peers] == [self.tokenizer_id])
 
     def lose_tokenizer(self) -> None:
         self.tokenizer.send(Goodbye())
@@ -196,9 +209,12 @@ class GatewayHarness:
 
     def work(self) -> dict[object, Any]:
         """Return the work that the tokenizer has, by key."""
-        peer = self.model.tokenizers.peers.get(b"t")
-        assert peer
+        [peer] = self.model.tokenizers.peers
         return peer.work
+
+    def given(self) -> list[Any]:
+        """Return the prompts that the tokenizer has."""
+        return [work.message.prompt for work in self.work().values()]
 
     def tokenize(self) -> Any:
         """Return the request of the tokenizer's next task, which it passes on to `replica`."""
@@ -265,7 +281,7 @@ def delta(begin: int, end: int, request_id: str = "a", **fields: Any) -> TextDel
     )
 
 
-Start = Callable[..., GatewayHarness]
+Start = Callable[..., Harness]
 
 
 @pytest.fixture
@@ -279,20 +295,20 @@ def context() -> Iterator[Context]:
 def start_gateway(tmp_path: Path, context: Context) -> Start:
     """Start a gateway with options."""
 
-    def start(**options: Any) -> GatewayHarness:
+    def start(**options: Any) -> Harness:
         config = Config(**{"endpoint": f"ipc://{tmp_path}/c"} | options)
-        return GatewayHarness(context, tmp_path, config)
+        return Harness(context, tmp_path, config)
 
     return start
 
 
 @pytest.fixture
-def harness(start_gateway: Start) -> GatewayHarness:
+def harness(start_gateway: Start) -> Harness:
     return start_gateway()
 
 
 @pytest.fixture
-def client(harness: GatewayHarness) -> Socket:
+def client(harness: Harness) -> Socket:
     return harness.connect()
 
 

@@ -11,7 +11,7 @@ from zmq.utils.monitor import recv_monitor_message
 from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.transport.channel import OVERSIZE_SLACK
 from penstock.protocol.transport.context import Context, secure_client, secure_server
-from tests.services.gateway.conftest import TIMEOUT, GatewayHarness, Start, request
+from tests.services.gateway.conftest import TIMEOUT, Harness, Start, request
 
 ADMITTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -19,11 +19,11 @@ NO_PROTOCOL = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 @pytest.fixture
-def secured(start_gateway: Start, keys: Path) -> GatewayHarness:
+def secured(start_gateway: Start, keys: Path) -> Harness:
     return start_gateway(curve_keys=str(keys))
 
 
-def knock(harness: GatewayHarness, keys: Path | None, client: str = "client") -> int:
+def knock(harness: Harness, keys: Path | None, client: str = "client") -> int:
     """Connect a client that sends a request. Return the event that ends its handshake.
 
     The request is open if the client was admitted.
@@ -46,7 +46,7 @@ def knock(harness: GatewayHarness, keys: Path | None, client: str = "client") ->
 
 
 def test_an_unknown_key_gets_nothing_in(
-    secured: GatewayHarness, keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    secured: Harness, keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The stranger knows the server's public key, and has keys of its own."""
     strange = tmp_path / "strange"
@@ -60,13 +60,13 @@ def test_an_unknown_key_gets_nothing_in(
     assert len(secured.ledger) == 1
 
 
-def test_a_client_without_keys_gets_nothing_in(secured: GatewayHarness, keys: Path) -> None:
+def test_a_client_without_keys_gets_nothing_in(secured: Harness, keys: Path) -> None:
     assert knock(secured, None) == NO_PROTOCOL
     assert knock(secured, keys) == ADMITTED
     assert len(secured.ledger) == 1
 
 
-def test_keys_are_added_and_removed_while_it_runs(secured: GatewayHarness, keys: Path) -> None:
+def test_keys_are_added_and_removed_while_it_runs(secured: Harness, keys: Path) -> None:
     make_keys(keys, "bob")
     assert knock(secured, keys, "bob") == ADMITTED
     (keys / "clients" / "bob.key").unlink()
@@ -74,7 +74,7 @@ def test_keys_are_added_and_removed_while_it_runs(secured: GatewayHarness, keys:
 
 
 def test_keys_that_can_not_be_read_let_nobody_in(
-    secured: GatewayHarness, keys: Path, caplog: pytest.LogCaptureFixture
+    secured: Harness, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (keys / "clients" / "broken.key").write_text("nonsense")
     assert knock(secured, keys) == REFUSED

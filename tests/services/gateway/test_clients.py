@@ -27,7 +27,7 @@ from penstock.protocol.messages.pipeline import TextDeltas
 from penstock.services.gateway import connections
 from penstock.services.gateway.request import Connection
 from penstock.services.gateway.requests import DEFECT
-from tests.services.gateway.conftest import TIMEOUT, GatewayHarness, Socket, Start, delta
+from tests.services.gateway.conftest import TIMEOUT, Harness, Socket, Start, delta
 
 decode_batch = msgspec.msgpack.Decoder(ReplyBatch).decode
 
@@ -39,7 +39,7 @@ def number_of(name: str) -> bytes:
     return encode_number(1 + ord(name))
 
 
-def submit(harness: GatewayHarness, socket: Socket, *names: str) -> None:
+def submit(harness: Harness, socket: Socket, *names: str) -> None:
     """Send streams as our HTTP servers do, with a number before each."""
     for name in names:
         request = GenerateRequest(prompt=[1], request_id=name, stream=True)
@@ -47,14 +47,14 @@ def submit(harness: GatewayHarness, socket: Socket, *names: str) -> None:
     harness.run_until(lambda: all(map(harness.ledger.get, names)))
 
 
-def step(harness: GatewayHarness, begin: int, *names: str, **fields: Any) -> None:
+def step(harness: Harness, begin: int, *names: str, **fields: Any) -> None:
     """Send the message of one step: a token for each request."""
     attempts = {name: harness.get(name).attempt for name in names}
     deltas = [delta(begin, begin + 1, name, attempt=attempts[name], **fields) for name in names]
     harness.detokenizer.send(TextDeltas(deltas))
 
 
-def test_an_http_server_gets_a_step_of_all_requests_in_one_message(harness: GatewayHarness) -> None:
+def test_an_http_server_gets_a_step_of_all_requests_in_one_message(harness: Harness) -> None:
     socket = harness.connect_inside()
     submit(harness, socket, "a", "b")
     for begin in range(3):
@@ -78,7 +78,7 @@ def test_an_http_server_gets_a_step_of_all_requests_in_one_message(harness: Gate
     assert harness.ledger.find("a") is None
 
 
-def test_steps_that_wait_are_one_piece_for_any_client(harness: GatewayHarness) -> None:
+def test_steps_that_wait_are_one_piece_for_any_client(harness: Harness) -> None:
     """The gateway is busy while three steps arrive."""
     socket, results = harness.connect(), harness.model.results
     submit(harness, socket, "a")
@@ -122,16 +122,7 @@ def test_a_server_that_stands_still_gets_all_in_the_end(start_gateway: Start) ->
     assert not harness.ledger
 
 
-def test_a_server_that_left_keeps_nothing_open(harness: GatewayHarness) -> None:
-    socket = harness.connect_inside()
-    submit(harness, socket, "a", "b")
-    harness.leave(socket)
-    step(harness, 0, "a", "b")
-    harness.run_heartbeats(3)
-    harness.run_until(lambda: not harness.ledger)
-
-
-def test_a_request_without_a_number_is_answered_alone(harness: GatewayHarness) -> None:
+def test_a_request_without_a_number_is_answered_alone(harness: Harness) -> None:
     socket = harness.connect_inside()
     harness.submit(socket, "a", stream=True)
     step(harness, 0, "a")
@@ -140,9 +131,7 @@ def test_a_request_without_a_number_is_answered_alone(harness: GatewayHarness) -
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_can_not_be_encoded(
-    harness: GatewayHarness, stream: bool, inside: bool
-) -> None:
+def test_an_answer_that_can_not_be_encoded(harness: Harness, stream: bool, inside: bool) -> None:
     """That request fails; the others of the same HTTP server are answered."""
     client = harness.connect_inside() if inside else harness.connect()
     session = Session()
@@ -162,7 +151,7 @@ def test_an_answer_that_can_not_be_encoded(
 
 
 @pytest.mark.parametrize("is_bad", [False, True])
-def test_an_answer_that_waited_for_room_is_sent_once(harness: GatewayHarness, is_bad: bool) -> None:
+def test_an_answer_that_waited_for_room_is_sent_once(harness: Harness, is_bad: bool) -> None:
     """An answer that can't be encoded when there is room fails alone."""
     client = harness.connect()
     harness.submit(client, "a", "b")
@@ -190,13 +179,13 @@ NUM_HELD = 20  # deltas in a row that find no room: the system moves bytes on fo
 
 
 @pytest.fixture
-def small(start_gateway: Start, monkeypatch: pytest.MonkeyPatch) -> GatewayHarness:
+def small(start_gateway: Start, monkeypatch: pytest.MonkeyPatch) -> Harness:
     """Return a gateway that keeps few answers of each client."""
     monkeypatch.setattr(connections, "MAX_SEND_QUEUE", 4)
     return start_gateway(endpoint="tcp://127.0.0.1:*", max_unread_bytes=1 << 20)
 
 
-def fill(harness: GatewayHarness, request_id: str) -> Connection:
+def fill(harness: Harness, request_id: str) -> Connection:
     """Generate until the client's queue is full and stays full: its connection."""
     request = harness.get(request_id)
     num_held = 0
@@ -208,21 +197,21 @@ def fill(harness: GatewayHarness, request_id: str) -> Connection:
     return request.client.connection
 
 
-def filled(harness: GatewayHarness, slow: Socket) -> Connection:
+def filled(harness: Harness, slow: Socket) -> Connection:
     """Fill the queue of a client with a stream `a`."""
     harness.submit(slow, "a", stream=True)
     harness.tokenize()
     return fill(harness, "a")
 
 
-def next_reply(harness: GatewayHarness, socket: Socket) -> object:
+def next_reply(harness: Harness, socket: Socket) -> object:
     """Return a reply that comes now, or after a heartbeat."""
     while not socket.poll(100):
         harness.run_heartbeats(1)
     return MSGPACK.decode_reply(socket.recv())
 
 
-def test_what_was_not_read_comes_at_once(small: GatewayHarness) -> None:
+def test_what_was_not_read_comes_at_once(small: Harness) -> None:
     slow, quick = small.connect(**SLOW), small.connect()
     small.submit(quick, "quick", stream=True)
     small.tokenize()
@@ -249,7 +238,7 @@ def test_what_was_not_read_comes_at_once(small: GatewayHarness) -> None:
 
 
 def test_who_leaves_too_much_unread_is_cut_off(
-    small: GatewayHarness, caplog: pytest.LogCaptureFixture
+    small: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow, quick = small.connect(**SLOW), small.connect()
     small.submit(slow, "a", stream=True)
@@ -284,7 +273,7 @@ def test_who_leaves_too_much_unread_is_cut_off(
     assert small.receive_reply(slow).request_id == "again"
 
 
-def test_our_http_servers_are_not_cut_off(small: GatewayHarness) -> None:
+def test_our_http_servers_are_not_cut_off(small: Harness) -> None:
     """One that stands still for seconds has many clients, and drops those that do not read."""
     slow = small.connect_inside(**SLOW)
     filled(small, slow)
@@ -335,7 +324,7 @@ def test_who_reads_gets_more_than_the_limit(start_gateway: Start, endpoint: str)
     assert harness.get("stream")
 
 
-def test_a_full_queue_is_no_client_that_is_gone(small: GatewayHarness) -> None:
+def test_a_full_queue_is_no_client_that_is_gone(small: Harness) -> None:
     slow = small.connect(**SLOW)
     identity = filled(small, slow).identity
     channel, error = small.clients.channel, 0
@@ -348,7 +337,7 @@ def test_a_full_queue_is_no_client_that_is_gone(small: GatewayHarness) -> None:
     assert small.is_empty()
 
 
-def test_a_full_queue_is_not_tried_for_every_token(small: GatewayHarness) -> None:
+def test_a_full_queue_is_not_tried_for_every_token(small: Harness) -> None:
     """Each try costs the encoding of all that waits."""
     slow = small.connect(**SLOW)
     connection, request = filled(small, slow), small.get("a")
@@ -364,7 +353,7 @@ def test_a_full_queue_is_not_tried_for_every_token(small: GatewayHarness) -> Non
     assert not request.num_unread_bytes
 
 
-def test_options_of_the_clients_socket(harness: GatewayHarness) -> None:
+def test_options_of_the_clients_socket(harness: Harness) -> None:
     """A queue of answers has a limit; a client has ten seconds to show its key."""
     get = harness.clients.channel.socket.getsockopt
     assert get(zmq.SNDHWM) == connections.MAX_SEND_QUEUE == 4096

@@ -16,7 +16,7 @@ from penstock.protocol.messages.client import (
 )
 from penstock.services.gateway.connections import Connections
 from penstock.services.gateway.tokenizers import MAX_BYTES
-from tests.services.gateway.conftest import TIMEOUT, GatewayHarness, Socket, Start, request
+from tests.services.gateway.conftest import TIMEOUT, Harness, Socket, Start, request
 
 # ---- clients that leave and come back ----------------------------------------------------------
 
@@ -42,7 +42,7 @@ def test_requests_of_a_client_that_is_gone_end(
 
 @pytest.mark.parametrize("has_left", [True, False])
 def test_the_last_connection_that_asks_gets_all_of_a_stream(
-    harness: GatewayHarness, has_left: bool
+    harness: Harness, has_left: bool
 ) -> None:
     """The client before, if it is still there, is notified."""
     first, second = harness.connect(), harness.connect()
@@ -68,7 +68,7 @@ def test_the_last_connection_that_asks_gets_all_of_a_stream(
     assert harness.is_empty()
 
 
-def test_an_answer_waits_for_a_client_that_comes_back(harness: GatewayHarness) -> None:
+def test_an_answer_waits_for_a_client_that_comes_back(harness: Harness) -> None:
     first, second = harness.connect(), harness.connect()
     harness.submit(first, "a")
     harness.tokenize()
@@ -80,7 +80,7 @@ def test_an_answer_waits_for_a_client_that_comes_back(harness: GatewayHarness) -
     assert not harness.tokenizer.socket.poll(0)
 
 
-def test_events_count_before_the_request_that_is_read_behind_them(harness: GatewayHarness) -> None:
+def test_events_count_before_the_request_that_is_read_behind_them(harness: Harness) -> None:
     """The gateway has the request of a new connection in hand.
 
     It has heard of the end of neither the connection before nor of this one.
@@ -97,7 +97,7 @@ def test_events_count_before_the_request_that_is_read_behind_them(harness: Gatew
     assert [harness.ledger.get(name) is None for name in "ab"] == [True, False]
 
 
-def test_a_request_that_is_read_when_its_client_has_gone(harness: GatewayHarness) -> None:
+def test_a_request_that_is_read_when_its_client_has_gone(harness: Harness) -> None:
     gone = harness.connect()
     harness.send(gone, request("a"))
     assert harness.clients.channel.socket.poll(TIMEOUT)
@@ -110,7 +110,7 @@ def test_a_request_that_is_read_when_its_client_has_gone(harness: GatewayHarness
     assert harness.is_empty()
 
 
-def test_asked_again_on_the_same_connection(harness: GatewayHarness, client: Socket) -> None:
+def test_asked_again_on_the_same_connection(harness: Harness, client: Socket) -> None:
     """As a REQ socket does that has waited long enough: what is before the message counts."""
     for number in (b"1", b"2"):
         client.send_multipart([number, b"", MSGPACK.encode(request("a"))])
@@ -126,7 +126,7 @@ def test_asked_again_on_the_same_connection(harness: GatewayHarness, client: Soc
     assert harness.is_empty()
 
 
-def test_another_request_of_the_same_id_is_refused(harness: GatewayHarness, client: Socket) -> None:
+def test_another_request_of_the_same_id_is_refused(harness: Harness, client: Socket) -> None:
     harness.submit(client, "a")
     harness.send(client, request("a", max_tokens=9))
     refused = harness.receive_reply(client)
@@ -189,7 +189,7 @@ def test_the_monitor_has_no_limit(start_gateway: Start) -> None:
 # ---- shares ------------------------------------------------------------------------------------
 
 
-def share_of(harness: GatewayHarness, request_id: object) -> Any:
+def share_of(harness: Harness, request_id: object) -> Any:
     return harness.get(str(request_id)).share
 
 
@@ -216,7 +216,7 @@ def test_one_client_that_fills_all_places_leaves_one(start_gateway: Start) -> No
     assert [share_of(harness, name).num_open for name in "be"] == [4, 4]
 
 
-def test_shares_end_at_nothing(harness: GatewayHarness, client: Socket) -> None:
+def test_shares_end_at_nothing(harness: Harness, client: Socket) -> None:
     harness.submit(client, "a", "b", "c")
     share = share_of(harness, "a")
     harness.tokenize()
@@ -227,7 +227,7 @@ def test_shares_end_at_nothing(harness: GatewayHarness, client: Socket) -> None:
     assert not any(number for field, number in vars(share).items() if field != "name")
 
 
-def test_connections_of_one_process_are_one_client(harness: GatewayHarness) -> None:
+def test_connections_of_one_process_are_one_client(harness: Harness) -> None:
     many = [harness.connect() for _ in range(3)]
     for number, client in enumerate(many):
         harness.submit(client, f"{number}")
@@ -256,7 +256,7 @@ def test_connections_with_one_key_are_one_client(start_gateway: Start, keys: Pat
     assert alice is again is not client
 
 
-def test_what_is_kept_of_a_request_is_its_bytes(harness: GatewayHarness) -> None:
+def test_what_is_kept_of_a_request_is_its_bytes(harness: Harness) -> None:
     client, message = harness.connect(), ChatMessage(role="user", content="x")
     kept = {"chat_template_kwargs": {"x": [[] for _ in range(60_000)]}}
     gc.collect()
@@ -268,7 +268,7 @@ def test_what_is_kept_of_a_request_is_its_bytes(harness: GatewayHarness) -> None
     assert harness.next_tokenizer_task().chat_template_kwargs == kept["chat_template_kwargs"]
 
 
-def test_only_our_own_processes_name_clients(harness: GatewayHarness) -> None:
+def test_only_our_own_processes_name_clients(harness: Harness) -> None:
     outside, inside = harness.connect(), harness.connect_inside()
     harness.send(outside, request("a", client="10.0.0.1"))
     refused = harness.receive_reply(outside)
@@ -281,7 +281,7 @@ def test_only_our_own_processes_name_clients(harness: GatewayHarness) -> None:
     assert found == [("c", "10.0.0.1", -3), ("d", "10.0.0.2", 0), ("b", "10.0.0.1", 0)]
 
 
-def test_one_client_does_not_block_the_tokenizers_for_another(harness: GatewayHarness) -> None:
+def test_one_client_does_not_block_the_tokenizers_for_another(harness: Harness) -> None:
     first, greedy, other = (harness.connect() for _ in range(3))
     harness.submit(first, "first")
     assert harness.tokenize().request_id == "first"

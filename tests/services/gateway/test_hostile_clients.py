@@ -9,12 +9,11 @@ from threading import Thread
 import pytest
 import zmq
 
-from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.messages.client import MSGPACK, AbortReply, AbortRequest
 from penstock.protocol.transport.socket_info import num_unread_bytes, tcp_counters
 from penstock.services.gateway import clients, connections
 from penstock.services.gateway.connections import MAX_RECEIVE_QUEUE, ConnectionLimits
-from tests.services.gateway.conftest import GatewayHarness, Socket, Start
+from tests.services.gateway.conftest import Harness, Socket, Start
 from tests.services.gateway.raw_client import GREETING, MORE, RawClient, frame
 
 TCP = "tcp://127.0.0.1:*"
@@ -22,7 +21,7 @@ SMALL = MSGPACK.encode(AbortRequest(request_id="x"))
 PIECE = frame(bytes(1 << 20), MORE)
 
 
-def is_served(harness: GatewayHarness, client: Socket) -> bool:
+def is_served(harness: Harness, client: Socket) -> bool:
     harness.send(client, AbortRequest(request_id="x"))
     return isinstance(harness.receive_reply(client), AbortReply)
 
@@ -46,9 +45,7 @@ def test_an_envelope_has_limits(
     assert caplog.messages[-1].endswith(clients.ENVELOPE)
 
 
-def test_an_envelope_within_the_limits(start_gateway: Start) -> None:
-    harness = start_gateway()
-    client = harness.connect()
+def test_an_envelope_within_the_limits(harness: Harness, client: Socket) -> None:
     envelope = [b"1" * 200] * 5 + [b""]
     client.send_multipart([*envelope, SMALL])
     assert harness.receive_frames(client)[:-1] == envelope
@@ -78,9 +75,7 @@ def num_read(fds: Iterable[int]) -> int:
     return sum(counters.received - num_unread for counters, num_unread in found if counters)
 
 
-def start_large_messages(
-    start_gateway: Start, num_hostile: int
-) -> tuple[GatewayHarness, list[RawClient]]:
+def start_large_messages(start_gateway: Start, num_hostile: int) -> tuple[Harness, list[RawClient]]:
     """Let libzmq read three whole messages of an honest client, and pieces of hostile ones."""
     harness = start_gateway(endpoint=TCP, max_open_bytes=(2 << 20) * connections.EXPANSION)
     clients = [RawClient(harness.endpoint) for _ in range(1 + num_hostile)]
@@ -99,7 +94,7 @@ def start_large_messages(
     return harness, clients
 
 
-def take_messages(harness: GatewayHarness, number: int) -> None:
+def take_messages(harness: Harness, number: int) -> None:
     """Receive messages, and leave others in libzmq's queue."""
     while number:
         for _ in islice(harness.clients.receive(), number):
@@ -192,12 +187,10 @@ def test_clients_of_an_older_protocol_are_dropped(
 
 @pytest.mark.parametrize("where", ["tcp", "curve", "ipc"])
 def test_a_second_client_of_an_identity_is_disconnected(
-    start_gateway: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
+    start_gateway: Start, keys: Path, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     """libzmq ignores it, however small its request. When the first one leaves it is served."""
-    folder = tmp_path / "keys" if where == "curve" else None
-    if folder:
-        make_keys(folder, None)
+    folder = keys if where == "curve" else None
     harness = start_gateway(
         curve_keys=str(folder or ""), **({} if where == "ipc" else {"endpoint": TCP})
     )
@@ -271,8 +264,7 @@ def test_an_idle_client_beside_chosen_identities_stays(start_gateway: Start) -> 
     assert all(is_served(harness, client) for client in clients)
 
 
-def test_an_idle_client_on_ipc_comes_back(start_gateway: Start) -> None:
-    harness = start_gateway()
+def test_an_idle_client_on_ipc_comes_back(harness: Harness) -> None:
     idle, first = harness.connect(RECONNECT_IVL=20), harness.connect(IDENTITY=b"a")
     assert is_served(harness, first)
     harness.run_until(lambda: len(harness.connections) == 2)

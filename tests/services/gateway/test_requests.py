@@ -3,6 +3,7 @@
 import logging
 import re
 from random import Random
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -25,19 +26,17 @@ from penstock.protocol.messages.pipeline import (
 )
 from penstock.protocol.messages.status import ProcessStatus
 from penstock.protocol.messages.supervisor import SupervisorReport
-from penstock.protocol.tracing import trace_ids
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
 from penstock.protocol.transport.process import first_number
 from penstock.services.gateway.process import CLOSE_GRACE_SECONDS
 from penstock.services.gateway.request import Request
 from penstock.services.gateway.tokenizers import digest
-from tests.collector import Collector
-from tests.services.gateway.conftest import PROMPT, GatewayHarness, Socket, Start, delta, request
+from tests.services.gateway.conftest import PROMPT, Harness, Socket, Start, delta, request
 
 # ---- limits, and what a client has -------------------------------------------------------------
 
 
-def test_a_time_limit_while_there_is_no_tokenizer(harness: GatewayHarness, client: Socket) -> None:
+def test_a_time_limit_while_there_is_no_tokenizer(harness: Harness, client: Socket) -> None:
     harness.submit(client, "a", timeout=2.5)
     harness.submit(client, "b")
     (timer,) = harness.timers
@@ -50,7 +49,7 @@ def test_a_time_limit_while_there_is_no_tokenizer(harness: GatewayHarness, clien
 
 
 @pytest.mark.parametrize("ends", ["abort", "stop"])
-def test_a_time_limit_while_it_runs(harness: GatewayHarness, client: Socket, ends: str) -> None:
+def test_a_time_limit_while_it_runs(harness: Harness, client: Socket, ends: str) -> None:
     harness.submit(client, "a", timeout=2.5)
     harness.tokenize()
     harness.send_tokens("a", 0, 2)
@@ -64,9 +63,7 @@ def test_a_time_limit_while_it_runs(harness: GatewayHarness, client: Socket, end
     assert harness.is_empty()
 
 
-def test_a_request_goes_on_behind_what_its_client_has(
-    harness: GatewayHarness, client: Socket
-) -> None:
+def test_a_request_goes_on_behind_what_its_client_has(harness: Harness, client: Socket) -> None:
     """Every process except the client may be new."""
     harness.submit(client, "a", stream=True, output_token_ids=[0, 1])
     assert harness.tokenize().output_token_ids == pack([0, 1])
@@ -81,7 +78,7 @@ def test_a_request_goes_on_behind_what_its_client_has(
     assert harness.receive_reply(other).token_ids == [0, 1, 2, 3]
 
 
-def test_the_tokenizer_tells_how_long_a_prompt_is(harness: GatewayHarness, client: Socket) -> None:
+def test_the_tokenizer_tells_how_long_a_prompt_is(harness: Harness, client: Socket) -> None:
     harness.submit(client, "a", prompt="x" * 400)
     assert harness.model.totals.num_waiting_tokens == 100
     harness.tokenize()
@@ -90,7 +87,7 @@ def test_the_tokenizer_tells_how_long_a_prompt_is(harness: GatewayHarness, clien
     assert harness.receive_reply(client).usage.prompt_tokens == 7
 
 
-def test_only_its_client_aborts_a_request(harness: GatewayHarness, client: Socket) -> None:
+def test_only_its_client_aborts_a_request(harness: Harness, client: Socket) -> None:
     """Until its connection is closed: then whoever knows the id may."""
     other = harness.connect()
     harness.submit(client, "a")
@@ -122,7 +119,7 @@ def test_what_is_recovered_is_never_refused(start_gateway: Start) -> None:
     assert {task.request_id: task.output_token_ids for task in again} == {"a": pack([0]), "b": b""}
 
 
-def test_attempts_begin_where_the_gateway_does(harness: GatewayHarness, client: Socket) -> None:
+def test_attempts_begin_where_the_gateway_does(harness: Harness, client: Socket) -> None:
     """The first scheduler may be the second: the first one died before its first report."""
     (started,) = harness.scheduler_messages()
     assert started == GatewayStarted(first_number(3))
@@ -136,9 +133,7 @@ def test_attempts_begin_where_the_gateway_does(harness: GatewayHarness, client: 
     assert not harness.tokenizer.socket.poll(0)
 
 
-def test_what_a_lost_tokenizer_had_goes_to_the_next(
-    harness: GatewayHarness, client: Socket
-) -> None:
+def test_what_a_lost_tokenizer_had_goes_to_the_next(harness: Harness, client: Socket) -> None:
     """The scheduler had both attempts of a request: the first one is done."""
     harness.submit(client, "a", "ended")
     first = harness.tokenize()
@@ -153,9 +148,7 @@ def test_what_a_lost_tokenizer_had_goes_to_the_next(
     assert list(harness.model.tokenizers.unassigned) == [again]
 
 
-def test_what_a_lost_tokenizer_had_passed_on_begins_again(
-    harness: GatewayHarness, client: Socket
-) -> None:
+def test_what_a_lost_tokenizer_had_passed_on_begins_again(harness: Harness, client: Socket) -> None:
     """A request may still be at the tokenizer; none restarts once a token has come."""
     harness.submit(client, "begun", "silent")
     attempts = {task.request_id: task.attempt for task in (harness.tokenize(), harness.tokenize())}
@@ -167,7 +160,7 @@ def test_what_a_lost_tokenizer_had_passed_on_begins_again(
 
 
 def test_a_scheduler_that_may_have_missed_something_is_told_all_again(
-    harness: GatewayHarness, client: Socket
+    harness: Harness, client: Socket
 ) -> None:
     harness.submit(client, "open")
     before = harness.tokenize().attempt
@@ -177,7 +170,7 @@ def test_a_scheduler_that_may_have_missed_something_is_told_all_again(
     assert before < started.first_attempt < harness.tokenize().attempt
 
 
-def supervise(harness: GatewayHarness, *names: str, uptime: float = 1.0) -> None:
+def supervise(harness: Harness, *names: str, uptime: float = 1.0) -> None:
     """Send the supervisor's report of the processes that run."""
     processes = [ProcessStatus(name=name, pid=5, uptime=uptime, restarts=0) for name in names]
     harness.detokenizer.send(SupervisorReport(processes))
@@ -185,7 +178,7 @@ def supervise(harness: GatewayHarness, *names: str, uptime: float = 1.0) -> None
 
 
 @pytest.fixture
-def replicas(start_gateway: Start) -> GatewayHarness:
+def replicas(start_gateway: Start) -> Harness:
     """Return a gateway of two replicas that run."""
     harness = start_gateway(dp=2)
     assert [harness.scheduler_messages(n) for n in (0, 1)] == [[GatewayStarted(3 << 32)]] * 2
@@ -194,7 +187,7 @@ def replicas(start_gateway: Start) -> GatewayHarness:
     return harness
 
 
-def test_what_a_replica_without_a_scheduler_has_goes_on_at_once(replicas: GatewayHarness) -> None:
+def test_what_a_replica_without_a_scheduler_has_goes_on_at_once(replicas: Harness) -> None:
     replicas.submit(replicas.connect(), "a")
     replicas.tokenize()
     assert replicas.replica == 0
@@ -210,7 +203,7 @@ def test_what_a_replica_without_a_scheduler_has_goes_on_at_once(replicas: Gatewa
     assert replicas.status.is_ready()
 
 
-def test_what_a_lost_replica_has_is_released_there_and_goes_on(replicas: GatewayHarness) -> None:
+def test_what_a_lost_replica_has_is_released_there_and_goes_on(replicas: Harness) -> None:
     """The old attempt is released again for every sign that it still runs."""
     client = replicas.connect()
     replicas.submit(client, "a", stream=True)
@@ -237,7 +230,7 @@ def test_what_a_lost_replica_has_is_released_there_and_goes_on(replicas: Gateway
     assert not replicas.model.router.requests
 
 
-def test_a_fresh_status_is_of_every_replica_that_reports(replicas: GatewayHarness) -> None:
+def test_a_fresh_status_is_of_every_replica_that_reports(replicas: Harness) -> None:
     client = replicas.connect()
     replicas.send(client, StatusRequest(fresh=True))
     replicas.run_until(lambda: replicas.status.for_report)
@@ -259,7 +252,7 @@ def test_a_fresh_status_is_of_every_replica_that_reports(replicas: GatewayHarnes
 
 @pytest.mark.parametrize("event", ["a new scheduler", "a lost tokenizer", "a delta", "a defect"])
 def test_a_request_that_raises_is_failed_alone(
-    harness: GatewayHarness,
+    harness: Harness,
     client: Socket,
     event: str,
     caplog: pytest.LogCaptureFixture,
@@ -299,14 +292,14 @@ def test_a_request_that_raises_is_failed_alone(
     assert harness.ledger.get("bad") is None
 
 
-def fail(harness: GatewayHarness, request_id: str, is_poison: bool) -> None:
+def fail(harness: Harness, request_id: str, is_poison: bool) -> None:
     """Send a scheduler's verdict on a request."""
     error = ErrorReply(code="failed", message="no")
     attempt = harness.get(request_id).attempt
     harness.detokenizer.send(RequestFailed(request_id, attempt, error, is_poison))
 
 
-def test_poison_is_refused_and_others_are_not(harness: GatewayHarness, client: Socket) -> None:
+def test_poison_is_refused_and_others_are_not(harness: Harness, client: Socket) -> None:
     harness.submit(client, "poison", "twin", "runs")
     harness.submit(client, "other", temperature=0.5)
     for _ in range(4):
@@ -323,7 +316,7 @@ def test_poison_is_refused_and_others_are_not(harness: GatewayHarness, client: S
     harness.submit(client, "longer", prompt=[9, 9])
 
 
-def test_what_fails_otherwise_may_be_sent_again(harness: GatewayHarness, client: Socket) -> None:
+def test_what_fails_otherwise_may_be_sent_again(harness: Harness, client: Socket) -> None:
     harness.submit(client, "a")
     fail(harness, "a", is_poison=False)
     assert harness.receive_reply(client).code == "failed"
@@ -331,7 +324,7 @@ def test_what_fails_otherwise_may_be_sent_again(harness: GatewayHarness, client:
 
 
 def test_a_gateway_that_restarted_refuses_what_was_given_up_before(
-    harness: GatewayHarness, client: Socket
+    harness: Harness, client: Socket
 ) -> None:
     """Whichever replica it would go to: the supervisor remembers it."""
     gateway = ProcessStatus(name="gateway.1", pid=5, uptime=1.0, restarts=1)
@@ -354,7 +347,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def restarted(harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch) -> GatewayHarness:
+def restarted(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> Harness:
     """Return a gateway that has heard of the drain and nothing else yet."""
     with monkeypatch.context() as patch:
         patch.setattr(harness.model.router, "record_running", lambda _: None)  # none is lost
@@ -363,13 +356,13 @@ def restarted(harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch) -> Gatew
     return harness
 
 
-def leases(harness: GatewayHarness, first_attempt: int, *unclaimed: str) -> None:
+def leases(harness: Harness, first_attempt: int, *unclaimed: str) -> None:
     """Send the scheduler's report of its requests."""
     harness.report(first_attempt=first_attempt, unclaimed=list(unclaimed))
 
 
 def test_what_is_asked_for_again_is_finished_and_nothing_begun(
-    restarted: GatewayHarness, client: Socket, ended: list[int]
+    restarted: Harness, client: Socket, ended: list[int]
 ) -> None:
     attempt = restarted.ledger.first_attempt
     leases(restarted, attempt - 1)  # to the gateway before: it says nothing about leases
@@ -397,7 +390,7 @@ def test_what_is_asked_for_again_is_finished_and_nothing_begun(
 
 
 def test_until_the_scheduler_is_heard_anyone_may_ask_by_an_id(
-    restarted: GatewayHarness, client: Socket, ended: list[int]
+    restarted: Harness, client: Socket, ended: list[int]
 ) -> None:
     restarted.submit(client, "a")
     restarted.send_tokens("a", 0, 5, finish_reason="stop")
@@ -407,7 +400,7 @@ def test_until_the_scheduler_is_heard_anyone_may_ask_by_an_id(
 
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_a_scheduler_that_is_not_there_has_nothing_to_wait_for(
-    restarted: GatewayHarness, ended: list[int], is_gone: bool
+    restarted: Harness, ended: list[int], is_gone: bool
 ) -> None:
     if is_gone:
         for _ in range(2):
@@ -418,9 +411,7 @@ def test_a_scheduler_that_is_not_there_has_nothing_to_wait_for(
     assert ended
 
 
-def test_a_drain_waits_for_queries(
-    harness: GatewayHarness, client: Socket, ended: list[int]
-) -> None:
+def test_a_drain_waits_for_queries(harness: Harness, client: Socket, ended: list[int]) -> None:
     query = DetokenizeRequest(token_ids=[1, 2])
     harness.ask(client, query)
     harness.model.is_draining = True
@@ -438,7 +429,7 @@ def test_a_drain_waits_for_queries(
 
 
 def test_requests_are_lines_at_debug_and_failures_at_info(
-    harness: GatewayHarness, client: Socket, caplog: pytest.LogCaptureFixture
+    harness: Harness, client: Socket, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without their text."""
     caplog.set_level(logging.DEBUG, "gateway")
@@ -460,10 +451,20 @@ def test_requests_are_lines_at_debug_and_failures_at_info(
     ]
 
 
-def test_each_request_is_a_root_span(start_gateway: Start) -> None:
-    collector = Collector()
-    harness = start_gateway(otlp_endpoint=collector.address)
-    client = harness.connect()
+def test_each_request_is_a_root_span(
+    harness: Harness, client: Socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+
+    def span(
+        name: str, request_id: str, begin: float, attributes: dict[str, Any], **options: Any
+    ) -> None:
+        assert (name, options.pop("is_root"), options.pop("error")) == ("request", True, "")
+        assert all(begin < moment < monotonic() for moment in options.get("events", {}).values())
+        spans[request_id] = attributes, options
+
+    monkeypatch.setattr(harness.model.tracer, "is_on", True)
+    monkeypatch.setattr(harness.model.tracer, "span", span)
     harness.submit(client, "a", "b")
     harness.send_tokens("a", 0, 2)
     harness.report()  # a second attempt begins
@@ -471,32 +472,16 @@ def test_each_request_is_a_root_span(start_gateway: Start) -> None:
     harness.send(client, AbortRequest(request_id="b"))
     for _ in range(3):
         harness.receive_reply(client)
-    harness.model.tracer._processor.shutdown()
-    spans = {span.span_id: span for span in collector.receive()[1]}
-    collector.close()
-    first, second = (spans[trace_ids(name)[1].to_bytes(8)] for name in "ab")
-    values, of_second = (
-        {attribute.key: attribute.value for attribute in span.attributes}
-        for span in (first, second)
-    )
-    assert (first.name, values["gen_ai.request.id"].string_value) == ("request", "a")
-    numbers = {
+    (of_first, options), (of_second, none) = spans["a"], spans["b"]
+    assert of_first == {
         "gen_ai.usage.input_tokens": len(PROMPT),
         "gen_ai.usage.output_tokens": 3,
+        "gen_ai.response.finish_reasons": ["length"],
         "penstock.cached_tokens": 4,
         "penstock.num_attempts": 2,
     }
-    assert {name: values[name].int_value for name in numbers} == numbers
-    (event,) = first.events
-    assert event.name == "first token"
-    assert first.start_time_unix_nano < event.time_unix_nano < first.end_time_unix_nano
-    assert (finish_reason(values), finish_reason(of_second)) == ("length", "abort")
-    assert not second.events
-
-
-def finish_reason(attributes: dict[str, Any]) -> str:
-    reasons = attributes["gen_ai.response.finish_reasons"].array_value.values
-    return str(reasons[0].string_value)
+    assert (list(options["events"]), none) == (["first token"], {})
+    assert of_second["gen_ai.response.finish_reasons"] == ["abort"]
 
 
 # ---- nothing is left ---------------------------------------------------------------------------

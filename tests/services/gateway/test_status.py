@@ -25,18 +25,18 @@ from penstock.services.gateway.process import (
     PipelineStatus,
 )
 from tests.services.gateway import conftest
-from tests.services.gateway.conftest import PROMPT, TIMEOUT, GatewayHarness, Socket, process_of
+from tests.services.gateway.conftest import PROMPT, TIMEOUT, Harness, Socket, process_of
 
 LIMIT = MAX_WAITING_PER_CONNECTION
 FRESH = StatusRequest(fresh=True)
 
 
-def wait_for(harness: GatewayHarness, number: int) -> None:
+def wait_for(harness: Harness, number: int) -> None:
     """Run the gateway until so many requests wait for a report."""
     harness.run_until(lambda: len(harness.status.for_report) == number)
 
 
-def test_a_connection_has_a_limit(harness: GatewayHarness) -> None:
+def test_a_connection_has_a_limit(harness: Harness) -> None:
     """Requests beyond it are refused at once; the others are answered by the next report."""
     flood, other = harness.connect(), harness.connect()
     harness.send(flood, *[FRESH] * LIMIT, *[StatusRequest(wait=True)] * 500)
@@ -53,7 +53,7 @@ def test_a_connection_has_a_limit(harness: GatewayHarness) -> None:
     wait_for(harness, 1)
 
 
-def test_all_of_them_have_a_limit(harness: GatewayHarness) -> None:
+def test_all_of_them_have_a_limit(harness: Harness) -> None:
     clients = [harness.connect() for _ in range(MAX_WAITING // LIMIT)]
     for client in clients:
         harness.send(client, *[FRESH] * LIMIT)
@@ -73,7 +73,7 @@ def test_all_of_them_have_a_limit(harness: GatewayHarness) -> None:
 
 
 def test_a_fresh_status_of_a_pipeline_that_is_ready(
-    harness: GatewayHarness, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `wait`, too, it is answered by the next report."""
     client = harness.connect()
@@ -84,7 +84,7 @@ def test_a_fresh_status_of_a_pipeline_that_is_ready(
     assert isinstance(harness.receive_reply(client), StatusReply)
 
 
-def test_both_encodings_with_and_without_metrics(harness: GatewayHarness) -> None:
+def test_both_encodings_with_and_without_metrics(harness: Harness) -> None:
     client = harness.connect()
     for metrics in (False, True):
         harness.send(client, StatusRequest(fresh=True, metrics=metrics))
@@ -97,7 +97,7 @@ def test_both_encodings_with_and_without_metrics(harness: GatewayHarness) -> Non
             assert (bool(reply.metrics), reply.schedulers[0].epoch) == (metrics, 1)
 
 
-def test_a_client_that_left_waits_for_nothing(harness: GatewayHarness) -> None:
+def test_a_client_that_left_waits_for_nothing(harness: Harness) -> None:
     client = harness.connect()
     harness.send(client, StatusRequest(wait=True))
     harness.run_until(lambda: harness.status.for_ready)
@@ -106,7 +106,7 @@ def test_a_client_that_left_waits_for_nothing(harness: GatewayHarness) -> None:
     assert not harness.status.for_ready
 
 
-def test_the_gateway_counts(harness: GatewayHarness) -> None:
+def test_the_gateway_counts(harness: Harness) -> None:
     client, other = harness.connect(), harness.connect()
     harness.submit(client, "a", "b", "gone", stream=True)
     harness.send_tokens("a", 0, 2)
@@ -126,17 +126,6 @@ def test_the_gateway_counts(harness: GatewayHarness) -> None:
     assert sum(metrics.inter_token_latency_seconds.counts) == 1
     assert sum(metrics.e2e_request_latency_seconds.counts) == 3
     assert metrics.e2e_request_latency_seconds.sum < 100
-
-
-def test_the_newest_report_of_the_supervisor(harness: GatewayHarness) -> None:
-    client = harness.connect()
-    for uptime in (1.0, 2.0):
-        fields = {"pid": 5, "restarts": 0, "counters": {"bad_frames": 1}}
-        process = ProcessStatus(name="worker.1", uptime=uptime, **fields)  # type: ignore[arg-type]
-        harness.detokenizer.send(SupervisorReport([process]))
-    harness.run_until(lambda: harness.status.processes == [process])
-    harness.send(client, StatusRequest())
-    assert harness.receive_reply(client).processes == [process]
 
 
 # ---- two models --------------------------------------------------------------------------------
@@ -165,7 +154,7 @@ class Peers:
         return task
 
 
-class TwoModels(GatewayHarness):
+class TwoModels(Harness):
     """A gateway of two models, the second one of few places."""
 
     def __init__(self, context: Context, folder: Path) -> None:

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,19 +20,14 @@ from penstock.protocol.messages.client import (
     TokenizeReply,
 )
 from penstock.protocol.messages.pipeline import (
-    Goodbye,
-    Heartbeat,
-    TokenizeDone,
     TokenizerQuery,
-    ToTokenizer,
 )
 from penstock.protocol.poison import MAX_DEATHS
-from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
+from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
 from penstock.protocol.transport.peers import MAX_SILENT
-from penstock.protocol.transport.process import Identity
 from penstock.services.gateway.request import Share
 from penstock.services.gateway.tokenizers import TokenizerPoison, Tokenizers
-from tests.services.gateway.conftest import GatewayHarness, Socket, Start
+from tests.services.gateway.conftest import Harness, Socket, Start
 
 TEXT = DetokenizeRequest(token_ids=[1, 2])
 PROMPT = TokenizePromptRequest(prompt="ab")
@@ -43,7 +37,7 @@ TEXT_REPLY = DetokenizeReply(text="")
 # ---- queries, which a tokenizer answers alone --------------------------------------------------
 
 
-def test_both_kinds_in_both_encodings(harness: GatewayHarness, client: Socket) -> None:
+def test_both_kinds_in_both_encodings(harness: Harness, client: Socket) -> None:
     """They wait for a tokenizer to come."""
     client.send(JSON.encode(TEXT))
     harness.ask(client, PROMPT, waiting=2)
@@ -57,7 +51,7 @@ def test_both_kinds_in_both_encodings(harness: GatewayHarness, client: Socket) -
     assert harness.is_empty()
 
 
-def test_a_tokenizer_that_is_lost(harness: GatewayHarness, client: Socket) -> None:
+def test_a_tokenizer_that_is_lost(harness: Harness, client: Socket) -> None:
     """The next tokenizer gets the query; a late answer of the first one is dropped."""
     harness.ask(client, TEXT)
     first = harness.next_tokenizer_task()
@@ -72,7 +66,7 @@ def test_a_tokenizer_that_is_lost(harness: GatewayHarness, client: Socket) -> No
     assert harness.next_tokenizer_task().number > first.number
 
 
-def test_a_tokenizer_has_requests_and_queries(harness: GatewayHarness, client: Socket) -> None:
+def test_a_tokenizer_has_requests_and_queries(harness: Harness, client: Socket) -> None:
     harness.submit(client, "b")
     harness.ask(client, TEXT, TEXT)
     [task, *queries] = [harness.next_tokenizer_task() for _ in range(3)]
@@ -84,7 +78,7 @@ def test_a_tokenizer_has_requests_and_queries(harness: GatewayHarness, client: S
     assert list(harness.work()) == [("b", task.request.attempt)]
 
 
-def test_a_client_that_is_gone_is_forgotten(harness: GatewayHarness, client: Socket) -> None:
+def test_a_client_that_is_gone_is_forgotten(harness: Harness, client: Socket) -> None:
     harness.ask(client, TEXT)
     harness.leave(client)
     harness.run_heartbeats(1)
@@ -94,7 +88,7 @@ def test_a_client_that_is_gone_is_forgotten(harness: GatewayHarness, client: Soc
     assert harness.next_tokenizer_task().query == PROMPT
 
 
-def test_errors_are_told_and_counted(harness: GatewayHarness, client: Socket) -> None:
+def test_errors_are_told_and_counted(harness: Harness, client: Socket) -> None:
     harness.send(client, DetokenizeRequest(token_ids=[9999]))
     assert harness.receive_reply(client).field == "token_ids"
     harness.ask(client, PROMPT)
@@ -131,9 +125,7 @@ def test_queries_are_limited_as_requests_are(
     harness.ask(client, query)
 
 
-def test_what_nobody_waits_for_does_not_reach_a_tokenizer(
-    harness: GatewayHarness, client: Socket
-) -> None:
+def test_what_nobody_waits_for_does_not_reach_a_tokenizer(harness: Harness, client: Socket) -> None:
     """A tokenizer has one long query at a time, and of others as many as it soon answers."""
     gone = harness.connect()
     harness.ask(gone, *[TokenizePromptRequest(prompt="x" * 900_000)] * 15)
@@ -168,115 +160,83 @@ class Reports:
         self.num_found += 1
 
 
-class Successors:
-    """Incarnations of one tokenizer; the one before is dead when the next one is heard."""
-
-    def __init__(self, harness: GatewayHarness) -> None:
-        self.harness, self.tokenizers = harness, harness.model.tokenizers
-        self.reports = harness.model.failures.poison._reports = Reports()  # type: ignore[assignment]
-        self.number = 0
-        self.channel: Channel[Any]
-
-    def start(self, name: str = "tokenizer.1") -> bytes:
-        self.number += 1
-        identity = Identity(name, 100 + self.number, self.number).encode()
-        where = self.harness.model.to_tokenizers.last_endpoint.decode()
-        self.channel = self.harness.context.connect(zmq.DEALER, where, ToTokenizer, identity)
-        self.channel.send(Heartbeat(name))
-        peers = self.tokenizers.peers
-        self.harness.run_until(lambda: peers.get(identity) and len(peers) == 1)
-        return identity
-
-    def work(self) -> dict[Any, Any]:
-        [peer] = self.tokenizers.peers
-        return peer.work
-
-    def given(self) -> list[str]:
-        """Return the prompts that the tokenizer has now."""
-        return [work.message.prompt for work in self.work().values()]
-
-    def tokenize(self) -> None:
-        """Do the first of it."""
-        key = request_id, attempt = next(iter(self.work()))
-        self.channel.send(TokenizeDone(request_id, attempt, 3))
-        self.harness.run_until(lambda: key not in self.work())
-
-    def fall_silent(self) -> None:
-        for _ in range(MAX_MISSED_HEARTBEATS + 1):
-            self.tokenizers.lose_silent()
-        assert not len(self.tokenizers.peers)
-
-
 @pytest.fixture
-def successors(harness: GatewayHarness) -> Successors:
-    return Successors(harness)
+def reports(harness: Harness) -> Reports:
+    reports: Any = Reports()
+    harness.model.failures.poison._reports = reports
+    return reports
 
 
-def test_what_is_alone_at_two_deaths_is_given_up(successors: Successors, client: Socket) -> None:
-    harness = successors.harness
-    successors.start()
+def fall_silent(harness: Harness) -> None:
+    tokenizers = harness.model.tokenizers
+    for _ in range(MAX_MISSED_HEARTBEATS + 1):
+        tokenizers.lose_silent()
+    assert not len(tokenizers.peers)
+
+
+def test_what_is_alone_at_two_deaths_is_given_up(
+    harness: Harness, client: Socket, reports: Reports
+) -> None:
+    harness.start_tokenizer()
     for name in ("before", "poison", "after"):
         harness.submit(client, name, prompt=name)
-    successors.tokenize()
+    harness.tokenize()
     harness.send_tokens("before", 0, 1)
-    assert successors.given() == ["poison", "after"]
+    assert harness.given() == ["poison", "after"]
     for _ in range(MAX_DEATHS):
-        successors.start()
-        assert successors.given() == ["poison"], "alone"
+        harness.start_tokenizer()
+        assert harness.given() == ["poison"], "alone"
     harness.submit(client, "late", prompt="late")
-    successors.start()
+    harness.start_tokenizer()
     failed = harness.receive_reply(client)
     assert (failed.request_id, failed.code) == ("poison", "failed")
     assert "2 tokenizers died while they worked at the request" in failed.message
-    assert successors.given() == ["after"], "a suspect, too"
-    successors.tokenize()
-    assert successors.given() == ["late"]
-    successors.tokenize()
+    assert harness.given() == ["after"], "a suspect, too"
+    harness.tokenize()
+    assert harness.given() == ["late"]
+    harness.tokenize()
     assert all(map(harness.ledger.get, ("before", "after", "late")))
-    assert successors.reports.num_found == 1
-    assert successors.reports.num_cleared == 1, "what was tokenized after the deaths"
+    assert reports.num_found == 1
+    assert reports.num_cleared == 1, "what was tokenized after the deaths"
     died_with = [([("tokenizer.1", 100 + n)], 2 if n == 1 else 1) for n in (1, 2, 3)]
-    assert successors.reports.died_with == died_with
+    assert reports.died_with == died_with
     harness.send(client, GenerateRequest(prompt="poison", seed=1))
     assert "it is not tried again" in harness.receive_reply(client).message
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_a_query_is_given_up_likewise(
-    successors: Successors, client: Socket, is_silent: bool
+    harness: Harness, client: Socket, reports: Reports, is_silent: bool
 ) -> None:
     """A tokenizer that fell silent has died when its successor registers."""
-    harness, poison = successors.harness, TokenizePromptRequest(prompt="poison")
-    successors.start()
+    poison = TokenizePromptRequest(prompt="poison")
+    harness.start_tokenizer()
     harness.ask(client, poison)
     for _ in range(MAX_DEATHS):
         if is_silent:
-            successors.fall_silent()
-        successors.start()
+            fall_silent(harness)
+        harness.start_tokenizer()
     assert harness.receive_reply(client).code == "failed"
-    assert [digests for _, digests in successors.reports.died_with] == [1] * MAX_DEATHS
+    assert [digests for _, digests in reports.died_with] == [1] * MAX_DEATHS
     assert harness.is_empty()
     harness.send(client, poison)
     assert "it is not tried again" in harness.receive_reply(client).message
 
 
-def test_who_was_alone_once_and_is_done_begins_at_none(
-    successors: Successors, client: Socket
-) -> None:
-    harness, poison = successors.harness, successors.harness.model.failures.poison
-    successors.start()
+def test_who_was_alone_once_and_is_done_begins_at_none(harness: Harness, client: Socket) -> None:
+    poison = harness.model.failures.poison
+    harness.start_tokenizer()
     for name in ("r0", "r1", "r2"):
         harness.submit(client, name, prompt="same")
-        successors.start()
+        harness.start_tokenizer()
         assert poison.num_deaths(harness.get(name).message) == 1
-        successors.tokenize()
+        harness.tokenize()
         harness.send_tokens(name, 0, 1)
     assert all(map(harness.ledger.get, ("r0", "r1", "r2")))
 
 
-def test_who_leaves_and_asks_again_is_as_suspect_as_before(successors: Successors) -> None:
-    harness = successors.harness
-    successors.start()
+def test_who_leaves_and_asks_again_is_as_suspect_as_before(harness: Harness) -> None:
+    harness.start_tokenizer()
     for number in range(MAX_DEATHS):
         client = harness.connect()
         harness.submit(client, f"r{number}", prompt="poison")
@@ -284,41 +244,40 @@ def test_who_leaves_and_asks_again_is_as_suspect_as_before(successors: Successor
             harness.send(client, AbortRequest(request_id=f"r{number}"))
             harness.receive_reply(client)
             assert harness.receive_reply(client).found
-        successors.start()
+        harness.start_tokenizer()
     assert harness.receive_reply(client).code == "failed"
 
 
-def test_silence_and_goodbye_are_no_death(successors: Successors, client: Socket) -> None:
+def test_silence_and_goodbye_are_no_death(
+    harness: Harness, client: Socket, reports: Reports
+) -> None:
     """The tokenizer sends again after a call that held the interpreter's lock."""
-    harness, peers = successors.harness, successors.tokenizers.peers
-    identity = successors.start()
+    harness.start_tokenizer()
     harness.submit(client, "a", prompt="a")
     for _ in range(2 * MAX_DEATHS):
-        successors.fall_silent()
-        successors.channel.send(Heartbeat("tokenizer.1"))
-        harness.run_until(lambda: peers.get(identity))
-        assert successors.given() == ["a"]
+        fall_silent(harness)
+        harness.register_tokenizer()
+        assert harness.given() == ["a"]
     for _ in range(2 * MAX_DEATHS):
-        successors.channel.send(Goodbye())
-        harness.run_until(lambda: not len(peers))
-        successors.start()
-        assert successors.given() == ["a"]
-    assert successors.reports.died_with == []
-    successors.tokenize()
+        harness.lose_tokenizer()
+        harness.start_tokenizer()
+        assert harness.given() == ["a"]
+    assert reports.died_with == []
+    harness.tokenize()
 
 
 def test_few_tokenizers_without_a_successor_are_remembered(
-    successors: Successors, client: Socket
+    harness: Harness, client: Socket
 ) -> None:
     """Each was killed and scaled down while it had work; the last one passes the work on."""
-    successors.harness.submit(client, "a", prompt="a")
+    harness.submit(client, "a", prompt="a")
     for number in range(2 * MAX_SILENT):
-        successors.start(f"tokenizer.{number}")
-        successors.fall_silent()
-        assert 0 < len(successors.tokenizers.peers.remembered) <= MAX_SILENT
-    successors.start("tokenizer.last")
-    successors.tokenize()
-    assert not successors.tokenizers.peers.remembered
+        harness.start_tokenizer(f"tokenizer.{number}")
+        fall_silent(harness)
+        assert 0 < len(harness.model.tokenizers.peers.remembered) <= MAX_SILENT
+    harness.start_tokenizer("tokenizer.last")
+    harness.tokenize()
+    assert not harness.model.tokenizers.peers.remembered
 
 
 # ---- deaths in any order -----------------------------------------------------------------------
