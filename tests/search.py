@@ -20,6 +20,11 @@ def scaled(number: int) -> int:
     return max(1, round(number * FACTOR))
 
 
+def in_long(*values: Any) -> ParameterSet:
+    """Return a parameter that `make test` leaves out: another one takes most of the same code."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 def diagonal(*axes: Iterable[Any]) -> list[ParameterSet]:
     """Return all combinations of some axes' values, as parameters.
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from penstock.kernels import triton_elementwise
 from penstock.kernels.device import Device
@@ -44,7 +45,10 @@ def dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
-@pytest.fixture(params=["native", "by integers"])
+E4M3 = ("native", "by integers")
+
+
+@pytest.fixture(params=E4M3)
 def e4m3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return how kernels convert e4m3; by integers: as on GPUs without instructions for it."""
     if request.param == "by integers":
@@ -83,6 +87,26 @@ def on_gpu(*values: Any) -> Any:
     The interpreter is slow, and other values take the same branches of the kernel.
     """
     return pytest.param(*values, marks=pytest.mark.gpu)
+
+
+def by_turns(names: str, *cases: Any) -> Any:
+    """Return a test's parameters `names`, and `e4m3`: one way of it for each case in turn.
+
+    The other way is for `make test-long`.
+    """
+    with_ways = [
+        pytest.param(
+            *(case.values if isinstance(case, ParameterSet) else case),
+            way,
+            marks=[
+                *(case.marks if isinstance(case, ParameterSet) else ()),
+                *([] if (number + turn) % 2 == 0 else [pytest.mark.long]),
+            ],
+        )
+        for number, case in enumerate(cases)
+        for turn, way in enumerate(E4M3)
+    ]
+    return pytest.mark.parametrize(f"{names}, e4m3", with_ways, indirect=["e4m3"])
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from penstock.protocol.quantization import FP8_BLOCKS
 from tests.gpu.accuracy import measure, num_right, tasks
 from tests.models.checkpoints import EXPERTS, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
+from tests.search import diagonal
 
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 40}
 """parts of two ranks that begin within a block"""
@@ -48,9 +49,9 @@ def assert_same(found: Model, wanted: Model) -> None:
 
 
 @pytest.mark.slow
-@SHAPES
-@pytest.mark.parametrize("expert_parallel", [False, True])
-@pytest.mark.parametrize("tp", WHOLE_AND_PARTS, ids=["whole", "first", "second"])
+@pytest.mark.parametrize(
+    ("tp", "expert_parallel", "shape"), diagonal(WHOLE_AND_PARTS, [False, True], [SHAPE, SPARSE])
+)
 def test_each_row_of_a_ranks_part_is_quantised(
     tmp_path: Path, tp: TensorParallel, expert_parallel: bool, shape: dict[str, object]
 ) -> None:
@@ -153,7 +154,7 @@ def save_in_blocks(folder: Path, wide: Path, shape: dict[str, object]) -> dict[s
 
 EVEN = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """parts of two ranks that begin between blocks"""
-EVEN_SPARSE = EXPERTS | EVEN | {"moe_intermediate_size": 256}
+EVEN_SPARSE = EXPERTS | EVEN | {"moe_intermediate_size": 256, "num_experts": 4}
 
 
 @pytest.fixture(scope="module", params=[EVEN, EVEN_SPARSE], ids=["dense", "experts"])
@@ -165,8 +166,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("expert_parallel", [False, True])
-@pytest.mark.parametrize("tp", WHOLE_AND_PARTS, ids=["whole", "first", "second"])
+@pytest.mark.parametrize(("tp", "expert_parallel"), diagonal(WHOLE_AND_PARTS, [False, True]))
 def test_a_checkpoint_in_blocks_keeps_its_scales(
     saved: Path, tp: TensorParallel, expert_parallel: bool
 ) -> None:

@@ -26,8 +26,6 @@ KEPT = (
     "rms_norm_eps",
 )
 """fields of a configuration that a shrunken model keeps, in addition to the ratio of heads"""
-LIKE_OTHERS = ("Qwen3-32B-AWQ", "Qwen3-235B-A22B-GPTQ-Int4")
-"""checkpoints that differ from a quicker one only in the ratio of heads"""
 NUM_TOKENS = 42
 MAX_PACKED_ERROR = 0.04
 """of logits whose activations are rounded to 8 bits, relative"""
@@ -61,6 +59,16 @@ def distinct() -> list[str]:
         if not one.refusal:
             first.setdefault(repr((one.config | shrunken(one.config), one.files)), name)
     return list(first.values())
+
+
+def quick() -> set[str]:
+    """Return checkpoints of which the others differ only in the ratio of heads or in RoPE."""
+    first: dict[str, str] = {}
+    for name in distinct():
+        config, files = PUBLISHED[name].config, PUBLISHED[name].files
+        kind = [config.get(field) for field in ("architectures", "tie_word_embeddings")]
+        first.setdefault(repr((kind, config.get("quantization_config"), files)), name)
+    return set(first.values())
 
 
 def write(folder: Path, model: Published) -> PreTrainedModel:
@@ -122,10 +130,7 @@ def _set_expert(reference: PreTrainedModel, name: str, weight: torch.Tensor) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.long if name in LIKE_OTHERS else ())
-        for name in distinct()
-    ],
+    [pytest.param(name, marks=() if name in quick() else pytest.mark.long) for name in distinct()],
 )
 @torch.inference_mode()
 def test_served_and_equal_to_transformers(tmp_path: Path, name: str) -> None:

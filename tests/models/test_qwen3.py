@@ -16,6 +16,7 @@ from penstock.protocol.checkpoint import Yarn, read_model_config
 from penstock.protocol.config import Config
 from tests.models.checkpoints import SHAPE, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
+from tests.search import diagonal
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
 DEMO = Config().model_folder
@@ -27,9 +28,10 @@ def transformers_logits(model: Qwen3ForCausalLM, prompts: list[list[int]]) -> Te
     return torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])
 
 
-@pytest.mark.parametrize("tie_word_embeddings", [False, True])
-@pytest.mark.parametrize("num_key_value_heads", [8, 4, 2, 1])
-@pytest.mark.parametrize(("vocab_size", "is_compiled"), [(264, True), (333, True), (333, False)])
+@pytest.mark.parametrize(
+    ("tie_word_embeddings", "num_key_value_heads", "vocab_size", "is_compiled"),
+    diagonal([False, True], [8, 4, 2, 1], [264, 333], [True, False]),
+)
 def test_logits_are_those_of_transformers(
     tmp_path: Path,
     tie_word_embeddings: bool,
@@ -100,8 +102,7 @@ SCALINGS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
-@pytest.mark.parametrize("fields", SCALINGS, ids=str)
+@pytest.mark.parametrize(("head_dim", "fields"), diagonal([16, 64, 128], SCALINGS))
 def test_rope_is_that_of_transformers(
     tmp_path: Path, fields: dict[str, object], head_dim: int
 ) -> None:

@@ -20,6 +20,7 @@ from penstock.protocol.checkpoint import ModelError
 from tests.models.checkpoints import EXPERTS, check_tensors, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.models.stored_formats import awq, floats, gptq, integers, quantize_checkpoint
+from tests.search import diagonal, in_long
 
 pytestmark = pytest.mark.slow
 
@@ -45,13 +46,14 @@ INTEGERS = {
     "w8a16": integers(8, 128),
     "w8a8": integers(8, 0, form="int-quantized"),
 }
+QUICK = ("awq", "gptq-v2-asymmetric", "gptq-8-act-order", "w4a16-asymmetric", "w8a8")
+"""each branch of the loader; the others are for `make test-long`"""
 FLOATS = {f"fp8-{name}": floats(name) for name in ("tensor", "channel", "block")}
 RANKS = {
     "whole": TensorParallel(),
     "first": TensorParallel(0, 2),
     "second": TensorParallel(1, 2),
 }
-ranks = pytest.mark.parametrize("tp", RANKS.values(), ids=RANKS)
 
 
 def write(
@@ -98,10 +100,10 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        *((name, SHAPE) for name in INTEGERS),
-        *((name, SPARSE) for name in ("awq", "gptq-act-order", "w4a16-asymmetric", "w8a8")),
+        *((name, SHAPE) if name in QUICK else in_long(name, SHAPE) for name in INTEGERS),
+        *(in_long(name, SPARSE) for name in ("awq", "w4a16-asymmetric", "w8a8")),
+        ("gptq-act-order", SPARSE),
     ],
-    ids=[*INTEGERS, "awq-experts", "act-order-experts", "w4a16-experts", "w8a8-experts"],
 )
 def test_bits_are_those_of_the_published_definition(
     tmp_path: Path, name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -127,7 +129,7 @@ def test_bits_are_those_of_the_published_definition(
         assert isinstance(down, Packed) != (tp.size > 1 and has_order)
 
 
-@pytest.mark.parametrize("quantization", [awq(), gptq(desc_act=True)], ids=["awq", "act-order"])
+@pytest.mark.parametrize("quantization", [in_long(awq()), gptq(desc_act=True)], ids=str)
 @pytest.mark.usefixtures("packed")
 def test_whole_experts_of_a_rank(tmp_path: Path, quantization: dict[str, Any]) -> None:
     narrow, wide = write(tmp_path, quantization, SPARSE)
@@ -139,8 +141,9 @@ def test_whole_experts_of_a_rank(tmp_path: Path, quantization: dict[str, Any]) -
         assert Packed in assert_equal(found, wanted)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, SPARSE], ids=["dense", "experts"])
-@pytest.mark.parametrize("quantization", [awq(), gptq(8, desc_act=True)], ids=["awq", "gptq"])
+@pytest.mark.parametrize(
+    ("quantization", "shape"), diagonal([awq(), gptq(8, desc_act=True)], [SHAPE, SPARSE])
+)
 @pytest.mark.usefixtures("packed")
 @torch.inference_mode()
 def test_logits_of_packed_weights(
@@ -157,8 +160,7 @@ def test_logits_of_packed_weights(
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0.0)
 
 
-@ranks
-@pytest.mark.parametrize("quantization", FLOATS.values(), ids=FLOATS)
+@pytest.mark.parametrize(("quantization", "tp"), diagonal(FLOATS.values(), RANKS.values()))
 def test_e4m3_of_compressed_tensors(
     tmp_path: Path, quantization: dict[str, Any], tp: TensorParallel
 ) -> None:

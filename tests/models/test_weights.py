@@ -17,6 +17,7 @@ from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from tests.models.checkpoints import check_tensors, save_checkpoint, write_embedding_files
 from tests.models.forward import load_model
+from tests.search import diagonal
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
@@ -121,9 +122,9 @@ def test_each_file_of_several_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
     assert caplog.messages == [f"weights: {n} of {number} files" for n in range(1, number + 1)]
 
 
-@pytest.mark.parametrize("tie_word_embeddings", [False, True])
-@pytest.mark.parametrize("vocab_size", [264, 333, 5])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "vocab_size", "tie_word_embeddings"), diagonal([2, 4], [264, 333, 5], [False, True])
+)
 def test_the_ranks_parts_make_up_the_whole(
     tmp_path: Path, size: int, vocab_size: int, tie_word_embeddings: bool
 ) -> None:

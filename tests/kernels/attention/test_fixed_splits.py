@@ -8,6 +8,7 @@ from penstock.kernels.attention.backends import attend
 from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from tests.kernels.conftest import in_8_bits, numbers_of, on, on_gpu
+from tests.search import in_long
 
 fixed = pytest.importorskip("penstock.kernels.deterministic.triton_attention")
 LENGTHS = [90, 1, 17, 33, 50]
@@ -100,7 +101,7 @@ class Sequences:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("block_size", "is_fp8"), [(32, False), (8, True), on_gpu(24, False), on_gpu(32, True)]
+    ("block_size", "is_fp8"), [(32, False), in_long(8, True), on_gpu(24, False), on_gpu(32, True)]
 )
 @pytest.mark.usefixtures("tensor_cores")
 def test_a_row_has_the_same_bits_in_every_batch_and_chunk(

@@ -11,7 +11,8 @@ from penstock.kernels.layouts.kv_cache import KVCache
 
 pytest.importorskip("triton")
 from penstock.kernels.attention.triton_decode import DecodeAttention, DecodeTuning, merged_splits
-from tests.kernels.conftest import in_8_bits, numbers_of, on_gpu
+from tests.kernels.conftest import by_turns, in_8_bits, numbers_of, on_gpu
+from tests.search import in_long
 
 LENGTHS = [200, 1, 0, 65, 15, 16, 0, 63, 17, 64, 0]
 """with padded rows in the middle and at the end"""
@@ -117,7 +118,7 @@ def attention_for(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "heads",
-    [(16, 8), (40, 8), (2, 2), (16, 1), on_gpu((32, 8)), on_gpu((16, 2)), on_gpu((4, 1))],
+    [(40, 8), *map(in_long, [(16, 8), (2, 2), (16, 1)]), *map(on_gpu, [(32, 8), (16, 2), (4, 1)])],
 )
 def test_head_layouts(heads: tuple[int, int], device: str, dtype: torch.dtype) -> None:
     layout = Layout(*heads, head_dim=128)
@@ -129,7 +130,8 @@ def test_head_layouts(heads: tuple[int, int], device: str, dtype: torch.dtype) -
 @pytest.mark.parametrize(
     ("block_size", "tuning"),
     [
-        *((16, FEW_SPLITS), (16, MANY_SPLITS), (48, MANY_SPLITS), (256, FEW_SPLITS)),
+        *((16, FEW_SPLITS), (48, MANY_SPLITS)),
+        *(in_long(16, MANY_SPLITS), in_long(256, FEW_SPLITS)),
         *(on_gpu(48, FEW_SPLITS), on_gpu(256, MANY_SPLITS)),
         *(on_gpu(64, FEW_SPLITS), on_gpu(64, MANY_SPLITS)),
     ],
@@ -143,17 +145,15 @@ def test_block_sizes_and_lengths(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "tuning"),
-    [
-        (Layout(4, 2, 32, 64), MANY_SPLITS),
-        (Layout(10, 2, 64, 48), MANY_SPLITS),
-        (Layout(2, 2, 16, 16), FEW_SPLITS),
-        on_gpu(Layout(16, 8, 128, 128), None),
-        on_gpu(Layout(32, 8, 128, 128), None),
-        on_gpu(Layout(16, 2, 128, 16), None),
-        on_gpu(Layout(16, 8, 128, 128), MANY_SPLITS),
-    ],
+@by_turns(
+    "layout, tuning",
+    (Layout(4, 2, 32, 64), MANY_SPLITS),
+    (Layout(2, 2, 16, 16), FEW_SPLITS),
+    in_long(Layout(10, 2, 64, 48), MANY_SPLITS),
+    on_gpu(Layout(16, 8, 128, 128), None),
+    on_gpu(Layout(32, 8, 128, 128), None),
+    on_gpu(Layout(16, 2, 128, 16), None),
+    on_gpu(Layout(16, 8, 128, 128), MANY_SPLITS),
 )
 @pytest.mark.usefixtures("e4m3")
 def test_8_bits(
@@ -165,7 +165,7 @@ def test_8_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tuning", [FEW_SPLITS, MANY_SPLITS])
+@pytest.mark.parametrize("tuning", [in_long(FEW_SPLITS), MANY_SPLITS])
 def test_lengths_change_between_steps(
     tuning: DecodeTuning, device: str, dtype: torch.dtype
 ) -> None:
@@ -213,7 +213,9 @@ def test_large_scores_and_large_values(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [(2, 1), (10, 2), (16, 1), on_gpu((4, 1)), on_gpu((16, 2))])
+@pytest.mark.parametrize(
+    "heads", [(10, 2), *map(in_long, [(2, 1), (16, 1)]), *map(on_gpu, [(4, 1), (16, 2)])]
+)
 def test_many_splits_are_merged_in_turns(
     heads: tuple[int, int], device: str, dtype: torch.dtype
 ) -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from penstock.kernels.attention.backends import attend
 from penstock.kernels.layouts.kv_cache import KVCache
-from tests.kernels.conftest import in_8_bits, numbers_of, on, on_gpu
+from tests.kernels.conftest import by_turns, in_8_bits, numbers_of, on, on_gpu
+from tests.search import in_long
 
 gpu = pytest.importorskip("penstock.kernels.attention.triton_prefill")
 
@@ -116,12 +117,12 @@ def assert_right(case: Case, out: Tensor) -> None:
     ("parts", "heads", "head_dim", "block_size"),
     [
         on_gpu(MIXED, (2, 2), 128, 256),
-        (MIXED, (4, 2), 128, 16),
+        in_long(MIXED, (4, 2), 128, 16),
         on_gpu(MIXED, (4, 1), 64, 64),
         (MIXED, (2, 1), 64, 48),
         (SHORT, (5, 1), 128, 64),
-        (SHORT, (8, 1), 64, 48),
-        (SHORT, (4, 4), 64, 256),
+        in_long(SHORT, (8, 1), 64, 48),
+        in_long(SHORT, (4, 4), 64, 256),
     ],
 )
 def test_equals_the_reference(
@@ -137,17 +138,15 @@ def test_equals_the_reference(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("parts", "heads", "head_dim", "block_size", "tile_size"),
-    [
-        (SHORT, (4, 2), 64, 64, 64),
-        (SHORT, (4, 1), 32, 48, 64),
-        ([(40, 290), (130, 131)], (2, 2), 16, 16, 128),
-        on_gpu(MIXED, (16, 8), 128, 128, 64),
-        on_gpu(MIXED, (32, 8), 128, 128, 128),
-        on_gpu([(1300, 2700), (2000, 2000)], (16, 8), 128, 128, 128),
-        on_gpu(MIXED, (16, 8), 128, 48, 128),
-    ],
+@by_turns(
+    "parts, heads, head_dim, block_size, tile_size",
+    (SHORT, (4, 1), 32, 48, 64),
+    ([(40, 290), (130, 131)], (2, 2), 16, 16, 128),
+    in_long(SHORT, (4, 2), 64, 64, 64),
+    on_gpu(MIXED, (16, 8), 128, 128, 64),
+    on_gpu(MIXED, (32, 8), 128, 128, 128),
+    on_gpu([(1300, 2700), (2000, 2000)], (16, 8), 128, 128, 128),
+    on_gpu(MIXED, (16, 8), 128, 48, 128),
 )
 @pytest.mark.usefixtures("e4m3")
 def test_8_bits(
@@ -168,7 +167,8 @@ def test_8_bits(
 @pytest.mark.parametrize(
     ("tile_size", "tuning", "block_size"),
     [
-        *((64, (128, 4, 2), 256), (128, (64, 4, 3), 16), (128, None, 256), (16, (32, 4, 2), 16)),
+        (128, (64, 4, 3), 16),
+        *(in_long(64, (128, 4, 2), 256), in_long(128, None, 256), in_long(16, (32, 4, 2), 16)),
         *(on_gpu(64, (128, 4, 2), 16), on_gpu(128, (64, 4, 3), 256), on_gpu(128, None, 16)),
     ],
 )

@@ -8,7 +8,7 @@ from penstock.kernels.elementwise import quantize, quantize_blocks
 from penstock.kernels.linear.small_m_gemm import GemmConfig
 from penstock.kernels.linear.triton_fp8_gemm import block_product
 from penstock.kernels.matrices import Quantized
-from tests.kernels.conftest import on_gpu
+from tests.kernels.conftest import by_turns, on_gpu
 from tests.kernels.linear.test_small_m_gemm import CONFIGS, GEMVS, SPLITS, check, product
 
 WIDE = GemmConfig("mma", 16, 256, 1, 4, 3, 0)
@@ -16,22 +16,20 @@ SLICED = GemmConfig("slices", 16, 1024, 1, 4, 1, 0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "rows", "inner", "columns", "config"),
-    [
-        ("norm", 1, 272, 160, GemmConfig("gemv", 8, 512, 1, 4, 1, 0)),
-        ("swiglu", 1, 400, 128, GEMVS["in turn"]),
-        ("add", 1, 272, 160, GEMVS["whole"]),
-        ("add", 3, 304, 144, CONFIGS["mma"]),
-        ("swiglu", 17, 272, 128, CONFIGS["slices"]),
-        ("plain", 3, 400, 144, WIDE),
-        ("swiglu", 3, 400, 128, SLICED),
-        ("norm", 3, 1024, 144, GemmConfig("ranges", 16, 256, 1, 4, 2, 0, norm_inside=True)),
-        ("swiglu", 3, 272, 128, SPLITS["mma by 2"]),
-        ("add", 3, 272, 144, SPLITS["slices by 3"]),
-        on_gpu("swiglu", 64, 1024, 3072, GemmConfig("mma", 64, 128, 2, 4, 3, 0)),
-        on_gpu("add", 33, 3072, 1024, GemmConfig("slices", 32, 512, 2, 4, 3, 0)),
-    ],
+@by_turns(
+    "kind, rows, inner, columns, config",
+    ("norm", 1, 272, 160, GemmConfig("gemv", 8, 512, 1, 4, 1, 0)),
+    ("swiglu", 1, 400, 128, GEMVS["in turn"]),
+    ("add", 1, 272, 160, GEMVS["whole"]),
+    ("add", 3, 304, 144, CONFIGS["mma"]),
+    ("swiglu", 17, 272, 128, CONFIGS["slices"]),
+    ("plain", 3, 400, 144, WIDE),
+    ("swiglu", 3, 400, 128, SLICED),
+    ("norm", 3, 1024, 144, GemmConfig("ranges", 16, 256, 1, 4, 2, 0, norm_inside=True)),
+    ("swiglu", 3, 272, 128, SPLITS["mma by 2"]),
+    ("add", 3, 272, 144, SPLITS["slices by 3"]),
+    on_gpu("swiglu", 64, 1024, 3072, GemmConfig("mma", 64, 128, 2, 4, 3, 0)),
+    on_gpu("add", 33, 3072, 1024, GemmConfig("slices", 32, 512, 2, 4, 3, 0)),
 )
 @pytest.mark.usefixtures("e4m3")
 def test_blocks_with_scales(

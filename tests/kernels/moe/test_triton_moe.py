@@ -19,7 +19,7 @@ from penstock.kernels.triton_moe import (
     experts,
     sort_by_expert,
 )
-from tests.kernels.conftest import on_gpu
+from tests.kernels.conftest import by_turns, on_gpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 """the interpreter's, where a padded token has no probabilities"""
@@ -129,14 +129,12 @@ def in_blocks(weight: Tensor) -> Quantized:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tokens", "tuning", "sizes", "narrow"),
-    [
-        *((1, SMALL, (40, 24), in_8_bits), (20, UNEVEN, (40, 24), in_8_bits)),
-        (1, SMALL, (144, 128), in_blocks),
-        *(on_gpu(70, SMALL, (40, 24), in_8_bits), on_gpu(70, UNEVEN, (40, 24), in_8_bits)),
-        *(on_gpu(70, SMALL, (400, 256), in_blocks), on_gpu(70, UNEVEN, (400, 256), in_blocks)),
-    ],
+@by_turns(
+    "tokens, tuning, sizes, narrow",
+    *((1, SMALL, (40, 24), in_8_bits), (20, UNEVEN, (40, 24), in_8_bits)),
+    (1, SMALL, (144, 128), in_blocks),
+    *(on_gpu(70, SMALL, (40, 24), in_8_bits), on_gpu(70, UNEVEN, (40, 24), in_8_bits)),
+    *(on_gpu(70, SMALL, (400, 256), in_blocks), on_gpu(70, UNEVEN, (400, 256), in_blocks)),
 )
 @pytest.mark.usefixtures("e4m3")
 def test_small_experts_in_8_bits(

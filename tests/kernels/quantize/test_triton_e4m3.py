@@ -11,6 +11,8 @@ from penstock.kernels.linear import linear
 from penstock.kernels.linear.triton_fp8_gemm import weight_only_product
 from penstock.kernels.matrices import FP8, Quantized
 from penstock.kernels.triton_elementwise import narrow, widen
+from tests.kernels.conftest import E4M3
+from tests.search import diagonal
 
 
 @triton.jit
@@ -69,9 +71,16 @@ def test_larger_numbers_are_stored_as_the_largest(device: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("e4m3")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("quantizer", [quantize, quantize_blocks])
-@pytest.mark.parametrize("sizes", [(5, 144, 272), (70, 128, 130)])
+@pytest.mark.parametrize(
+    ("sizes", "quantizer", "dtype", "e4m3"),
+    diagonal(
+        [(5, 144, 272), (70, 128, 130)],
+        [quantize, quantize_blocks],
+        [torch.float16, torch.float32],
+        E4M3,
+    ),
+    indirect=["e4m3"],
+)
 def test_products_of_any_number_of_rows(
     sizes: tuple[int, int, int], quantizer: object, dtype: torch.dtype, device: str
 ) -> None:

@@ -228,9 +228,8 @@ def test_a_back_end_that_can_not_be_had_is_told(folder: Path) -> None:
         start(model=str(folder), attention="triton")
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_ready_has_loaded_the_grammars_tokenizer(
-    qwen3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loading a real vocabulary takes over a second, in which no other thread runs.
 
@@ -240,11 +239,8 @@ def test_a_worker_that_is_ready_has_loaded_the_grammars_tokenizer(
     monkeypatch.setattr(
         grammars, "LLTokenizer", lambda path: loads.append(path) or LLTokenizer(path)
     )
-    save_checkpoint(tmp_path, vocab_size=151_936, num_hidden_layers=1)
-    shutil.copy(qwen3_folder / "tokenizer.json", tmp_path)
-    runner = start(model=str(tmp_path), num_blocks=1)
-    assert loads == [str(tmp_path / "tokenizer.json")]
-    matchers = runner.logits_processor.grammars
+    matchers = start(model=str(folder), num_blocks=1).logits_processor.grammars
+    assert loads == [str(folder / "tokenizer.json")]
     assert matchers is not None
     assert matchers._tokenizer.done()
     matchers.add(0, StructuredOutputs(regex="a"), [], [])
