@@ -1,6 +1,5 @@
 """Logits on a GPU against transformers in float32 on the same weights, upcast."""
 
-import gc
 from pathlib import Path
 from random import Random
 
@@ -13,24 +12,10 @@ from penstock.models.model import Model
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
-from tests.models.checkpoints import save_checkpoint
+from tests.gpu.checkpoints import release, save_small
 
 pytestmark = pytest.mark.gpu
 NUM_DECODED = 6
-SMALL = {
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.02,
-}
-"""the shape of Qwen3-0.6B"""
 
 
 @pytest.fixture(scope="module", params=["demo", "0.6B"])
@@ -38,8 +23,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if request.param == "demo":
         return Config().model_folder
     path = tmp_path_factory.mktemp("random")
-    with torch.device("cuda"):
-        save_checkpoint(path, **SMALL)
+    save_small(path)
     return path
 
 
@@ -101,8 +85,7 @@ def test_logits_are_as_near_as_those_of_transformers(
     sequences = [engine.add(str(n), prompt, greedy) for n, prompt in enumerate(prompts)]
     engine.run()
     del engine
-    gc.collect()
-    torch.cuda.empty_cache()
+    release()
     ours = torch.stack([step[:batch] for step in recorded.steps[: NUM_DECODED + 1]], 1)
     texts = [sequence.token_ids[:-1] for sequence in sequences]
     exact = torch.stack(reference_logits(folder, texts, torch.float32))

@@ -3,8 +3,6 @@
 The tests need the GPU for themselves: memory of other processes counts.
 """
 
-import gc
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +13,7 @@ from penstock.kernels.device import this_device
 from penstock.protocol.config import Config
 from penstock.services.worker.memory.kv_cache import worst_case_plan
 from tests.engine import Engine
-from tests.gpu.test_logits import SMALL
-from tests.models.checkpoints import save_checkpoint
+from tests.gpu.checkpoints import release, save_small
 
 pytestmark = pytest.mark.gpu
 GIB = 1 << 30
@@ -27,18 +24,9 @@ SLACK = GIB // 4
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Return a checkpoint of two layers with the vocabulary of Qwen3."""
-    with torch.device("cuda"):
-        save_checkpoint(tmp_path, **SMALL | {"num_hidden_layers": 2})
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Config().model_folder / name, tmp_path)
-    release()
+    save_small(tmp_path, num_hidden_layers=2)
     yield tmp_path
     release()
-
-
-def release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def used() -> int:

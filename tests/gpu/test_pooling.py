@@ -12,6 +12,7 @@ from transformers import Qwen3ForCausalLM, Qwen3Model
 from penstock import LLM
 from penstock.protocol.client.scoring import LABELS, Scoring
 from penstock.protocol.config import Config
+from tests.gpu.checkpoints import LAYERS
 from tests.models.checkpoints import (
     save_checkpoint,
     save_embedding_model,
@@ -19,15 +20,7 @@ from tests.models.checkpoints import (
 )
 
 pytestmark = pytest.mark.gpu
-SHAPE = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 2048,
-}
+SHAPE = LAYERS | {"max_position_embeddings": 2048}
 """of Qwen3-Embedding-0.6B and Qwen3-Reranker-0.6B, with the demo model's tokenizer"""
 DEMO = Config().model_folder
 TEXTS = ["17+25=", "Instruct: find it\nQuery:where", "é🙂", "x" * 500, "count from 3 to 9 " * 40]

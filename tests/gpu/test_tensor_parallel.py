@@ -3,7 +3,6 @@
 Cases for more GPUs than there are, are skipped.
 """
 
-import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,11 +17,10 @@ from transformers import AutoModelForCausalLM
 from penstock import LLM, SamplingParams
 from penstock.launch.offline.outputs import ByToken, RequestOutput
 from penstock.protocol.config import Config
-from tests.gpu.test_logits import SMALL
-from tests.models.checkpoints import save_checkpoint
+from tests.gpu.checkpoints import release, save_small
 
 pytestmark = pytest.mark.gpu
-EXPERTS = SMALL | {
+EXPERTS = {
     "num_hidden_layers": 8,
     "num_experts": 32,
     "num_experts_per_tok": 4,
@@ -30,7 +28,7 @@ EXPERTS = SMALL | {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
-SHAPES = {"0.6B": SMALL, "experts": EXPERTS}
+SHAPES: dict[str, dict[str, object]] = {"0.6B": {}, "experts": EXPERTS}
 NUM_LIKELIEST = 10
 ASKED = SamplingParams(
     temperature=0.0,
@@ -45,24 +43,13 @@ ASKED = SamplingParams(
 def folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    demo = Config().model_folder
     if request.param == "demo":
-        yield demo
+        yield Config().model_folder
         return
     path = tmp_path_factory.mktemp(request.param)
-    with torch.device("cuda"):
-        save_checkpoint(path, **SHAPES[request.param])
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo / name, path)
-    release()
+    save_small(path, **SHAPES[request.param])
     yield path
     shutil.rmtree(path)
-
-
-def release() -> None:
-    """Free the GPU memory that this process holds and workers need."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def prompts(num_prompts: int) -> list[list[int]]:

@@ -8,14 +8,15 @@ from penstock.kernels.attention.backends import (
     TorchAttention,
     choose_attention,
 )
-from penstock.kernels.extras import use_deterministic_kernels
 
 CPU = torch.device("cpu")
 SIZES = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "max_rows": 4}
 
 
-def choose(name: str, block_size: int = 0, device: torch.device = CPU) -> AttentionBackend:
-    return choose_attention(name, block_size, **SIZES, device=device)
+def choose(
+    name: str, block_size: int = 0, device: torch.device = CPU, kv_cache_dtype: str = "auto"
+) -> AttentionBackend:
+    return choose_attention(name, block_size, **SIZES, device=device, kv_cache_dtype=kv_cache_dtype)
 
 
 @pytest.mark.parametrize("name", ["auto", "torch"])
@@ -35,41 +36,30 @@ def test_a_cpu_has_no_other(name: str) -> None:
         choose(name)
 
 
-def test_flash_attn_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype", "is_deterministic", "sentence"),
+    [
+        ("flash-attn", "auto", False, r"install flash-attn 2\.8 or use 'triton'"),
+        ("torch", "auto", True, "got 'torch' with --deterministic, expected 'trit"),
+        ("flash-attn", "auto", True, "got 'flash-attn' with --deterministic, expected 'trit"),
+        # bits depended on the number of rows
+        ("triton", "fp8", True, "got 'fp8' with --deterministic on a GPU"),
+        ("flash-attn", "fp8", False, "got 'flash-attn' with a KV cache in fp8, expected 'trit"),
+    ],
+)
+def test_what_a_gpu_does_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    name: str,
+    kv_cache_dtype: str,
+    is_deterministic: bool,
+    sentence: str,
+) -> None:
     monkeypatch.setattr("penstock.kernels.attention.backends.find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"install flash-attn 2\.8 or use 'triton'"):
-        choose("flash-attn", device=torch.device("cuda"))
-
-
-@pytest.mark.parametrize("name", ["torch", "flash-attn"])
-def test_only_triton_has_fixed_splits(name: str) -> None:
-    use_deterministic_kernels(True)
-    try:
-        with pytest.raises(ValueError, match=f"got '{name}' with --deterministic, expected 'trit"):
-            choose(name, device=torch.device("cuda"))
-    finally:
-        use_deterministic_kernels(False)
-
-
-def test_fixed_splits_read_no_8_bits() -> None:
-    """Bits depended on the number of rows."""
-    use_deterministic_kernels(True)
-    try:
-        with pytest.raises(ValueError, match="got 'fp8' with --deterministic on a GPU"):
-            choose_attention(
-                "triton", 0, **SIZES, device=torch.device("cuda"), kv_cache_dtype="fp8"
-            )
-    finally:
-        use_deterministic_kernels(False)
-
-
-def test_flash_attn_reads_no_8_bits() -> None:
-    with pytest.raises(
-        ValueError, match="got 'flash-attn' with a KV cache in fp8, expected 'triton'"
-    ):
-        choose_attention(
-            "flash-attn", 0, **SIZES, device=torch.device("cuda"), kv_cache_dtype="fp8"
-        )
+    if is_deterministic:
+        request.getfixturevalue("deterministic")
+    with pytest.raises(ValueError, match=sentence):
+        choose(name, 0, torch.device("cuda"), kv_cache_dtype)
 
 
 def test_flash_attn_takes_blocks_of_256_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,14 +59,9 @@ def test_swiglu_behind_norm_and_product(inner: int, outer: int) -> None:
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("inner", "outer"), SHAPES)
-def test_a_row_does_not_depend_on_the_number_of_rows(inner: int, outer: int) -> None:
-    x, weight = torch.randn(400, inner), torch.randn(outer, inner)
-    same_rows(lambda some: linear(x[some], weight))
-
-
 @pytest.mark.parametrize(("inner", "outer"), [(64, 332), (1024, 300)])
-def test_nor_does_what_is_around_the_product(inner: int, outer: int) -> None:
+def test_a_row_does_not_depend_on_the_number_of_rows(inner: int, outer: int) -> None:
+    """With what is around the product; `test_batch_invariant.py` has the product alone."""
     x, weight, norm_weight = torch.randn(400, inner), torch.randn(outer, inner), torch.rand(inner)
     residual = torch.randn(400, outer)
     same_rows(lambda some: linear_add(x[some], weight, residual[some]))

@@ -16,12 +16,6 @@ from penstock.services.worker.memory.kv_cache import KVLayout
 from tests.engine import Engine
 from tests.tools.demo.tasks import TASK_NAMES, Sizes, is_right, make_example
 
-BLOCK_BYTES = 2 * 2 * 16 * 4 * 16 * 4
-"""keys and values, layers, block_size, KV heads, head_dim, bytes of a float32"""
-
-FP8_BYTES = 2 * 2 * 16 * 4 * (16 + 4)
-"""likewise, with a float32 scale for a head of a token"""
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
 @pytest.mark.parametrize(
@@ -47,27 +41,10 @@ def test_is_as_large_as_asked_for(
     assert layout.num_fitting_blocks(num_bytes - 1) == 6
 
 
-@pytest.mark.parametrize(
-    ("tp_size", "dtype", "num_bytes", "num_blocks"),
-    [
-        (1, torch.float32, BLOCK_BYTES, 10),
-        (2, torch.float32, BLOCK_BYTES, 21),
-        (1, torch.bfloat16, BLOCK_BYTES, 21),
-        (1, FP8, FP8_BYTES, 10),
-    ],
-)
-def test_takes_as_many_blocks_as_fit(
-    folder: Path, tp_size: int, dtype: torch.dtype, num_bytes: int, num_blocks: int
-) -> None:
-    model = read_model_config(folder)
-    layout = KVLayout(describe(model), tp_size, 16, dtype)
-    assert layout.num_fitting_blocks(10.5 * num_bytes) == num_blocks
-
-
 def test_refuses_what_holds_no_block(folder: Path) -> None:
     layout = KVLayout(describe(read_model_config(folder)), 1, 16, torch.float32)
     with pytest.raises(ModelError, match=r"KV cache: got 0\.00 GiB, expected"):
-        layout.num_fitting_blocks(BLOCK_BYTES - 1)
+        layout.num_fitting_blocks(1000)
 
 
 def answers(*, preempt: bool = False, **options: object) -> tuple[list[list[int]], int]:
