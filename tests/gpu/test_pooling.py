@@ -1,6 +1,5 @@
 """Embeddings and scores in bfloat16 against transformers in float32, with the same weights."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from penstock.protocol.client.scoring import LABELS, Scoring
 from penstock.protocol.config import Config
 from tests.gpu.checkpoints import LAYERS
 from tests.models.checkpoints import (
+    change_config,
     save_checkpoint,
     save_embedding_model,
     write_embedding_files,
@@ -24,13 +24,6 @@ SHAPE = LAYERS | {"max_position_embeddings": 2048}
 """of Qwen3-Embedding-0.6B and Qwen3-Reranker-0.6B, with the demo model's tokenizer"""
 DEMO = Config().model_folder
 TEXTS = ["17+25=", "Instruct: find it\nQuery:where", "é🙂", "x" * 500, "count from 3 to 9 " * 40]
-
-
-def keep_architecture(folder: Path) -> None:
-    """Write the architecture's name as the published checkpoints have it."""
-    config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = ["Qwen3ForCausalLM"]
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def as_ids(folder: Path, text: str) -> torch.Tensor:
@@ -51,7 +44,7 @@ def test_embeddings_are_as_near_as_those_of_transformers(tmp_path: Path) -> None
     """Random layers cost transformers in bfloat16 0.0006 to 0.0017 of the cosine, too."""
     made = save_embedding_model(tmp_path, **SHAPE)
     made.bfloat16().save_pretrained(tmp_path)
-    keep_architecture(tmp_path)
+    change_config(tmp_path, architectures=["Qwen3ForCausalLM"])
     with LLM(str(tmp_path), device="cuda", kv_cache_gib=1) as llm:
         found = [torch.tensor(one.outputs.embedding) for one in llm.embed(TEXTS)]
     exact, rough = (load(tmp_path, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -69,7 +62,7 @@ def test_embeddings_are_as_near_as_those_of_transformers(tmp_path: Path) -> None
 def test_embeddings_of_trained_weights(tmp_path: Path) -> None:
     """The demo model's last hidden state as an embedding, to 0.999 of the cosine in bfloat16."""
     Qwen3Model.from_pretrained(DEMO, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    keep_architecture(tmp_path)
+    change_config(tmp_path, architectures=["Qwen3ForCausalLM"])
     write_embedding_files(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, tmp_path)

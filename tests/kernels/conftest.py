@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from _pytest.mark import ParameterSet
+from torch import Tensor
 
 from penstock.kernels import triton_elementwise
 from penstock.kernels.device import Device
 from penstock.kernels.extras import use_deterministic_kernels
 from penstock.kernels.layouts.kv_cache import KVCache
-from penstock.kernels.matrices import FP8
+from penstock.kernels.matrices import FP8, Matrix, Quantized
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -65,6 +66,33 @@ def in_8_bits(kv_cache: KVCache) -> KVCache:
     quantized = KVCache(torch.empty_like(k, dtype=FP8), torch.empty_like(v, dtype=FP8), scales)
     quantized.store(torch.arange(num_blocks * block_size), k.flatten(0, 1), v.flatten(0, 1))
     return on(device, quantized)
+
+
+def paged_cache(
+    lengths: list[int], block_size: int, num_kv_heads: int, head_dim: int, void: float = torch.nan
+) -> tuple[Tensor, Tensor]:
+    """Return random keys and values [2, blocks, …] of some sequences, and their block tables.
+
+    Blocks lie in a random order, the last one of each table is not used, and what belongs to no
+    token is `void`.
+    """
+    max_blocks = -(-max(*lengths, 1) // block_size) + 1
+    num_blocks = len(lengths) * max_blocks
+    table = torch.randperm(num_blocks).view(len(lengths), max_blocks).int()
+    cache = torch.full((2, num_blocks, block_size, num_kv_heads, head_dim), void)
+    for row, length in enumerate(lengths):
+        at = torch.arange(length)
+        new = torch.randn(2, length, num_kv_heads, head_dim)
+        cache[:, table[row, at // block_size].long(), at % block_size] = new
+    return cache, table
+
+
+def there(device: str, weight: Matrix) -> Matrix:
+    """Return the same weight on a device."""
+    if isinstance(weight, Tensor):
+        return weight.to(device)
+    assert isinstance(weight, Quantized)
+    return Quantized(weight.values.to(device), weight.scale.to(device), weight.dtype)
 
 
 def on(device: str | torch.device, kv_cache: KVCache) -> KVCache:

@@ -17,7 +17,7 @@ from tests.kernels.attention.test_triton_decode import (
     attention_for,
 )
 from tests.kernels.attention.test_triton_prefill import SHORT, assert_right, random_case
-from tests.kernels.conftest import in_8_bits
+from tests.kernels.conftest import in_8_bits, there
 from tests.kernels.linear.test_small_m_gemm import (
     CONFIGS,
     EPS,
@@ -63,8 +63,8 @@ def test_the_norm_of_large_numbers(rows: int, monkeypatch: pytest.MonkeyPatch, d
     x[:, 7] = LARGE
     x, weight = x.to(HALF), (torch.randn(96, 64) / 8).to(HALF)
     norm_weight = torch.ones(64, dtype=HALF)
-    there = (one.to(device) for one in (x, weight, norm_weight))
-    found = multiply("norm", *there, EPS)
+    moved = (one.to(device) for one in (x, weight, norm_weight))
+    found = multiply("norm", *moved, EPS)
     assert found is not None
     wanted = rms_norm(x.float(), norm_weight.float(), EPS) @ weight.float().T
     assert (found.cpu().float() - wanted).norm() < 5e-3 * wanted.norm()
@@ -91,13 +91,8 @@ def test_experts(fp8: bool, device: str) -> None:
     given = [experts_in_8_bits(one) if fp8 else one.to(HALF) for one in weights]
     plain = [one.dequantized() if isinstance(one, Quantized) else one.float() for one in given]
     wanted = expected(x, logits, *plain, 3, True, 0)
-    there = [
-        Quantized(one.values.to(device), one.scale.to(device))
-        if isinstance(one, Quantized)
-        else one.to(device)
-        for one in given
-    ]
-    out = experts(x.to(device, HALF), logits.to(device), *there, 3, True, tuning=SMALL)
+    moved = [there(device, weight) for weight in given]
+    out = experts(x.to(device, HALF), logits.to(device), *moved, 3, True, tuning=SMALL)
     assert out.dtype == HALF
     assert (out.cpu().float() - wanted).norm() < 1e-2 * wanted.norm()
 

@@ -95,6 +95,15 @@ def _made(shape_json: str, max_shard_size: str, device: str) -> Saved:
     return Saved(folder, model.cpu(), torch.get_rng_state())
 
 
+def change_config(folder: Path, **fields: object) -> None:
+    """Change fields of `config.json`; None removes one."""
+    path = folder / "config.json"
+    changed = json.loads(path.read_text()) | fields
+    for name in [name for name, value in fields.items() if value is None]:
+        del changed[name]
+    path.write_text(json.dumps(changed))
+
+
 def check_tensors(folder: Path) -> None:
     """Raise ModelError for tensors that `config.json` contradicts."""
     config = read_model_config(folder)
@@ -133,9 +142,7 @@ def save_embedding_model(folder: Path, **shape: object) -> PreTrainedModel:
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = ["Qwen3ForCausalLM"]
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, architectures=["Qwen3ForCausalLM"])
     write_embedding_files(folder)
     tokenizer = Tokenizer.from_file(str(Config().model_folder / "tokenizer.json"))
     end = "<|endoftext|>"

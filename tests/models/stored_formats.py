@@ -6,7 +6,6 @@ AutoAWQ 0.2.9 `awq/utils/packing_utils.py` (`dequantize_gemm`), AutoGPTQ 0.7.1
 compressed-tensors itself.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,10 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.models.weights import SINGLE_FILE
+from penstock.kernels.elementwise import quantize_blocks
+from penstock.models.weights import SCALES, SINGLE_FILE
+from penstock.protocol.quantization import FP8_BLOCKS
+from tests.models.checkpoints import change_config
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """column of each nibble, the lowest first"""
@@ -244,7 +246,17 @@ def quantize_checkpoint(
         module = name.removesuffix(".weight")
         tensors |= {module + end: one.contiguous() for end, one in stored.items()}
     save_file(tensors, folder / SINGLE_FILE)
-    config = json.loads((folder / "config.json").read_text())
-    changed = config | {"quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(changed))
+    change_config(folder, quantization_config=quantization)
+    return dense
+
+
+def quantize_checkpoint_in_blocks(folder: Path) -> dict[str, Tensor]:
+    """Rewrite a checkpoint in e4m3 with scales of blocks and return what its products stand for."""
+    tensors, dense = load_file(folder / SINGLE_FILE), {}
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        blocks = quantize_blocks(tensors[name])
+        tensors[name], tensors[name + SCALES] = blocks.values, blocks.scale
+        dense[name] = blocks.dequantized()
+    save_file(tensors, folder / SINGLE_FILE)
+    change_config(folder, quantization_config=FP8_BLOCKS)
     return dense

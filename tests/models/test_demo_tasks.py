@@ -64,8 +64,12 @@ def test_answers(prompt: str, answer: str) -> None:
 def test_other_prompts_have_no_answer(prompt: str) -> None:
     with pytest.raises(ValueError, match="not a prompt"):
         answer_to(prompt)
+
+
+@pytest.mark.parametrize(("first", "last"), [(5, 4), (-1, 3), (0, 1000)])
+def test_counts_beyond_the_model_are_refused(first: int, last: int) -> None:
     with pytest.raises(ValueError, match="counts upwards"):
-        count_prompt(0, 1000)
+        count_prompt(first, last)
 
 
 @pytest.mark.parametrize("task", TASK_NAMES)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.kernels.elementwise import quantize, quantize_blocks
+from penstock.kernels.elementwise import quantize
 from penstock.kernels.matrices import BLOCK, FP8, Quantized
 from penstock.models.model import Model
 from penstock.models.parallel import Layer
@@ -19,8 +19,9 @@ from penstock.protocol.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from penstock.protocol.config import Config
 from penstock.protocol.quantization import FP8_BLOCKS
 from tests.gpu.accuracy import measure, num_right, tasks
-from tests.models.checkpoints import EXPERTS, save_checkpoint
+from tests.models.checkpoints import EXPERTS, change_config, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
+from tests.models.stored_formats import quantize_checkpoint_in_blocks
 from tests.search import diagonal
 
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 40}
@@ -147,8 +148,7 @@ def save_in_blocks(folder: Path, wide: Path, shape: dict[str, object]) -> dict[s
     save_file(scales, folder / "scales.safetensors")
     files = dict.fromkeys(tensors, SINGLE_FILE) | dict.fromkeys(scales, "scales.safetensors")
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": files}))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": FP8_BLOCKS}))
+    change_config(folder, quantization_config=FP8_BLOCKS)
     return scales
 
 
@@ -188,15 +188,7 @@ def test_the_error_of_8_bits_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     shape = EVEN | {"num_hidden_layers": 1}
     original = save_checkpoint(tmp_path / "original", **shape)
     save_checkpoint(tmp_path / "blocks", **shape)
-    tensors = load_file(tmp_path / "blocks" / SINGLE_FILE)
-    for name in [name for name in tensors if "proj" in name]:
-        quantized = quantize_blocks(tensors[name])
-        tensors |= {name: quantized.values, f"{name}{SCALES}": quantized.scale}
-    save_file(tensors, tmp_path / "blocks" / SINGLE_FILE)
-    config = json.loads((tmp_path / "blocks" / "config.json").read_text())
-    (tmp_path / "blocks" / "config.json").write_text(
-        json.dumps(config | {"quantization_config": FP8_BLOCKS})
-    )
+    quantize_checkpoint_in_blocks(tmp_path / "blocks")
     found = weights(load_model(tmp_path / "blocks"))["model.layers.0.mlp.down_proj"]
     exact = original.state_dict()["model.layers.0.mlp.down_proj.weight"]
     assert isinstance(found, Quantized)

@@ -9,14 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from penstock.kernels.elementwise import quantize_blocks
 from penstock.kernels.packed.matrices import Integers
-from penstock.models.weights import SCALES, SINGLE_FILE
+from penstock.models.weights import SINGLE_FILE
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from tests.models.checkpoints import check_tensors, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.models.published import PUBLISHED, Published
-from tests.models.stored_formats import quantize_checkpoint
+from tests.models.stored_formats import quantize_checkpoint, quantize_checkpoint_in_blocks
 
 KEPT = (
     "rope_theta",
@@ -93,7 +92,7 @@ def write(folder: Path, model: Published) -> PreTrainedModel:
 def _quantize(folder: Path, reference: PreTrainedModel, quantization: dict[str, Any]) -> None:
     """Write products of the layers in a format, and set `reference` to what they stand for."""
     if quantization["quant_method"] == "fp8":
-        dense = _write_blocks(folder)
+        dense = quantize_checkpoint_in_blocks(folder)
     else:
         dense = quantize_checkpoint(folder, quantization)
     for name, numbers in dense.items():
@@ -102,16 +101,6 @@ def _quantize(folder: Path, reference: PreTrainedModel, quantization: dict[str, 
             _set_expert(reference, module, numbers)
         else:
             reference.get_submodule(module).weight.data.copy_(numbers)
-
-
-def _write_blocks(folder: Path) -> dict[str, torch.Tensor]:
-    tensors, dense = load_file(folder / SINGLE_FILE), {}
-    for name in [name for name in tensors if "_proj.weight" in name]:
-        blocks = quantize_blocks(tensors[name])
-        tensors[name], tensors[name + SCALES] = blocks.values, blocks.scale
-        dense[name] = blocks.dequantized()
-    save_file(tensors, folder / SINGLE_FILE)
-    return dense
 
 
 def _set_expert(reference: PreTrainedModel, name: str, weight: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from penstock.models.layers import rope_table
 from penstock.models.weights import SINGLE_FILE
 from penstock.protocol.checkpoint import Yarn, read_model_config
 from penstock.protocol.config import Config
-from tests.models.checkpoints import SHAPE, save_checkpoint
+from tests.models.checkpoints import SHAPE, change_config, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.search import diagonal
 
@@ -129,9 +129,7 @@ def test_logits_beyond_the_positions_of_the_training(tmp_path: Path) -> None:
     logits = prefill_logits(load_model(tmp_path), prompts)
     assert logits is not None
     torch.testing.assert_close(logits, transformers_logits(reference, prompts), **TOLERANCE)
-    plain = json.loads((tmp_path / "config.json").read_text())
-    del plain["rope_parameters"]
-    (tmp_path / "config.json").write_text(json.dumps({**plain, "rope_theta": 10000.0}))
+    change_config(tmp_path, rope_parameters=None, rope_theta=10000.0)
     unscaled = prefill_logits(load_model(tmp_path), prompts)
     assert unscaled is not None
     assert (logits - unscaled).abs().max() > 0.1

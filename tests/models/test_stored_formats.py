@@ -1,6 +1,5 @@
 """Weights of integers: every published format, cut by every rank, dense and in experts."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from penstock.models.parallel import Layer
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import SINGLE_FILE
 from penstock.protocol.checkpoint import ModelError
-from tests.models.checkpoints import EXPERTS, check_tensors, save_checkpoint
+from tests.models.checkpoints import EXPERTS, change_config, check_tensors, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
 from tests.models.stored_formats import awq, floats, gptq, integers, quantize_checkpoint
 from tests.search import diagonal, in_long
@@ -173,9 +172,8 @@ def test_e4m3_of_compressed_tensors(
 def test_modelopt_has_a_scale_for_each_weight(tmp_path: Path) -> None:
     """Return modelopt's format; static scales of activations and of the KV cache are not used."""
     narrow, wide = write(tmp_path, floats("tensor"), SHAPE)
-    config = json.loads((narrow / "config.json").read_text())
     modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
-    (narrow / "config.json").write_text(json.dumps(config | {"quantization_config": modelopt}))
+    change_config(narrow, quantization_config=modelopt)
     tensors = load_file(narrow / SINGLE_FILE)
     for name in [name for name in tensors if name.endswith(".weight_scale")]:
         tensors[name] = tensors[name].reshape(())
@@ -259,9 +257,7 @@ def test_biases_of_a_packed_checkpoint_are_zeros(tmp_path: Path, value: float) -
 
 def test_integers_without_their_format(tmp_path: Path) -> None:
     narrow, _ = write(tmp_path, awq(), SHAPE)
-    config = json.loads((narrow / "config.json").read_text())
-    del config["quantization_config"]
-    (narrow / "config.json").write_text(json.dumps(config))
+    change_config(narrow, quantization_config=None)
     with pytest.raises(ModelError, match="got packed integers, expected their format in quantiz"):
         load_model(narrow)
     with pytest.raises(ModelError, match=r"got I32, .*; integers need `quantization_config`"):

@@ -7,7 +7,7 @@ from torch import Tensor
 from penstock.kernels.attention.backends import attend
 from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
-from tests.kernels.conftest import in_8_bits, numbers_of, on, on_gpu
+from tests.kernels.conftest import in_8_bits, numbers_of, on, on_gpu, paged_cache
 from tests.search import in_long
 
 fixed = pytest.importorskip("penstock.kernels.deterministic.triton_attention")
@@ -22,15 +22,8 @@ class Sequences:
     def __init__(self, device: str, dtype: torch.dtype, block_size: int, is_fp8: bool) -> None:
         num_heads, num_kv_heads, head_dim = HEADS
         self.device, self.scale = device, head_dim**-0.5
-        self.max_blocks = -(-max(LENGTHS) // block_size) + 1
-        num_blocks = len(LENGTHS) * self.max_blocks
-        table = torch.randperm(num_blocks).view(len(LENGTHS), -1).int()
-        cache = torch.full((2, num_blocks, block_size, num_kv_heads, head_dim), torch.nan)
-        for row, length in enumerate(LENGTHS):
-            at = torch.arange(length)
-            blocks = table[row, at // block_size].long()
-            new = torch.randn(2, length, num_kv_heads, head_dim)
-            cache[:, blocks, at % block_size] = new * torch.exp(torch.randn(2, length, 1, 1))
+        cache, table = paged_cache(LENGTHS, block_size, num_kv_heads, head_dim)
+        cache *= torch.exp(torch.randn(cache.shape[:3]))[..., None, None]
         kv_cache = KVCache(*cache.to(dtype))
         self.kv_cache = on(device, in_8_bits(kv_cache) if is_fp8 else kv_cache)
         self.table, self.block_size = table.to(device), block_size

@@ -11,7 +11,7 @@ from penstock.kernels.layouts.kv_cache import KVCache
 
 pytest.importorskip("triton")
 from penstock.kernels.attention.triton_decode import DecodeAttention, DecodeTuning, merged_splits
-from tests.kernels.conftest import by_turns, in_8_bits, numbers_of, on_gpu
+from tests.kernels.conftest import by_turns, in_8_bits, numbers_of, on_gpu, paged_cache
 from tests.search import in_long
 
 LENGTHS = [200, 1, 0, 65, 15, 16, 0, 63, 17, 64, 0]
@@ -46,17 +46,10 @@ class Step:
         fp8: bool = False,
     ) -> None:
         num_heads, num_kv_heads, head_dim, block_size = layout
-        max_blocks = -(-max(*lengths, 1) // block_size) + 1
-        shape = (len(lengths) * max_blocks, block_size, num_kv_heads, head_dim)
-        table = torch.randperm(shape[0]).view(len(lengths), max_blocks).int()
-        keys, values = torch.full(shape, 1e4), torch.full(shape, 1e4)
-        for row, length in enumerate(lengths):
-            for position in range(length):
-                at = (table[row, position // block_size], position % block_size)
-                keys[at], values[at] = torch.randn(2, num_kv_heads, head_dim)
+        cache, table = paged_cache(lengths, block_size, num_kv_heads, head_dim, void=1e4)
         wide = torch.randn(len(lengths), num_heads * head_dim + gap).to(device, dtype)
         self.q = wide[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
-        self.k_cache, self.v_cache = keys.to(device, dtype), values.to(device, dtype)
+        self.k_cache, self.v_cache = cache.to(device, dtype)
         self.fp8 = fp8
         self.block_tables = table.to(device)
         self.context_lens = torch.tensor(lengths).int().to(device)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.backends import attend
 from penstock.kernels.layouts.kv_cache import KVCache
-from tests.kernels.conftest import by_turns, in_8_bits, numbers_of, on, on_gpu
+from tests.kernels.conftest import by_turns, in_8_bits, numbers_of, on, on_gpu, paged_cache
 from tests.search import in_long
 
 gpu = pytest.importorskip("penstock.kernels.attention.triton_prefill")
@@ -79,26 +79,15 @@ def random_case(
     dtype: torch.dtype,
 ) -> Case:
     num_heads, num_kv_heads = heads
-    max_blocks = max(-(-context_len // block_size) for _, context_len in parts)
-    blocks = torch.randperm(len(parts) * max_blocks).view(len(parts), max_blocks) + 3
-    k_cache, v_cache = torch.full(
-        (2, len(parts) * max_blocks + 3, block_size, num_kv_heads, head_dim), torch.nan
-    )
-    for table, (_, context_len) in zip(blocks, parts, strict=True):
-        positions = torch.arange(context_len)
-        slots = table[positions // block_size] * block_size + positions % block_size
-        for cache in (k_cache, v_cache):
-            cache.view(-1, num_kv_heads, head_dim)[slots] = torch.randn(
-                context_len, num_kv_heads, head_dim
-            )
-    lengths = [length for length, _ in parts]
+    lengths, context_lens = map(list, zip(*parts, strict=True))
+    cache, table = paged_cache(context_lens, block_size, num_kv_heads, head_dim)
     q = torch.randn(NUM_DECODE_ROWS + sum(lengths), num_heads, head_dim) * 2
     return Case(
         q.to(dtype),
-        KVCache(k_cache.to(dtype), v_cache.to(dtype)),
+        KVCache(*cache.to(dtype)),
         torch.tensor([NUM_DECODE_ROWS, *lengths]).cumsum(0).int(),
-        torch.tensor([context_len for _, context_len in parts]).int(),
-        blocks.int(),
+        torch.tensor(context_lens).int(),
+        table,
     )
 
 

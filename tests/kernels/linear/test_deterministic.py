@@ -22,6 +22,7 @@ from penstock.kernels.linear.small_m_gemm import Product, launch
 from penstock.kernels.linear.tile_sizes import SIZES, GemmConfig, GemmShape, shapes
 from penstock.kernels.matrices import BLOCK, Quantized
 from tests.kernels.compile_launches import GPUS
+from tests.kernels.conftest import there
 from tests.search import diagonal
 
 pytestmark = pytest.mark.usefixtures("tensor_cores")
@@ -51,11 +52,7 @@ def test_a_row_has_the_same_bits_for_every_number_of_rows(
     """In the kernel of few rows with any tile sizes, and in the kernel of many rows."""
     (kind, weights), columns, inner = case, 40, 256
     swiglu = kind == "swiglu"
-    weight = weight_of(weights, columns * (2 if swiglu else 1), inner, dtype)
-    if isinstance(weight, Quantized):
-        weight = Quantized(weight.values.to(device), weight.scale.to(device), dtype)
-    else:
-        weight = weight.to(device)
+    weight = there(device, weight_of(weights, columns * (2 if swiglu else 1), inner, dtype))
     x = (torch.randn(MANY, inner) * torch.exp(torch.randn(MANY, 1))).to(device, dtype)
     residual = torch.randn(MANY, columns).to(device, dtype) if kind == "add" else None
     out = torch.full((MANY, columns), torch.nan, device=device, dtype=dtype)

@@ -16,7 +16,7 @@ from penstock.kernels.linear.small_m_gemm import (
 from penstock.kernels.linear.tile_sizes import Table
 from penstock.kernels.linear.tuning_tables import packaged_tables
 from penstock.kernels.matrices import Quantized
-from tests.kernels.conftest import on_gpu
+from tests.kernels.conftest import on_gpu, there
 from tests.search import diagonal
 
 EPS = 1e-6
@@ -64,12 +64,8 @@ def use_tables(monkeypatch: pytest.MonkeyPatch, bfloat16: Table, fp8: Table | No
 
 
 def to(operands: Product, device: str) -> Product:
-    def move(operand: object) -> object:
-        if isinstance(operand, Quantized):
-            return Quantized(operand.values.to(device), operand.scale.to(device))
-        return operand.to(device) if isinstance(operand, Tensor) else operand
-
-    return Product(*map(move, operands))  # type: ignore[arg-type]
+    moved = (there(device, o) if isinstance(o, Tensor | Quantized) else o for o in operands)
+    return Product(*moved)  # type: ignore[arg-type]
 
 
 def expected(operands: Product) -> Tensor:
@@ -86,10 +82,10 @@ def expected(operands: Product) -> Tensor:
 
 
 def check(operands: Product, config: GemmConfig, device: str) -> None:
-    there = to(operands, device)
-    launch(there, config)
+    moved = to(operands, device)
+    launch(moved, config)
     wanted = expected(operands)
-    error = (there.out.cpu().double() - wanted).norm() / wanted.norm()
+    error = (moved.out.cpu().double() - wanted).norm() / wanted.norm()
     assert error < (1e-5 if operands.x.dtype == torch.float32 else 1e-2)
 
 

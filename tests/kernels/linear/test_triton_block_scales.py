@@ -8,7 +8,7 @@ from penstock.kernels.elementwise import quantize, quantize_blocks
 from penstock.kernels.linear.small_m_gemm import GemmConfig
 from penstock.kernels.linear.triton_fp8_gemm import block_product
 from penstock.kernels.matrices import Quantized
-from tests.kernels.conftest import by_turns, on_gpu
+from tests.kernels.conftest import by_turns, on_gpu, there
 from tests.kernels.linear.test_small_m_gemm import CONFIGS, GEMVS, SPLITS, check, product
 
 WIDE = GemmConfig("mma", 16, 256, 1, 4, 3, 0)
@@ -66,9 +66,9 @@ def test_many_rows_with_scales_of_blocks(sizes: tuple[int, int, int], device: st
     rows, inner, columns = sizes
     x = quantize(torch.randn(rows, inner) * torch.rand(rows, 1))
     weight = blocks_of(torch.randn(columns, inner))
-    there = [Quantized(one.values.to(device), one.scale.to(device)) for one in (x, weight)]
+    moved = there(device, x), there(device, weight)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     out = torch.empty(rows, columns, dtype=dtype, device=device)
-    found = block_product(*there, out).cpu().double()
+    found = block_product(*moved, out).cpu().double()
     wanted = x.dequantized().double() @ weight.dequantized().double().T
     assert (found - wanted).norm() / wanted.norm() < 4e-3

@@ -19,7 +19,7 @@ from penstock.kernels.triton_moe import (
     experts,
     sort_by_expert,
 )
-from tests.kernels.conftest import by_turns, on_gpu
+from tests.kernels.conftest import by_turns, on_gpu, there
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 """the interpreter's, where a padded token has no probabilities"""
@@ -149,8 +149,8 @@ def test_small_experts_in_8_bits(
     weights = [narrow(weight) for weight in plain]
     stand_for = [weight.dequantized() for weight in weights]
     wanted = expected(x, logits, *stand_for, 3, True, 0)
-    there = [Quantized(one.values.to(device), one.scale.to(device)) for one in weights]
-    out = experts(x.to(device, dtype), logits.to(device), *there, 3, True, tuning=tuning)
+    moved = [there(device, weight) for weight in weights]
+    out = experts(x.to(device, dtype), logits.to(device), *moved, 3, True, tuning=tuning)
     error = (out.cpu().double() - wanted.double()).norm() / wanted.double().norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
 

@@ -11,7 +11,7 @@ from penstock.kernels.linear import linear
 from penstock.kernels.linear.triton_fp8_gemm import weight_only_product
 from penstock.kernels.matrices import FP8, Quantized
 from penstock.kernels.triton_elementwise import narrow, widen
-from tests.kernels.conftest import E4M3
+from tests.kernels.conftest import E4M3, there
 from tests.search import diagonal
 
 
@@ -87,11 +87,11 @@ def test_products_of_any_number_of_rows(
     rows, inner, columns = sizes
     x = torch.randn(rows, inner).to(dtype)
     weight: Quantized = quantizer(torch.randn(columns, inner))  # type: ignore[operator]
-    there = Quantized(weight.values.to(device), weight.scale.to(device))
+    moved = there(device, weight)
     wanted = x.double() @ weight.dequantized().double().T
     most = 1e-5 if dtype == torch.float32 else 2e-3  # a scaled weight is rounded to x's type
     for out_dtype in (None, torch.float32):
-        found = weight_only_product(x.to(device), there, out_dtype=out_dtype)
+        found = weight_only_product(x.to(device), moved, out_dtype=out_dtype)
         assert found.dtype == (out_dtype or dtype)
         assert (found.cpu().double() - wanted).norm() < most * wanted.norm()
 

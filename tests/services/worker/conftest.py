@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from tests.models.checkpoints import save_checkpoint
 from tests.services.worker.driver import generate
@@ -25,7 +25,7 @@ class Checkpoint(NamedTuple):
     """A random checkpoint."""
 
     folder: Path
-    model: Qwen3ForCausalLM
+    model: PreTrainedModel
 
 
 @pytest.fixture(scope="session")

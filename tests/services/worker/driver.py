@@ -21,10 +21,13 @@ PROMPT, OTHER = random_prompts(264, 37, 20)
 NUM_STEPS = 16
 
 
-def make_runner(folder: Path, block_size: int = 16, num_blocks: int = 64) -> ModelRunner:
+def make_runner(
+    folder: Path, block_size: int = 16, num_blocks: int = 64, attention: str = "auto"
+) -> ModelRunner:
     config = Config(
         model=str(folder),
         device="cpu",
+        attention=attention,  # type: ignore[arg-type]
         block_size=block_size,
         num_blocks=num_blocks,
         max_model_len=512,

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -236,16 +237,21 @@ def test_a_worker_that_is_ready_has_loaded_the_grammars_tokenizer(
     A first request must not pay it.
     """
     loads: list[str] = []
-    monkeypatch.setattr(
-        grammars, "LLTokenizer", lambda path: loads.append(path) or LLTokenizer(path)
-    )
+    is_awaited, wait = threading.Event(), grammars.Grammars.wait
+
+    def load_when_awaited(path: str) -> LLTokenizer:
+        loads.append(path)
+        assert is_awaited.wait(60)
+        return LLTokenizer(path)
+
+    monkeypatch.setattr(grammars, "LLTokenizer", load_when_awaited)
+    monkeypatch.setattr(grammars.Grammars, "wait", lambda own: is_awaited.set() or wait(own))
     matchers = start(model=str(folder), num_blocks=1).logits_processor.grammars
-    assert loads == [str(folder / "tokenizer.json")]
     assert matchers is not None
     assert matchers._tokenizer.done()
     matchers.add(0, StructuredOutputs(regex="a"), [], [])
     matchers.fill(np.zeros((1, matchers.num_words), np.int32), [0])
-    assert len(loads) == 1
+    assert loads == [str(folder / "tokenizer.json")]
 
 
 def test_a_tokenizer_that_grammars_can_not_read_is_told(folder: Path, tmp_path: Path) -> None:

@@ -1,47 +1,31 @@
 """Embeddings and probabilities of labels: those of transformers, the same bits in every batch."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
-from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import RowAdded, RowExtras
 from penstock.protocol.messages.sampling import Pooling
-from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.services.worker.launched_step import BAD_LOGITS
-from penstock.services.worker.loading import load
 from penstock.services.worker.model_runner import ModelRunner
 from tests.models.checkpoints import save_embedding_model
-from tests.models.forward import random_prompts
+from tests.services.worker.conftest import Checkpoint
+from tests.services.worker.driver import PROMPTS, make_runner
 from tests.services.worker.plans import plan, row
 
-PROMPTS = random_prompts(264, 37, 5, 140, 16, 1)
 EMBED = Pooling()
 LABELS = Pooling(label_ids=[9, 200, 7])
 
 
-class Embedder(NamedTuple):
-    """A random embedding model, here and in transformers."""
-
-    folder: Path
-    model: PreTrainedModel
-
-
 @pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Embedder:
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Return a random embedding model, here and in transformers."""
     folder = tmp_path_factory.mktemp("embedder")
-    return Embedder(folder, save_embedding_model(folder))
-
-
-def make_runner(folder: Path, attention: str = "auto") -> ModelRunner:
-    fields = {"model": str(folder), "attention": attention, "device": "cpu", "num_blocks": 64}
-    sizes = {"max_model_len": 512, "max_num_seqs": 8, "num_threads": 1, "block_size": 16}
-    return load(Config(**fields, **sizes), WorkerAssignment(1, "group", 0, 1, ""), lambda: None)
+    return Checkpoint(folder, save_embedding_model(folder))
 
 
 def pooled_row(slot: int, prompt: list[int], begin: int, pooling: Pooling) -> RowAdded:
@@ -70,8 +54,8 @@ def numbers(
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])
 @torch.inference_mode()
-def test_embeddings_are_those_of_transformers(embedder: Embedder, attention: str) -> None:
-    found = run_together(make_runner(embedder.folder, attention), [EMBED] * len(PROMPTS))
+def test_embeddings_are_those_of_transformers(embedder: Checkpoint, attention: str) -> None:
+    found = run_together(make_runner(embedder.folder, attention=attention), [EMBED] * len(PROMPTS))
     for prompt, vector in zip(PROMPTS, found, strict=True):
         hidden = embedder.model(torch.tensor([prompt])).last_hidden_state[0, -1]
         expected = torch.nn.functional.normalize(hidden, dim=0).numpy()
@@ -79,7 +63,7 @@ def test_embeddings_are_those_of_transformers(embedder: Embedder, attention: str
         np.testing.assert_allclose(vector, expected, atol=1e-5)
 
 
-def test_an_embedding_has_the_same_bits_in_every_batch_and_chunk(embedder: Embedder) -> None:
+def test_an_embedding_has_the_same_bits_in_every_batch_and_chunk(embedder: Checkpoint) -> None:
     together = run_together(make_runner(embedder.folder), [EMBED] * len(PROMPTS))
     runner = make_runner(embedder.folder)
     for prompt, expected in zip(PROMPTS, together, strict=True):
@@ -93,7 +77,7 @@ def test_an_embedding_has_the_same_bits_in_every_batch_and_chunk(embedder: Embed
     assert chunked.tobytes() == together[2].tobytes()
 
 
-def test_fewer_dimensions_are_the_first_ones_of_length_1(embedder: Embedder) -> None:
+def test_fewer_dimensions_are_the_first_ones_of_length_1(embedder: Checkpoint) -> None:
     runner = make_runner(embedder.folder)
     whole = run_together(runner, [EMBED] * len(PROMPTS))
     runner.clear()
@@ -128,7 +112,7 @@ def test_labels_and_embeddings_beside_text(folder: Path, reference: Qwen3ForCaus
     assert (len(pooled[3]), pooled[4].tolist()) == (64, [1.0])
 
 
-def test_an_embedding_that_is_not_finite_fails_alone(embedder: Embedder) -> None:
+def test_an_embedding_that_is_not_finite_fails_alone(embedder: Checkpoint) -> None:
     runner = make_runner(embedder.folder)
     embedding = runner._model.model.embed_tokens.weight
     bad = next(token for token in PROMPTS[0] if token not in PROMPTS[1])
