@@ -122,16 +122,17 @@ class Weight(NamedTuple):
 
 
 class State(NamedTuple):
-    """Tensor that a layer keeps for each sequence and overwrites at each step."""
+    """Tensor of float32 that a layer keeps for each sequence and writes anew at each step.
+
+    A layer's state includes its window: what the tokens of the last step would add, for up to
+    `STATE_WINDOW` of `penstock.protocol.messages.plan` (see `penstock.kernels.layouts.states`).
+    """
 
     axes: tuple[Axis, ...]  # adjacent axes of the first dimension, each divided among the ranks
     shape: tuple[int, ...]  # shape of the other dimensions
-    number_bytes: int = 4
 
-    def num_bytes(self, ranks: Ranks) -> int:
-        """Return the bytes of a rank's part of the state."""
-        length = sum(axis.part(ranks).length for axis in self.axes)
-        return length * prod(self.shape) * self.number_bytes
+    def shape_of_rank(self, ranks: Ranks) -> tuple[int, ...]:
+        return sum(axis.part(ranks).length for axis in self.axes), *self.shape
 
 
 class Heads(NamedTuple):
@@ -192,9 +193,15 @@ class Architecture(NamedTuple):
         head_bytes = kv_heads.unit_size * number_bytes + scale_bytes
         return 2 * len(self.kv_layers) * kv_heads.units_of_rank(ranks) * head_bytes
 
+    @property
+    def state_layers(self) -> list[Layer]:
+        """Return the layers with recurrent state."""
+        return [layer for layer in self.layers if layer.state]
+
     def sequence_bytes(self, ranks: Ranks) -> int:
-        """Return the bytes of a rank's state per sequence."""
-        return sum(state.num_bytes(ranks) for layer in self.layers for state in layer.state)
+        """Return the bytes of a rank's recurrent state per sequence."""
+        states = (state for layer in self.layers for state in layer.state)
+        return sum(4 * prod(state.shape_of_rank(ranks)) for state in states)
 
     def check_ranks(self, num_ranks: int, expert_parallel: bool = False) -> None:
         """Raise ModelError if the model can't be divided among the ranks of a group."""

@@ -15,6 +15,7 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.worker import GrammarCompiled, WorkerAssignment
 from penstock.protocol.tokenizer_file import read_eos_token_ids
 from penstock.services.scheduler.blocks.block_manager import BlockManager
+from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.worker.launched_step import LaunchedStep
@@ -30,10 +31,14 @@ class Engine:
         gc.collect()  # an earlier engine that is freed during a capture may invalidate it
         self.model = read_model_config(config.model_folder)
         self.runner = load(config, WorkerAssignment(1, "g", 0, 1, ""), lambda: None)
-        blocks = BlockManager.from_config(config, self.runner.num_blocks, self.runner.block_size)
+        states = self.runner.num_state_blocks and BlockPool(self.runner.num_state_blocks)
+        blocks = BlockManager.from_config(
+            config, self.runner.num_blocks, self.runner.block_size, states=states or None
+        )
         max_model_len = self.model.context(config.max_model_len)
         self.scheduler = Scheduler(config, max_model_len, blocks)
         self.eos_token_ids = frozenset(read_eos_token_ids(config.model_folder))
+        self._steps: list[LaunchedStep] = []
 
     def add(
         self,
@@ -50,7 +55,7 @@ class Engine:
 
     def run(self, between_steps: Callable[[], None] = lambda: None) -> None:
         """Step until every request has ended, as a worker does. `between_steps` may disturb."""
-        steps: list[LaunchedStep] = []
+        steps = self._steps
         while True:
             between_steps()
             self._compile_grammars()
@@ -63,6 +68,14 @@ class Engine:
             step = steps.pop(0)
             token_ids = pack(step.token_ids())
             self.scheduler.update(SampledTokens(0, number, token_ids, *step.output()))
+
+    def lose_workers(self) -> None:
+        """Lose the results of the plans in flight, as if the worker had died. Its memory remains.
+
+        The next worker continues with the memory; the caller tells the scheduler.
+        """
+        self._steps.clear()
+        self.runner.clear()
 
     def _compile_grammars(self) -> None:
         """Compile the grammars that the scheduler asks for, and wait until all are compiled."""

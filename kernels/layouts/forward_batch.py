@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from penstock.kernels.layouts.states import StateStep
+
 SMALL_TILE, LARGE_TILE = 64, 128
 LONG_CHUNK = 1024  # tokens of a row; above this number large tiles are faster (H200)
 
@@ -42,3 +44,4 @@ class ForwardBatch(NamedTuple):
     decode_lens: Tensor  # int32 [num_decode]: context lengths of decoding rows, 0 for other rows
     tiles: Tensor  # int32 [num_tiles, 2]: row and first token in the row; -1 for a padded tile
     block_tables: Tensor  # int32 [num_rows, max_blocks]
+    states: StateStep | None = None  # for a model with recurrent state

@@ -12,7 +12,7 @@ from penstock.kernels.layouts.sampling import NUM_WORDS, SamplingTensors, make_p
 # int32 values of the parts of a record; see `penstock.kernels.step.apply_plan`
 HEADER, ROW, APPENDED, PARAMETERS = 8, 8, 3, 1 + NUM_WORDS
 # columns of a record's rows
-SLOT, START, COUNT, FIRST, TOKEN_INDEX, FIRST_KEY, SAMPLING_SLOT, UNUSED = range(ROW)
+SLOT, START, COUNT, FIRST, TOKEN_INDEX, FIRST_KEY, SAMPLING_SLOT, STATES = range(ROW)
 
 
 class Slots(NamedTuple):
@@ -43,6 +43,7 @@ class StepBuffers(NamedTuple):
     slots: Tensor  # int64 [num_slots]: slots of sampling rows; -1 for other rows
     last_tokens: Tensor  # int64 [num_slots]: index in the step of each row's last token
     next_positions: Tensor  # int64 [num_slots]: index of each row's next token in its sequence
+    states: Tensor  # int32 [num_slots]: packed state blocks, see `penstock.kernels.layouts.states`
 
     def forward_batch(self, shape: BatchShape) -> ForwardBatch:
         """Return the leading parts of the buffers in this shape."""
@@ -90,4 +91,5 @@ def make_step_buffers(
         slots=longs(num_slots),
         last_tokens=longs(num_slots),
         next_positions=longs(num_slots),
+        states=ints(num_slots),
     )

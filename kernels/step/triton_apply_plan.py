@@ -132,7 +132,7 @@ def _pad(
 def _make_rows(
     record, slot_tables, last_token, input_ids, positions, slot_mapping, cu_seqlens_q,
     cu_seqlens_k, context_lens, decode_lens, tiles, block_tables, slots, last_tokens,
-    next_positions, max_blocks, block_size, num_rows, max_tokens, max_tiles,
+    next_positions, states, max_blocks, block_size, num_rows, max_tokens, max_tiles,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     launch_dependents()
@@ -152,11 +152,13 @@ def _make_rows(
     decode_len = 0
     last = tl.minimum(first, max_tokens - 1)
     sampled = -1
+    packed_states = 0
     if row < num_real:
         source = rows + row * 8
         slot, start, count = tl.load(source), tl.load(source + 1), tl.load(source + 2)
         first, token_index = tl.load(source + 3), tl.load(source + 4)
         first_key, sampled = tl.load(source + 5), tl.load(source + 6)
+        packed_states = tl.load(source + 7)
         context_len = start + count
         last = first + count - 1
         if token_index < 0:
@@ -177,6 +179,7 @@ def _make_rows(
     tl.store(slots + row, sampled)
     tl.store(last_tokens + row, last)
     tl.store(next_positions + row, context_len)
+    tl.store(states + row, packed_states)
     if row == num_rows - 1:
         end = tl.minimum(num_tokens + num_rows - num_real, max_tokens)
         tl.store(cu_seqlens_q + num_rows, end)

@@ -28,6 +28,11 @@ from penstock.protocol.messages.structured import Reasoning, StructuredOutputs
 BLOCK_BITS = 20  # bits of an int32 for the id of a block; the other bits are the slot's
 MAX_BLOCKS = 1 << BLOCK_BITS
 MAX_SLOTS = 1 << (31 - BLOCK_BITS)
+# tokens after which a chunk of a model with recurrent state ends, counted from the sequence's
+# start, unless it is the last chunk; so the arithmetic does not depend on the step's other rows
+STATE_CHUNK = 64
+# tokens of a decoding sequence with recurrent state in one step, drafts included
+STATE_WINDOW = 8
 
 
 class RowExtras(Struct, array_like=True):
@@ -74,7 +79,7 @@ class RowAdded(Struct, PackedLists, array_like=True):
 class BatchPlan(Struct, PackedLists, array_like=True, tag="plan"):
     """One step of the model, as changes to the persistent batch."""
 
-    item_bytes: ClassVar = {"removed": 4, "appended": 4, "chunks": 8, "drafts": 4}
+    item_bytes: ClassVar = {"removed": 4, "appended": 4, "chunks": 8, "drafts": 4, "states": 12}
 
     epoch: int
     step: int  # counts from 0 in each epoch, without a gap
@@ -86,6 +91,10 @@ class BatchPlan(Struct, PackedLists, array_like=True, tag="plan"):
     # int32, for each slot that is named: slot, position of its first token, number of tokens, and
     # these tokens
     drafts: bytes = b""
+    # int32 [num, 3] of (slot, state block to read or -1 for zeros, state block to write): the state
+    # blocks of rows that compute in this step. After each of its steps a row reads the block that
+    # it has written, and writes the block that it has read, until it is named again.
+    states: bytes = b""
 
 
 class SampledTokens(Struct, PackedLists, array_like=True, tag="sampled"):

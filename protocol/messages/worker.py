@@ -34,6 +34,10 @@ class WorkerState(Struct, array_like=True, tag=True):
     host_slots: int = 0  # KV blocks that fit into the host tier; 0: no host tier, or none yet
     host_memory_id: int = 0  # id of the host tier's memory, as `memory_id`
     standby: bool = False  # whether the worker is in a standby group: see `WorkerAssignment`
+    num_state_blocks: int = 0  # state blocks that fit; 0: the model has no recurrent state
+    # before the first plan of an epoch, int32 [num_state_blocks, 2]: positions (first and last)
+    # after which a sequence can continue from each block; -1: none
+    kept_states: bytes = b""
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):
@@ -55,6 +59,7 @@ class WorkerAssignment(Struct, array_like=True, tag=True):
     spans_nodes: bool = False  # whether the group's workers are on several machines
     # whether the worker only maps the memory of a running group, to take over after a failure
     standby: bool = False
+    num_state_blocks: int = 0  # as `num_blocks`
 
 
 class CopyBlocks(Struct, PackedLists, array_like=True, tag=True):

@@ -4,7 +4,7 @@ A step verifies drafts while it decodes: each draft token is a row, which sample
 """
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.plan import RowAdded
+from penstock.protocol.messages.plan import STATE_WINDOW, RowAdded
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.in_flight_plan import PlanBuilder
 from penstock.services.scheduler.ngram_lookup import KNOWN, NgramLookup
@@ -18,6 +18,8 @@ class DraftScheduler:
         self.num_draft_tokens = 0  # draft tokens sent to the workers
         self.num_accepted_tokens = 0  # draft tokens that were right
         self._max_tokens = config.num_speculative_tokens
+        if blocks.states:  # the window of a state block also has the token before the drafts
+            self._max_tokens = min(self._max_tokens, STATE_WINDOW - 1)
         self._blocks = blocks
 
     def counters(self) -> dict[str, float]:
@@ -54,6 +56,8 @@ class DraftScheduler:
         """
         token_ids, begin = sequence.token_ids, sequence.num_planned_tokens
         has_row = sequence.last_step == builder.plan.number
+        if self._blocks.states and not has_row:
+            return 0  # of two drafts in flight, the second could overwrite the last right state
         limits = num_left, self._max_tokens + (not has_row), sequence.max_length - 1 - begin
         number = max(0, min(limits))
         may_guess = number and (lookup.look_up(token_ids) if has_row else lookup.matched)

@@ -33,6 +33,7 @@ class InFlightPlan(NamedTuple):
     chunk_ends: list[int]  # end position of each chunk, in the order of `chunks`
     # (published block of the chunks, number of its content); uncertain until the plan is confirmed
     published: list[tuple[int, int]]
+    checkpoints: list[tuple[int, int]]  # the same for state blocks
 
     @property
     def computes(self) -> bool:
@@ -78,10 +79,11 @@ class PlanBuilder:
     """The builder of a `BatchPlan` and its `InFlightPlan`."""
 
     def __init__(self, number: int) -> None:
-        self.plan = InFlightPlan(number, [], {}, [], [])
+        self.plan = InFlightPlan(number, [], {}, [], [], [])
         self.added: list[RowAdded] = []
         self.drafts: list[int] = []
         self.appended: list[int] = []
+        self._states: list[int] = []
         self._chunks: list[int] = []
 
     def append_block(self, slot: int, block: int) -> None:
@@ -93,10 +95,17 @@ class PlanBuilder:
         self.plan.chunks[sequence.slot] = sequence
         self.plan.chunk_ends.append(sequence.num_planned_tokens)
 
+    def add_states(self, named: list[int], checkpoints: list[tuple[int, int]]) -> None:
+        """Add the state blocks that `BatchPlan.states` names, and the plan's checkpoints."""
+        self._states += named
+        self.plan = self.plan._replace(checkpoints=checkpoints)
+
     def build(self, epoch: int, removed: list[int]) -> BatchPlan:
         appended, chunks, drafts = pack(self.appended), pack(self._chunks), pack(self.drafts)
-        number = self.plan.number
-        return BatchPlan(epoch, number, pack(removed), self.added, appended, chunks, drafts)
+        states = pack(self._states)
+        return BatchPlan(
+            epoch, self.plan.number, pack(removed), self.added, appended, chunks, drafts, states
+        )
 
 
 def row_of(sequence: Sequence) -> RowAdded:

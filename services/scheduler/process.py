@@ -42,6 +42,7 @@ from penstock.protocol.transport.heartbeat import DeathReports, HeartbeatThread
 from penstock.protocol.transport.process import Process, ProcessExit, first_number
 from penstock.services.scheduler import poison
 from penstock.services.scheduler.blocks.block_manager import BlockManager
+from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import BlockRecords
 from penstock.services.scheduler.in_flight_plan import PlanDepth
 from penstock.services.scheduler.scheduler import NO_GROUP, Scheduler
@@ -288,13 +289,19 @@ class SchedulerProcess:
             raise SystemExit(f"num_blocks: the restarted workers have {number}, fewer than before")
         else:
             self.end_group()
-            self.scheduler.begin(self.group.epoch, self.group.has_memory, self.group.memory_id)
+            memory = self.group.has_memory, self.group.memory_id, self.group.state_ranges
+            self.scheduler.begin(self.group.epoch, *memory)
 
     def make_scheduler(self) -> Scheduler:
         """Return a scheduler for a ready worker group, with recovered prefix-cache records."""
         size = self.group.num_blocks, self.group.block_size
-        records = BlockRecords.open(f"blocks.{self.replica}", *size, self.group.memory_id)
-        blocks = BlockManager.from_config(self.config, *size, records)
+        memory_id = self.group.memory_id
+        records = BlockRecords.open(f"blocks.{self.replica}", *size, memory_id)
+        states = None
+        if number := self.group.num_state_blocks:
+            checkpoints = BlockRecords.open(f"states.{self.replica}", number, 0, memory_id)
+            states = BlockPool(number, records=checkpoints)
+        blocks = BlockManager.from_config(self.config, *size, records, states)
         length = self.model.context(self.config.max_model_len)
         return Scheduler(self.config, length, blocks, self.group.epoch)
 

@@ -244,18 +244,20 @@ class Scheduler:
 
     def _add_chunk(self, sequence: Sequence, builder: PlanBuilder, budget: int) -> int:
         begin = sequence.num_planned_tokens
-        num_tokens = min(budget, sequence.num_prefill_tokens - begin)
-        sequence.num_planned_tokens = end = begin + num_tokens
+        end = self.block_manager.chunk_end(sequence, begin + budget)
+        if end == begin:
+            return 0  # the budget is less than a chunk that this model takes
+        sequence.num_planned_tokens = end
         if begin < sequence.num_lost_tokens:
             self.num_recomputed_tokens += min(end, sequence.num_lost_tokens) - begin
         sequence.last_step = builder.plan.number
-        builder.add_chunk(sequence, num_tokens)
+        builder.add_chunk(sequence, end - begin)
         # Each layer stores the KV of a whole step before it reads any KV. So sequences that are
         # admitted later, even to this plan, can share these blocks.
         builder.plan.published.extend(self.block_manager.publish(sequence, end))
         if end == sequence.num_prefill_tokens:
             builder.plan.sampled.append(sequence)
-        return num_tokens
+        return end - begin
 
     def _loads(self, sequence: Sequence, builder: PlanBuilder) -> bool:
         """Plan a sequence's copies from the host. Return whether it may compute in this plan.
@@ -297,6 +299,8 @@ class Scheduler:
                 sequence.status = Status.DRAINING
 
     def _launch(self, builder: PlanBuilder) -> BatchPlan:
+        if self.block_manager.states:
+            self._advance_states(builder)
         message = builder.build(self.epoch, self._removed)
         self._removed.clear()
         for sequence in builder.plan.sampled:
@@ -306,6 +310,13 @@ class Scheduler:
         self.in_flight.append(builder.plan)
         self.num_steps += 1
         return message
+
+    def _advance_states(self, builder: PlanBuilder) -> None:
+        plan = builder.plan
+        chunk_ends = dict(zip(plan.chunks.values(), plan.chunk_ends, strict=True))
+        sequences = dict.fromkeys([*plan.sampled, *chunk_ends])
+        states = self.block_manager.advance_states(sequences, chunk_ends, plan.number)
+        builder.add_states(*states)
 
     # ---- its result ----------------------------------------------------------------------------
 
@@ -345,7 +356,7 @@ class Scheduler:
                 self._end_if_due(sequence)
                 if sequence.finish_reason:
                     output.finished.append(sequence)
-        self.block_manager.confirm_plan(plan.published, number)
+        self.block_manager.confirm_plan(number, plan.published, plan.checkpoints)
         return output
 
     def _fail(self, output: PlanOutput, sequence: Sequence, token_id: int, reason: str) -> None:
@@ -434,7 +445,8 @@ class Scheduler:
         given_up = count_death(in_flight)
         self.in_flight.clear()
         self.grammars.lose()
-        self.block_manager.hide(block for plan in plans for block in plan.published)
+        for plan in plans:
+            self.block_manager.hide(plan.published, plan.checkpoints)
         draining = [sequence for sequence in in_flight if sequence.status is Status.DRAINING]
         self._returning.update(self.running)  # the next workers have no rows
         for sequence in reversed(list(self.running)):
@@ -449,7 +461,7 @@ class Scheduler:
                 self._requeue(sequence)
         for sequence in self.running:
             self._note_lost(sequence)
-            self.block_manager.restore(sequence)
+            self.block_manager.restore(sequence, plans[0].number if plans else self.num_steps)
             sequence.last_step = -1
         self._queue_again()
         self.block_manager.lose_copies()
@@ -479,13 +491,21 @@ class Scheduler:
         needs_all = sequence.is_suspect or sequence.needs_prompt_logprobs
         return not needs_all and self.block_manager.num_confirmed_tokens(sequence) > 0
 
-    def begin(self, epoch: int, has_memory: bool, memory_id: int = 0) -> None:
+    def begin(
+        self,
+        epoch: int,
+        has_memory: bool,
+        memory_id: int = 0,
+        state_ranges: list[tuple[int, int]] | None = None,
+    ) -> None:
         """Begin an epoch with new workers, after `lose_plans`.
 
-        Preempt all sequences if the KV memory is lost. memory_id: `WorkerGroup.memory_id`.
+        Preempt all sequences if the KV memory is lost, and a sequence whose recurrent state is not
+        that of its confirmed positions. memory_id, state_ranges: those of `WorkerGroup`.
         """
         self.epoch = epoch
-        if not has_memory:
-            for sequence in reversed(self.running):
+        for sequence in list(reversed(self.running)):
+            if not (has_memory and self.block_manager.resume(sequence, state_ranges or [])):
                 self.preempt(sequence)
+        if not has_memory:
             self.block_manager.forget(memory_id)

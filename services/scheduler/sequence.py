@@ -56,6 +56,7 @@ class Sequence:
     - `BlockManager`: block_table, capacity, num_prefill_tokens, num_planned_tokens,
       num_computed_tokens, num_published_blocks, published_content, record_place, loads,
       has_fetched, full_blocks
+    - `StateBlocks`: state_blocks, state_plans, checkpoints
     - `OffloadIndex`: has_fetched, loads
     - `DraftScheduler`: ngram_lookup, num_planned_tokens, last_step
     - `WaitingQueue`: admission
@@ -123,6 +124,11 @@ class Sequence:
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)
     capacity: int = 0  # positions for which the blocks have room
+    # state blocks that the next step reads and writes; -1: none, or not chosen yet
+    state_blocks: tuple[int, int] = (-1, -1)
+    # number of the plan that has first written each of `state_blocks`; -1: before this epoch
+    state_plans: tuple[int, int] = (-1, -1)
+    checkpoints: list[int] = field(default_factory=list)  # positions at which the state is kept
     # hashes of the last planned blocks whose copies from the host are not planned yet
     loads: deque[bytes] = field(default_factory=deque)
     has_fetched: bool = False  # True if files of the folder tier were requested

@@ -4,6 +4,7 @@ from itertools import count
 
 from xxhash import xxh3_64_intdigest
 
+from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.worker import (
     CompileGrammars,
     WorkerAssignment,
@@ -60,6 +61,7 @@ class WorkerGroup:
         self._assignments: list[WorkerMessage] = []  # latest assignments of the members
         self._standby_assignments: list[WorkerMessage] = []
         self._num_blocks_before = 0  # number of blocks of the last ready group
+        self._num_state_blocks_before = 0
         # members of the last group, which may still hold its memory
         self.members_before: list[WorkerState] = []
         self._memory_id_before = 0  # `memory_id` of the last ready group
@@ -72,6 +74,19 @@ class WorkerGroup:
     def num_blocks(self) -> int:
         """Number of KV blocks on every rank."""
         return min(self._states[member].num_blocks for member in self.members)
+
+    @property
+    def num_state_blocks(self) -> int:
+        """Number of state blocks on every rank; 0 for a model without recurrent state."""
+        return min(self._states[member].num_state_blocks for member in self.members)
+
+    @property
+    def state_ranges(self) -> list[tuple[int, int]]:
+        """Of each state block, positions (first, last) after which all ranks can continue."""
+        ranks = [unpack(self._states[member].kept_states) for member in self.members]
+        firsts = (max(numbers) for numbers in zip(*(rank[::2] for rank in ranks), strict=False))
+        lasts = (min(numbers) for numbers in zip(*(rank[1::2] for rank in ranks), strict=False))
+        return list(zip(firsts, lasts, strict=True))
 
     @property
     def block_size(self) -> int:
@@ -183,6 +198,7 @@ class WorkerGroup:
         """Dissolve the group, of which a member may be `lost`. Spares form the next group."""
         if self.ready:
             self._num_blocks_before, self._memory_id_before = self.num_blocks, self.memory_id
+            self._num_state_blocks_before = self.num_state_blocks
         self.members_before = [self._states[member] for member in self.members]
         self._forget(lost)
         rest = [member for member in self.members if member != lost]
@@ -292,6 +308,7 @@ class WorkerGroup:
                     replica=self._replica,
                     spans_nodes=len(set(nodes)) > 1,
                     standby=standby,
+                    num_state_blocks=self._num_state_blocks_before,
                 ),
             )
             for rank, (member, node) in enumerate(zip(members, nodes, strict=True))

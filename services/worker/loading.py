@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -36,9 +37,15 @@ from penstock.services.worker.hardware import (
     narrow_weights,
     takes_integers,
 )
-from penstock.services.worker.memory.kv_cache import KVLayout, free_gpu_bytes, worst_case_plan
+from penstock.services.worker.memory.kv_cache import (
+    KVLayout,
+    free_gpu_bytes,
+    worst_case_plan,
+    zeros,
+)
 from penstock.services.worker.memory.kv_offload import make_offload
 from penstock.services.worker.memory.persistent_memory import PersistentMemory, Region, load_model
+from penstock.services.worker.memory.state_memory import StateLayout, check_step_size
 from penstock.services.worker.model_runner import ModelRunner
 from penstock.services.worker.persistent_batch import PersistentBatch
 from penstock.services.worker.timings import StartTimes, step_profiler
@@ -201,6 +208,9 @@ def _make_runner(rank: Rank, model: Model, grammars: Grammars | None) -> ModelRu
     config, memory, attention = rank.config, rank.memory, rank.attention
     kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else rank.dtype
     architecture = describe(rank.model_config)
+    states = StateLayout(architecture, rank.tp.size)
+    if states.block_bytes:
+        check_step_size(config, attention.block_size)
     layout = KVLayout(architecture, rank.tp.size, attention.block_size, kv_dtype)
     is_compiled = model.compiled is not None
     facts = layout.tp_size, layout.block_size, str(kv_dtype), attention.name, is_compiled
@@ -209,11 +219,20 @@ def _make_runner(rank: Rank, model: Model, grammars: Grammars | None) -> ModelRu
         memory.drop("kv")
         kept = None
 
-    def make(num_blocks: int, region: Region | None = None) -> ModelRunner:
+    def make(
+        num_blocks: int, num_state_blocks: int = 0, region: Region | None = None
+    ) -> ModelRunner:
         vocab_size = rank.model_config.vocab_size
-        batch = PersistentBatch(
-            config.max_num_seqs, rank.max_blocks, layout.block_size, num_blocks, vocab_size
-        )
+        sizes = rank.max_blocks, layout.block_size, num_blocks, vocab_size, num_state_blocks
+        batch = PersistentBatch(config.max_num_seqs, *sizes)
+        memory_of_states = None
+        if states.block_bytes:
+            memory_of_states = states.allocate(
+                num_state_blocks,
+                region.memory[num_blocks * layout.block_bytes :]
+                if region
+                else zeros((states.num_bytes(num_state_blocks),), torch.uint8, rank.device),
+            )
         return ModelRunner(
             model,
             batch,
@@ -222,18 +241,25 @@ def _make_runner(rank: Rank, model: Model, grammars: Grammars | None) -> ModelRu
             grammars,
             memory_id=region.manifest.number if region else 0,
             take_over=memory.take_over,
+            states=memory_of_states,
         )
 
     if kept:
-        return make(kept.manifest.num_blocks, kept)
+        return make(kept.manifest.num_blocks, kept.manifest.num_state_blocks, kept)
     num_blocks = rank.assignment.num_blocks or config.num_blocks
-    num_blocks = num_blocks or layout.num_fitting_blocks(_kv_bytes(rank, model, make))
-    new = memory.allocate("kv", num_blocks * layout.block_bytes, *facts)
+    num_bytes = math.inf if num_blocks else _kv_bytes(rank, model, make)
+    num_state_blocks = rank.assignment.num_state_blocks or states.num_fitting_blocks(
+        config.max_num_seqs, num_bytes
+    )
+    state_bytes = states.num_bytes(num_state_blocks)
+    num_blocks = num_blocks or layout.num_fitting_blocks(num_bytes - state_bytes)
+    new = memory.allocate("kv", num_blocks * layout.block_bytes + state_bytes, *facts)
     if new is None:
-        return make(num_blocks)
+        return make(num_blocks, num_state_blocks)
     new.region.manifest.num_blocks = num_blocks
+    new.region.manifest.num_state_blocks = num_state_blocks
     new.keep()
-    return make(num_blocks, new.region)
+    return make(num_blocks, num_state_blocks, new.region)
 
 
 def _kv_bytes(rank: Rank, model: Model, make: Callable[[int], ModelRunner]) -> float:

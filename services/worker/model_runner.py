@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.layouts.forward_batch import BatchShape
+from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.layouts.sampling import LogitsState
+from penstock.kernels.layouts.states import States
 from penstock.kernels.layouts.step import Slots, StepBuffers, make_slots, make_step_buffers
 from penstock.kernels.sampling.logits import process_logits
 from penstock.kernels.sampling.sampling import candidates, draw_candidate, sample
@@ -101,12 +102,15 @@ class ModelRunner:
         grammars: Grammars | None,
         memory_id: int,
         take_over: Callable[[], None],
+        states: States | None = None,
     ) -> None:
         """Allocate the step's buffers.
 
         max_tokens: maximum number of tokens in a step. grammars: None on all ranks but rank 0.
         memory_id: as `WorkerState.memory_id`. take_over: as `PersistentMemory.take_over`.
+        states: state blocks of a model with recurrent state.
         """
+        self.states, self.num_state_blocks = states, batch.num_state_blocks
         self.num_blocks, self.block_size = batch.num_blocks, batch.block_size
         self.kv, self.memory_id, self.take_over = kv, memory_id, take_over
         self.offload: KvOffload | None = None  # the host tier
@@ -212,9 +216,19 @@ class ModelRunner:
         tokens = to_host(computed.tokens)
         return tokens, self._idle_times.end() if self._idle_times else None, pending
 
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        if self.states is None:
+            return self._model(batch, self._kv_caches)  # type: ignore[no-any-return]
+        num_rows, ends = batch.shape.num_rows, batch.context_lens
+        starts = ends - batch.cu_seqlens_q.diff()
+        step = self.states.begin(self._buffers.states[:num_rows], starts, ends)
+        hidden_states = self._model(batch._replace(states=step), self._kv_caches)
+        self.states.end(step, self._buffers.decode_lens[:num_rows] > 0)
+        return hidden_states  # type: ignore[no-any-return]
+
     def _compute(self, record: Tensor, shape: BatchShape) -> Computed:
         apply_plan(record, self._slots, self._buffers, shape, self.block_size)
-        hidden_states = self._model(self._buffers.forward_batch(shape), self._kv_caches)
+        hidden_states = self._forward(self._buffers.forward_batch(shape))
         last, newest = hidden_states, self._buffers.input_ids[: shape.num_tokens]
         if shape.num_tiles:
             last_tokens = self._buffers.last_tokens[: shape.num_rows]

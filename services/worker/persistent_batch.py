@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from penstock.kernels.layouts import step as layout
 from penstock.kernels.layouts.forward_batch import SMALL_TILE, BatchShape, tile_size
 from penstock.kernels.layouts.sampling import NEUTRAL_WORDS, write_numbers
+from penstock.kernels.layouts.states import pack_states
 from penstock.kernels.layouts.step import APPENDED, HEADER, PARAMETERS, ROW
 from penstock.protocol.messages.plan import BLOCK_BITS, MAX_BLOCKS, BatchPlan, RowAdded
 
@@ -85,11 +86,14 @@ class DecodingRows:
         rows[:, layout.SLOT] = rows[:, layout.SAMPLING_SLOT] = slots
         rows[:, layout.START], rows[:, layout.COUNT] = lengths - 1, 1
         rows[:, layout.FIRST], rows[:, layout.TOKEN_INDEX] = self._order, -1
-        rows[:, layout.FIRST_KEY], rows[:, layout.UNUSED] = lengths.cumsum() - lengths, 0
+        rows[:, layout.FIRST_KEY], rows[:, layout.STATES] = lengths.cumsum() - lengths, 0
         self._positions, self._bounds = rows[:, layout.START], rows[:, layout.FIRST_KEY]
 
-    def step(self, changes: Changes) -> Rows:
-        """Return the rows of the next step, whose record contains `changes`."""
+    def step(self, changes: Changes, states: Integers | None) -> Rows:
+        """Return the rows of the next step, whose record contains `changes`.
+
+        states: packed state blocks of the rows, of a model with recurrent state.
+        """
         self.steps_left -= 1
         self._longest += 1
         self.ends += 1
@@ -102,6 +106,8 @@ class DecodingRows:
         else:
             record = self._record.copy()
             rows = record[HEADER:].reshape(num_rows, ROW)
+        if states is not None:
+            rows[:, layout.STATES] = states
         shape = BatchShape(num_rows, num_rows, num_rows, 0, SMALL_TILE, 1, self._longest)
         return Rows(record, rows, shape, self._order)
 
@@ -197,7 +203,13 @@ class PersistentBatch:
     """The host's state of the rows, by slot. Only plans change the rows."""
 
     def __init__(
-        self, num_slots: int, max_blocks: int, block_size: int, num_blocks: int, vocab_size: int
+        self,
+        num_slots: int,
+        max_blocks: int,
+        block_size: int,
+        num_blocks: int,
+        vocab_size: int,
+        num_state_blocks: int = 0,
     ) -> None:
         """Make an empty batch, with up to `max_blocks` of the cache's `num_blocks` in a row."""
         self.num_slots, self.block_size = num_slots, block_size
@@ -208,6 +220,9 @@ class PersistentBatch:
         self._num_row_blocks = np.zeros(num_slots, np.int64)
         self._num_prefill_tokens = np.zeros(num_slots, np.int64)
         self._num_computed = np.zeros(num_slots, np.int64)
+        self.num_state_blocks = num_state_blocks
+        # state blocks that a row's next step reads and writes
+        self._states = np.full((num_slots, 2), -1, np.int64)
         # True if a row computes nothing until a draft includes its slot
         self._is_paused = np.zeros(num_slots, np.bool_)
         # slot → prefill tokens, until all of them are computed
@@ -237,6 +252,12 @@ class PersistentBatch:
         if plan.appended:
             appended = integers(plan.appended)
             self._append(appended >> BLOCK_BITS, appended & (MAX_BLOCKS - 1))
+        if plan.states:
+            named = integers(plan.states).reshape(-1, 3)
+            self._check_active(named[:, 0])
+            check_range("state block to read, plus 1", named[:, 1] + 1, self.num_state_blocks + 1)
+            check_range("state block to write", named[:, 2], self.num_state_blocks)
+            self._states[named[:, 0]] = named[:, 1:]
 
     def set_numbers(self, slot: int, numbers: Mapping[str, float]) -> None:
         """Set columns of the slot table for a row that the last plan added. Raises ValueError."""
@@ -283,9 +304,20 @@ class PersistentBatch:
             self._check_room(rows.slots, rows.ends + 1)
             room = self._num_row_blocks[rows.slots] * self.block_size
             rows.steps_left = int((room - rows.ends).min())
-        step = rows.step(self._changes)
+        step = rows.step(self._changes, self._take_states(rows.slots))
         self._num_computed[rows.slots] = rows.ends
         return step
+
+    def _take_states(self, slots: Integers) -> Integers | None:
+        """Return the packed state blocks of a step's rows, and exchange them for the next step."""
+        if not self.num_state_blocks:
+            return None
+        packed: Integers = pack_states(*self._states[slots].T)
+        slots = np.unique(slots)
+        if (self._states[slots, 1] < 0).any():
+            raise ValueError("states: got a step of a row without a state block to write")
+        self._states[slots] = self._states[slots, ::-1]
+        return packed
 
     def _decodes(self) -> NDArray[np.bool_]:
         return self._active & (self._num_computed >= self._num_prefill_tokens)
@@ -320,6 +352,7 @@ class PersistentBatch:
         self._num_computed[slot] = row.num_computed_tokens
         self._is_paused[slot] = False
         self._num_row_blocks[slot] = 0
+        self._states[slot] = -1
         self._prefill_tokens[slot] = token_ids.astype(np.int32)
         self._changes.parameters[slot] = np.concatenate([[np.int32(slot)], NEUTRAL_WORDS])
         self.set_numbers(slot, {"seed": row.seed, **row.sampling})
@@ -349,7 +382,8 @@ class PersistentBatch:
         prefilled, offsets = self._take_prefill_tokens(slots[num_decode:], counts[num_decode:])
         explicit_ids = decoded[explicit].astype(np.int32)
         record, rows = make_record(len(slots), self._changes, [explicit_ids, *prefilled])
-        rows[:, layout.SLOT], rows[:, layout.UNUSED] = slots, 0
+        states = self._take_states(slots)
+        rows[:, layout.SLOT], rows[:, layout.STATES] = slots, 0 if states is None else states
         rows[:, layout.START] = ends - counts
         rows[:, layout.COUNT] = counts
         rows[:, layout.FIRST] = np.cumsum(counts) - counts

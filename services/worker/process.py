@@ -34,6 +34,7 @@ from penstock.protocol.transport.heartbeat import HeartbeatThread
 from penstock.protocol.transport.process import Process, ProcessExit
 from penstock.services.worker.launched_step import LaunchedStep
 from penstock.services.worker.memory.persistent_memory import SharedMemoryError
+from penstock.services.worker.memory.state_memory import kept_states
 from penstock.services.worker.model_runner import ModelRunner
 
 MAX_END = 5.0  # maximum wait in seconds for the end of a killed worker
@@ -194,6 +195,9 @@ class Worker:
         if self._runner:
             state.num_blocks, state.block_size = self._runner.num_blocks, self._runner.block_size
             state.idle_us, state.memory_id = self._runner.idle_us(), self._runner.memory_id
+            if states := self._runner.states:
+                state.num_state_blocks = self._runner.num_state_blocks
+                state.kept_states = b"" if self._next_step else kept_states(states)
             if offload := self._runner.offload:
                 state.host_slots, state.host_memory_id = offload.num_slots, offload.memory_id
                 if offload.folder:

@@ -14,6 +14,7 @@ from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRe
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import BlockRecords, hash_root
 from penstock.services.scheduler.blocks.offload_index import FolderIndex, OffloadIndex
+from penstock.services.scheduler.blocks.state_blocks import StateBlocks
 from penstock.services.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -35,15 +36,28 @@ class BlockManager:
         self.records = pool.records if caching else None
         # index of the host tier; `pool.offload` is None while the workers have no host tier
         self.offload: OffloadIndex | None = None
+        # None for a model whose only state is KV
+        self.states: StateBlocks | None = None
 
     @classmethod
     def from_config(
-        cls, config: Config, num_blocks: int, block_size: int, records: BlockRecords | None = None
+        cls,
+        config: Config,
+        num_blocks: int,
+        block_size: int,
+        records: BlockRecords | None = None,
+        states: BlockPool | None = None,
     ) -> "BlockManager":
-        """Return the manager of `num_blocks` blocks, with `records` as in `BlockPool`."""
+        """Return the manager of `num_blocks` blocks, with `records` as in `BlockPool`.
+
+        states: the pool of state blocks, for a model with recurrent state.
+        """
         pool = BlockPool(num_blocks, records=records)
         watermark = int(num_blocks * config.watermark)
-        return cls(pool, block_size, watermark, config.enable_prefix_caching)
+        manager = cls(pool, block_size, watermark, config.enable_prefix_caching)
+        if states:
+            manager.states = StateBlocks(states, block_size)
+        return manager
 
     @property
     def num_blocks(self) -> int:
@@ -63,20 +77,34 @@ class BlockManager:
 
     def has_room(self, keep_watermark: bool) -> bool:
         """Return whether `allocate` may succeed. It needs at least one unshared block."""
-        return self.pool.num_free_blocks > (self.watermark if keep_watermark else 0)
+        has_state = self.states is None or self.states.has_room
+        return has_state and self.pool.num_free_blocks > (self.watermark if keep_watermark else 0)
 
     def allocate(self, sequence: Sequence, keep_watermark: bool) -> bool:
-        """Allocate blocks for all tokens. Return False if blocks are missing or still loading."""
+        """Allocate blocks for all tokens, and room for the state.
+
+        Return False if blocks are missing or still loading.
+        """
+        if self.states and not self.states.has_room:
+            return False
         num_tokens = len(sequence.token_ids)
         num_matchable = (num_tokens - 1) // self.block_size  # one token is always computed
         if sequence.needs_prompt_logprobs:
             num_matchable = 0  # prompt logprobs are computed with the prompt
         full_blocks = self._full_blocks(sequence, num_matchable)
         matched = self.pool.match(full_blocks)
+        num_seen = len(matched) * self.block_size
+        if self.states:
+            full_blocks = full_blocks[: self.states.num_restorable(full_blocks)]
+            matched = matched[: len(full_blocks)]
         offload, rest = self.pool.offload, full_blocks[len(matched) :]
         loads = offload.match(sequence, [hash_ for hash_, _ in rest]) if offload and rest else []
         if loads is None:
             return False
+        if self.states:  # a hit needs both the blocks and a checkpoint at their end
+            number = self.states.num_restorable(full_blocks[: len(matched) + len(loads)])
+            full_blocks, matched = full_blocks[:number], matched[:number]
+            loads = loads[: number - len(matched)]
         last, num_kept = (-1, 0) if loads else self._match_recovered(sequence, matched)
         tail = [last] if num_kept else []
         num_new = -(-num_tokens // self.block_size) - len(matched) - len(tail)
@@ -87,6 +115,8 @@ class BlockManager:
         if offload and loads:
             sequence.loads.extend(loads)
             offload.pin(loads)
+        if self.states:
+            self.states.allocate(sequence, full_blocks, num_seen)
         sequence.published_content = self.pool.share(matched)
         sequence.num_published_blocks = len(matched)
         for block in tail:
@@ -108,7 +138,7 @@ class BlockManager:
         that had output may take a full block, which other sequences then can't match.
         """
         recovered = self.pool.recovered
-        if not recovered or not self._caching or sequence.needs_prompt_logprobs:
+        if not recovered or not self._caching or sequence.needs_prompt_logprobs or self.states:
             return -1, 0
         begin = len(matched) * self.block_size
         end = min(begin + self.block_size, len(sequence.token_ids) - 1)
@@ -130,11 +160,36 @@ class BlockManager:
         Plans run in order on one stream. So the next plan may reuse blocks to which plans in flight
         still write.
         """
+        if self.states and sequence.block_table:
+            self.states.free(sequence)
         self.pool.release(sequence.block_table)
         sequence.block_table, sequence.capacity = [], 0
         if self.pool.offload and sequence.loads:
             self.pool.offload.unpin(sequence.loads)
         sequence.loads.clear()
+
+    def chunk_end(self, sequence: Sequence, most: int) -> int:
+        """Return the end of the next chunk of prefill, at most `most`; the chunk may be empty."""
+        end = min(most, sequence.num_prefill_tokens)
+        return self.states.chunk_end(sequence, end) if self.states else end
+
+    def advance_states(
+        self, sequences: Iterable[Sequence], chunk_ends: dict[Sequence, int], number: int
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Plan the state blocks of the plan `number`, which computes these sequences.
+
+        Return the plan's `states`, and its checkpoints as (block, number of its content).
+        chunk_ends: end of the chunk of each sequence in prefill.
+        """
+        if self.states is None:
+            return [], []
+        named = self.states.advance(sequences, number)
+        checkpoints = [
+            self.states.publish(sequence, self._hash_before(sequence, end // self.block_size))
+            for sequence, end in chunk_ends.items()
+            if self._caching and end in sequence.checkpoints
+        ]
+        return named, checkpoints
 
     # ---- publish -------------------------------------------------------------------------------
 
@@ -192,15 +247,22 @@ class BlockManager:
         sequence.record_place = 0
         return published
 
-    def confirm_plan(self, published: list[tuple[int, int]], number: int) -> None:
-        """Record that a plan has run, so that its `published` blocks and its copies are certain."""
+    def confirm_plan(
+        self, number: int, published: list[tuple[int, int]], checkpoints: list[tuple[int, int]]
+    ) -> None:
+        """Record that a plan has run, so that its blocks, checkpoints and copies are certain."""
         self.pool.confirm(published)
+        if self.states:
+            self.states.pool.confirm(checkpoints)
         if self.pool.offload:
             self.pool.offload.confirm(number)
 
     def unpublish(self, sequence: Sequence) -> None:
         """Hide all blocks of a sequence, prompt included, from other sequences."""
-        self.pool.unpublish(hash_ for hash_, _ in sequence.full_blocks)
+        hashes = [hash_ for hash_, _ in sequence.full_blocks]
+        self.pool.unpublish(hashes)
+        if self.states:
+            self.states.pool.unpublish(hashes)
         if self.records:
             for block in sequence.block_table:
                 self.records.clear(block)
@@ -220,7 +282,10 @@ class BlockManager:
     # ---- rollback, and recovery from worker failures -------------------------------------------
 
     def roll_back(self, sequence: Sequence, num_tokens: int) -> None:
-        """Plan a sequence again from a position. Later KV is overwritten in place."""
+        """Plan a sequence again from a position.
+
+        Later KV is overwritten in place, and recurrent state does not contain later tokens yet.
+        """
         sequence.num_planned_tokens = num_tokens
 
     @staticmethod
@@ -234,8 +299,13 @@ class BlockManager:
             return sequence.num_computed_tokens
         return len(sequence.token_ids) - 1
 
-    def restore(self, sequence: Sequence) -> None:
-        """Keep the block table and the confirmed positions. Prefill all later positions again."""
+    def restore(self, sequence: Sequence, first_lost: int) -> None:
+        """Keep the block table and the confirmed positions. Prefill all later positions again.
+
+        first_lost: number of the first plan that was lost.
+        """
+        if self.states:
+            self.states.restore(sequence, first_lost)
         confirmed = self.num_confirmed_tokens(sequence)
         self.roll_back(sequence, confirmed)
         sequence.num_computed_tokens = confirmed
@@ -251,9 +321,21 @@ class BlockManager:
             return False
         return self.pool.holds(sequence.full_blocks[number - 1][0], sequence.published_content)
 
-    def hide(self, published: Iterable[tuple[int, int]]) -> None:
-        """Hide blocks of plans in flight, whose KV is uncertain after a worker failure."""
+    def resume(self, sequence: Sequence, ranges: list[tuple[int, int]]) -> bool:
+        """Return whether a restored sequence can continue with the next workers.
+
+        ranges: as in `StateBlocks.resume`.
+        """
+        position = sequence.num_planned_tokens
+        return self.states is None or self.states.resume(sequence, position, ranges)
+
+    def hide(
+        self, published: Iterable[tuple[int, int]], checkpoints: Iterable[tuple[int, int]]
+    ) -> None:
+        """Hide content of a plan in flight, which is uncertain after a worker failure."""
         self.pool.hide(block for block, _ in published)
+        if self.states:
+            self.states.pool.hide(block for block, _ in checkpoints)
 
     def lose_copies(self) -> None:
         """Forget the copies of plans in flight. No sequence may still wait for such a copy."""
@@ -262,11 +344,9 @@ class BlockManager:
 
     def forget(self, memory_id: int) -> None:
         """Clear the cache after the KV memory was replaced. No sequence may have blocks."""
-        if self.pool.records:
-            self.pool.records.begin(memory_id)
-        old = self.pool
-        self.pool = BlockPool(old.num_blocks, old.hash_block, old.records)
-        self.pool.offload = old.offload
+        self.pool = self.pool.emptied(memory_id)
+        if self.states:
+            self.states.pool = self.states.pool.emptied(memory_id)
 
     # ---- the host tier -------------------------------------------------------------------------
 

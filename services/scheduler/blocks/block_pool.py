@@ -50,6 +50,14 @@ class BlockPool:
                 self._contents[block] = record
                 self._cached[record.hash] = block
 
+    def emptied(self, memory_id: int) -> "BlockPool":
+        """Return a pool of as many blocks in new memory, `BlockRecords.begin`'s `memory_id`."""
+        if self.records:
+            self.records.begin(memory_id)
+        pool = BlockPool(self.num_blocks, self.hash_block, self.records)
+        pool.offload = self.offload
+        return pool
+
     @property
     def num_free_blocks(self) -> int:
         """Number of blocks without references; some of them may hold a cached prefix."""
@@ -99,6 +107,9 @@ class BlockPool:
         """Return whether the cached content with this hash has this number."""
         block = self._cached.get(hash_)
         return block is not None and self._contents[block].number == number
+
+    def is_published(self, block: int) -> bool:
+        return block in self._contents
 
     def take(self) -> int:
         """Allocate a block and evict its content. Raises KeyError if no block is free."""

@@ -92,18 +92,19 @@ class KVLayout(NamedTuple):
         block_size, num_kv_heads, head_dim = self.block_shape
         size = (len(self.architecture.kv_layers), 2, num_blocks)
         values = (*size, block_size, num_kv_heads, head_dim)
-        kv = region.view(0, values, self.dtype) if region else _zeros(values, self.dtype, device)
+        kv = region.view(0, values, self.dtype) if region else zeros(values, self.dtype, device)
         if self.dtype != FP8:
             return KVMemory(kv, None)
         scale_shape = (*size, num_kv_heads, block_size)
         if region:
             scales = region.view(kv.nbytes, scale_shape, torch.float32)
         else:
-            scales = _zeros(scale_shape, torch.float32, device)
+            scales = zeros(scale_shape, torch.float32, device)
         return KVMemory(kv, scales)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of zeros for KV cache or state blocks. Raises ModelError."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if device.type == "cpu":
         try:  # numpy's zeros take memory only when they are written

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.protocol.config import Config
 from penstock.services.scheduler.blocks.block_pool import BlockPool
+from penstock.services.scheduler.blocks.state_blocks import StateBlocks
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
 from tests.services.scheduler.reference import DEAD_END, expected_output, logprobs_at, pooled_of
@@ -28,6 +29,16 @@ def check_blocks(pool: BlockPool, sequences: list[Sequence], block_size: int) ->
         if len(shared) > 1:
             check_shared(shared, block_size)
     check_cache(pool)
+
+
+def check_states(states: StateBlocks, sequences: list[Sequence]) -> None:
+    """Check references of state blocks, and that every sequence has at most two."""
+    held = Counter(block for s in sequences for block in s.state_blocks if block >= 0)
+    assert states.pool._ref_counts == [held[block] for block in range(states.pool.num_blocks)]
+    for sequence in sequences:
+        _, written = sequence.state_blocks
+        assert written < 0 or (held[written] == 1 and not states.pool.is_published(written))
+    check_cache(states.pool)
 
 
 def check_shared(holders: list[tuple[Sequence, int]], block_size: int) -> None:

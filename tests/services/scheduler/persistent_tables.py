@@ -16,20 +16,38 @@ Hash = Callable[[bytes, bytes], bytes]
 class PersistentTables:
     """Records that schedulers make, one after the other; some die while they write."""
 
-    def __init__(self, config: Config, num_blocks: int, num_slots: int, hash_block: Hash) -> None:
+    def __init__(
+        self,
+        config: Config,
+        num_blocks: int,
+        num_slots: int,
+        num_state_blocks: int,
+        hash_block: Hash,
+    ) -> None:
         """hash_block: without a host tier. With `kv_offload_folder`, there are files, too."""
         self._config, self._num_slots = config, num_slots
-        self.hash_block = own_hash if num_slots else hash_block
+        self.hash_block = own_hash if num_slots or num_state_blocks else hash_block
         self._of_blocks = num_blocks, config.block_size
         self._of_slots = num_slots, 0
+        self._of_states = num_state_blocks, 0
         self._blocks = bytearray(BlockRecords.size_of(*self._of_blocks))
         self._slots = bytearray(BlockRecords.size_of(*self._of_slots))
+        self._states = bytearray(BlockRecords.size_of(*self._of_states))
 
     def pool(self, kv: int, life: Life) -> BlockPool:
         """Return a pool over blocks of the memory `kv`."""
         records = MortalRecords(self._blocks, *self._of_blocks, life=life)
         records.begin(kv)
         return BlockPool(self._of_blocks[0], self.hash_block, records)
+
+    def state_pool(self, kv: int, life: Life) -> BlockPool | None:
+        """Return a pool over state blocks of the memory `kv`, if there are some."""
+        number, _ = self._of_states
+        if not number:
+            return None
+        records = MortalRecords(self._states, *self._of_states, life=life)
+        records.begin(kv)
+        return BlockPool(number, self.hash_block, records)
 
     def use_host(self, scheduler: Scheduler, kv: int, life: Life) -> None:
         """Let a scheduler use the host tier of its workers, which is as old as their blocks."""

@@ -13,6 +13,7 @@ from penstock.protocol.messages.worker import CopyBlocks
 from penstock.protocol.tokenizer_file import ReasoningTokens
 from tests.services.scheduler.packed_plans import blocks, pairs, split
 from tests.services.scheduler.reference_host import GARBAGE, Cells, ReferenceHost
+from tests.services.scheduler.reference_states import ReferenceStates
 
 EOS = 0
 TAGS = ReasoningTokens(1, 2)
@@ -82,6 +83,7 @@ class Row:
     """One row of the persistent batch."""
 
     def __init__(self, added: RowAdded) -> None:
+        self.slot = added.slot
         self.token_ids = list(unpack(added.token_ids))
         self.block_table = list(unpack(added.block_ids))
         self.num_given = len(self.token_ids)
@@ -118,8 +120,16 @@ class ReferenceWorker:
     nothing is evicted.
     """
 
-    def __init__(self, config: Config, num_blocks: int, epoch: int, computes_once: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        num_blocks: int,
+        epoch: int,
+        computes_once: bool,
+        num_state_blocks: int = 0,
+    ) -> None:
         self.config = config
+        self.states = ReferenceStates(num_state_blocks)
         self.computes_once = computes_once
         self.known_blocks: set[int] = set()
         """full blocks of given tokens that were computed, by the number of the prefix"""
@@ -145,6 +155,7 @@ class ReferenceWorker:
             for cell in () if is_whole else cells:
                 self.memory[cell] = GARBAGE
         self.host.inherit(dead.host, num_confirmed, is_whole)
+        self.states.inherit(dead.states, num_confirmed, is_whole)
 
     def run(self, frame: bytes, copies: CopyBlocks | None = None) -> bytes:
         """One step, after copies: an encoded `BatchPlan` in, encoded `SampledTokens` out."""
@@ -153,11 +164,13 @@ class ReferenceWorker:
         self.num_steps += 1
         self._writes.append((set(), set()))
         self.host.run(copies)
+        self.states.begin(plan)
         self._change_rows(plan)
         self._read()
         tokens = SampledTokens(plan.epoch, plan.step, b"", [], self._prompt_logprobs(plan), [])
         work = self._work(plan)
         self._compute(work)
+        self.states.end()
         sampled: list[int] = []
         for row in [row for row, _ in work if is_done(row)]:
             if row.is_pooled:
@@ -248,7 +261,10 @@ class ReferenceWorker:
                 written.add(cells[position])
                 self.memory[cells[position]] = row.prefixes[position]
                 self._check_once(row, position)
+            start = row.num_computed
             row.num_computed += num_tokens
+            decodes = num_tokens == 1 or start >= row.num_given
+            self.states.step(row.slot, start, row.prefixes[: row.num_computed], decodes)
         self._read()
 
     def _check_once(self, row: Row, position: int) -> None:

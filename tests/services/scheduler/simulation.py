@@ -14,6 +14,7 @@ from penstock.protocol.messages.worker import GrammarCompiled
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import hash_block
+from penstock.services.scheduler.blocks.state_blocks import StateBlocks
 from penstock.services.scheduler.in_flight_plan import PlanOutput
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
@@ -24,6 +25,7 @@ from tests.services.scheduler.invariants import (
     check_offload,
     check_output,
     check_slots,
+    check_states,
 )
 from tests.services.scheduler.mortal_records import Life, SchedulerDiedError
 from tests.services.scheduler.persistent_tables import PersistentTables
@@ -51,6 +53,7 @@ class Simulation:
         computes_once: bool = False,
         keeps_memory: bool = False,
         num_host_slots: int = 0,
+        num_state_blocks: int = 0,
         **options: object,
     ) -> None:
         defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
@@ -60,7 +63,9 @@ class Simulation:
         self.limit = min(max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
         self.num_watermark_blocks, self.num_host_slots = num_watermark_blocks, num_host_slots
-        self.kept = PersistentTables(self.config, num_blocks, num_host_slots, hash_block)
+        self.num_state_blocks = num_state_blocks
+        sizes = num_blocks, num_host_slots, num_state_blocks
+        self.kept = PersistentTables(self.config, *sizes, hash_block)
         self.kv = 1
         """id of the worker's memory"""
         self.life = Life()
@@ -94,7 +99,8 @@ class Simulation:
         """of workers while a sequence was at risk, since its last token"""
 
     def _new_worker(self, epoch: int) -> ReferenceWorker:
-        worker = ReferenceWorker(self.config, self.num_blocks, epoch, self.computes_once)
+        sizes = self.computes_once, self.num_state_blocks
+        worker = ReferenceWorker(self.config, self.num_blocks, epoch, *sizes)
         worker.host.slots *= self.num_host_slots
         return worker
 
@@ -103,6 +109,8 @@ class Simulation:
         block_size, caching = self.config.block_size, self.config.enable_prefix_caching
         pool = self.kept.pool(self.kv, self.life)
         blocks = BlockManager(pool, block_size, self.num_watermark_blocks, caching)
+        if states := self.kept.state_pool(self.kv, self.life):
+            blocks.states = StateBlocks(states, block_size)
         scheduler = Scheduler(self.config, self.limit, blocks, epoch)
         self.kept.use_host(scheduler, self.kv, self.life)
         return scheduler
@@ -250,7 +258,7 @@ class Simulation:
         try:
             given_up = self.scheduler.lose_plans()
             self.check()
-            self.scheduler.begin(epoch, keeps_memory, self.kv)
+            self.scheduler.begin(epoch, keeps_memory, self.kv, self.worker.states.ranges())
             self.kept.use_host(self.scheduler, self.kv, self.life)
         except SchedulerDiedError:
             self.restart_scheduler()
@@ -306,6 +314,8 @@ class Simulation:
         check_blocks(self.pool, self.sequences, self.config.block_size)
         check_slots(self.scheduler, self.config)
         check_offload(self.pool, self.sequences)
+        if states := self.scheduler.block_manager.states:
+            check_states(states, self.sequences)
         for sequence in self.sequences:
             assert self.received[sequence] == sequence.output_token_ids
             check_logprobs(sequence, self.num_old[sequence])
@@ -322,5 +332,7 @@ class Simulation:
         assert not self.scheduler.running
         assert not any(s.sampled or s.chunks for s in self.scheduler.in_flight), "no flush came"
         assert self.scheduler.block_manager.pool.num_free_blocks == self.num_blocks
+        if states := self.scheduler.block_manager.states:
+            assert states.pool.num_free_blocks == self.num_state_blocks
         for sequence in self.sequences:
             check_output(self, sequence)

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Sequence as SequenceOf
+from math import lcm
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.scheduler import ngram_lookup
+from penstock.services.scheduler.blocks import state_blocks
 from penstock.services.scheduler.blocks.block_records import HASH_BYTES, hash_block
 from penstock.services.scheduler.sequence import CannotFitError, Sequence
 from tests.services.scheduler.builders import make_sequence
@@ -41,24 +43,30 @@ NONE = st.just(0)
 
 @st.composite
 def simulations(
-    draw: st.DrawFn, num_plans: int, num_host_slots: st.SearchStrategy[int] = NONE
+    draw: st.DrawFn,
+    num_plans: int,
+    num_host_slots: st.SearchStrategy[int] = NONE,
+    num_state_blocks: st.SearchStrategy[int] = NONE,
 ) -> Simulation:
     """Pools from one that barely holds the longest sequence to one with room for all."""
     block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
     max_model_len = draw(st.integers(2, 40))
     least = -(-max_model_len // block_size)
+    states, max_num_seqs = draw(num_state_blocks), draw(st.integers(1, 6) | st.just(24))
+    least_tokens = max_num_seqs + lcm(state_blocks.STATE_CHUNK, block_size) if states else 1
     return Simulation(
+        num_state_blocks=states,
         num_blocks=max(1, least + draw(st.integers(-1, 3) | st.integers(0, 3 * least))),
         max_model_len=max_model_len,
         num_watermark_blocks=draw(st.integers(0, 3)),
         hash_block=draw(st.sampled_from([hash_block, weak_hash])),
         num_ahead=draw(st.integers(0, min(1, num_plans - 1))),
         block_size=block_size,
-        max_num_seqs=draw(st.integers(1, 6) | st.just(24)),
-        max_num_batched_tokens=draw(st.integers(1, 16) | st.just(64)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(least_tokens, draw(st.integers(1, 16) | st.just(64))),
         num_plans_in_flight=num_plans,
         speculative_method=draw(st.sampled_from(["none", "ngram"])),
-        num_speculative_tokens=draw(st.integers(1, 6)),
+        num_speculative_tokens=draw(st.integers(1, 6) | st.just(12)),
         enable_prefix_caching=draw(st.integers(0, 7)) > 0,
         keeps_memory=draw(st.booleans()),
         num_host_slots=draw(num_host_slots),
@@ -96,10 +104,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Hypothesis plays the clients, the network and the faults."""
 
     num_plans = 1
+    num_state_blocks: st.SearchStrategy[int] = NONE
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        self.sim = data.draw(simulations(self.num_plans))
+        sizes = simulations(self.num_plans, num_state_blocks=self.num_state_blocks)
+        self.sim = data.draw(sizes)
 
     def pick(self, index: int) -> Sequence:
         return self.sim.sequences[index % len(self.sim.sequences)]
@@ -236,6 +246,7 @@ class AmpleMachine(SchedulerMachine):
 @pytest.fixture(autouse=True)
 def _guesses_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """After one equal token, also where guesses are wrong: most are in a random text."""
+    monkeypatch.setattr(state_blocks, "STATE_CHUNK", 4)
     for name, number in {"SHORT": 1, "LONG": 2, "MAX_REQUIRED": 2}.items():
         monkeypatch.setattr(ngram_lookup, name, number)
 
@@ -252,4 +263,38 @@ def test_every_block_is_computed_once() -> None:
 @pytest.mark.parametrize("num_plans", [1, 2, 4])
 def test_scheduler_against_reference(num_plans: int) -> None:
     machine = type(f"Machine{num_plans}", (SchedulerMachine,), {"num_plans": num_plans})
+    run_state_machine_as_test(machine, settings=settings.get_profile("scheduler"))
+
+
+class StateMachine(SchedulerMachine):
+    """A model with recurrent state, whose worker often dies in mid-step and keeps its memory."""
+
+    num_state_blocks = st.integers(2, 24)
+
+    @rule(
+        base=st.sampled_from(BASES),
+        length=st.integers(1, 40),
+        seed=st.integers(0, 2),
+        num_steps=st.integers(2, 8),
+        num_ahead=st.integers(0, 3),
+    )
+    def die_in_a_step(
+        self, base: list[int], length: int, seed: int, num_steps: int, num_ahead: int
+    ) -> None:
+        """Let the worker die while requests decode that would go on."""
+        for number in range(2):
+            sampling = {"pooling": None, "ignore_eos": True, "seed": seed + number}
+            self.add(base[number : length + number], 0, sampling)
+        for _ in range(num_steps):
+            self.sim.step()
+        for _ in range(num_ahead):
+            self.sim.send()
+        self.sim.restart(keeps_memory=True)
+
+
+@pytest.mark.search
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_plans", [1, 2, 4])
+def test_recurrent_state_against_reference(num_plans: int) -> None:
+    machine = type(f"StateMachine{num_plans}", (StateMachine,), {"num_plans": num_plans})
     run_state_machine_as_test(machine, settings=settings.get_profile("scheduler"))

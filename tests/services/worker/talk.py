@@ -53,7 +53,7 @@ class FakeRunner:
     num_blocks = 5
     block_size = 16
     memory_id = 7
-    offload = None
+    offload = states = None
 
     def __init__(self) -> None:
         self.launched: list[BatchPlan] = []

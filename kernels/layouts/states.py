@@ -1,0 +1,70 @@
+"""The recurrent state of sequences, in state blocks.
+
+A state block holds the state of one sequence in all layers. A step reads a row's block and writes
+another, so a whole state always remains: of the last step, or of the step before. Which blocks a
+row reads and writes comes with the plan; the blocks of a row that decodes alternate.
+
+Late commit: a row that decodes, with drafts or without, writes the state *before* its tokens and
+keeps what its tokens would add, their window. The next step first adds the tokens of the window
+that it follows: those were right. So a wrong draft needs no roll-back. A chunk of prefill writes
+the state after its tokens, which are certain.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_STATE_BLOCKS = (1 << 15) - 2
+_BITS = 16  # of each block in a packed pair
+
+
+def pack_states(read: Any, written: Any) -> Any:
+    """Return integers, or arrays of them, with the blocks that rows read and write; -1: none."""
+    return (read + 1) << _BITS | (written + 1)
+
+
+class StateStep(NamedTuple):
+    """The state blocks of a step's rows. Rows of one draft have the same blocks."""
+
+    layers: list[list[Tensor]]  # as in `States`
+    read: Tensor  # int64 [num_rows]: block that each row reads; -1: the state is zero
+    written: Tensor  # int64 [num_rows]: block that each row writes; -1 for a padded row
+    first: Tensor  # int64 [num_rows]: position of the first token of the row's sequence in the step
+    last: Tensor  # int64 [num_rows]: position after the last token of the row's sequence
+    # int64 [num_rows]: tokens of the window in the block that is read that precede `first`: the
+    # layer adds them to the state first
+    window: Tensor
+
+
+class States(NamedTuple):
+    """State blocks of a rank. The last block takes the writes of padded rows."""
+
+    # int32 [num_blocks + 1, 2]: positions after which a sequence can continue from a block, first
+    # and last, each plus 1; 0: the block is being written, or was never written
+    positions: Tensor
+    layers: list[list[Tensor]]  # by layer with state: float32 tensors [num_blocks + 1, ...]
+
+    def begin(self, packed: Tensor, starts: Tensor, ends: Tensor) -> StateStep:
+        """Begin a step: mark the blocks that rows write as incomplete.
+
+        packed: int32 [num_rows], from `pack_states`. starts, ends: [num_rows], positions of each
+        row's first token and after its last token.
+        """
+        blocks = packed.long()
+        read, written = (blocks >> _BITS) - 1, (blocks & ((1 << _BITS) - 1)) - 1
+        of_block = written % len(self.positions)
+        bounds = self.positions[:, 0].long()
+        first = torch.full_like(bounds, 1 << 31).scatter_reduce(0, of_block, starts.long(), "amin")
+        last = torch.zeros_like(bounds).scatter_reduce(0, of_block, ends.long(), "amax")
+        window = torch.where(read < 0, 0, first[of_block] - (bounds[read] - 1))
+        self.positions[written] = 0
+        return StateStep(self.layers, read, written, first[of_block], last[of_block], window)
+
+    def end(self, step: StateStep, decodes: Tensor) -> None:
+        """End a step: mark the blocks that rows have written as complete.
+
+        decodes: bool [num_rows], rows that decode, whose tokens are in the window.
+        """
+        first = torch.where(decodes, step.first, step.last)
+        self.positions[step.written] = torch.stack([first, step.last], 1).int() + 1

@@ -1,0 +1,139 @@
+"""The recurrent state of sequences, in state blocks of the workers' memory.
+
+The state of all layers after some tokens fills a state block. Unlike KV, a state can't be cut at an
+earlier token, and each step overwrites it. So a running sequence has two blocks: a step reads one
+and writes the other (`penstock.kernels.layouts.states`). A *checkpoint* is a block that stays as it
+is, for the prefix cache: the sequence that wrote it goes on with another block. Nothing is copied,
+neither for a checkpoint nor for a sequence that begins at one.
+"""
+
+from collections.abc import Iterable
+from math import lcm
+
+from penstock.protocol.messages.plan import STATE_CHUNK
+from penstock.services.scheduler.blocks.block_pool import BlockPool
+from penstock.services.scheduler.blocks.block_records import ROOT
+from penstock.services.scheduler.sequence import Sequence
+
+NONE = -1
+
+
+class StateBlocks:
+    """State blocks of running sequences, and checkpoints by the hash of the prefix before them.
+
+    Every running sequence may have two blocks at any time; other blocks hold checkpoints, of which
+    the least recently used is evicted.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        """Use the blocks of `pool`; block_size: tokens of a KV block."""
+        self.pool = pool
+        # positions of checkpoints are multiples of this number of tokens
+        self.unit = lcm(STATE_CHUNK, block_size)
+        self._block_size = block_size
+        self._num_sequences = 0
+
+    @property
+    def has_room(self) -> bool:
+        """True if another sequence may run."""
+        return 2 * (self._num_sequences + 1) <= self.pool.num_blocks
+
+    def num_restorable(self, full_blocks: list[tuple[bytes, bytes]]) -> int:
+        """Return the number of full blocks before the last checkpoint among `full_blocks`."""
+        step = self.unit // self._block_size
+        last = len(full_blocks) // step * step
+        found = (n for n in range(last, 0, -step) if self._find(full_blocks[n - 1][0]) != NONE)
+        return next(found, 0)
+
+    def allocate(
+        self, sequence: Sequence, full_blocks: list[tuple[bytes, bytes]], num_seen: int
+    ) -> None:
+        """Let a sequence begin at the checkpoint after `full_blocks`, or with a state of zeros.
+
+        The sequence will leave checkpoints where its prefix leaves the `num_seen` tokens that are
+        already in the cache, and before its last token.
+        """
+        self._num_sequences += 1
+        block = self._find(full_blocks[-1][0]) if full_blocks else NONE
+        if block != NONE:
+            self.pool.share([block])
+        sequence.state_blocks, sequence.state_plans = (block, NONE), (NONE, NONE)
+        begin = len(full_blocks) * self._block_size
+        ends = {num_seen // self.unit, (len(sequence.token_ids) - 1) // self.unit}
+        sequence.checkpoints = sorted(end * self.unit for end in ends if end * self.unit > begin)
+
+    def free(self, sequence: Sequence) -> None:
+        """Release the blocks of a sequence that was allocated."""
+        self._num_sequences -= 1
+        self._release(sequence.state_blocks)
+        sequence.state_blocks, sequence.checkpoints = (NONE, NONE), []
+
+    def chunk_end(self, sequence: Sequence, most: int) -> int:
+        """Return the end of the next chunk, at most `most`; the chunk may be empty."""
+        begin = sequence.num_planned_tokens
+        end = min([most, *(position for position in sequence.checkpoints if position > begin)])
+        if end < sequence.num_prefill_tokens:
+            end = max(begin, end // self.unit * self.unit)
+        return end
+
+    def advance(self, sequences: Iterable[Sequence], number: int) -> list[int]:
+        """Plan a step of each sequence. Return the blocks that workers do not know: `plan.states`.
+
+        number: that of the plan.
+        """
+        named: list[int] = []
+        released: list[int] = []  # checkpoints, which no row of this plan may overwrite
+        for sequence in sequences:
+            (read, written), (read_plan, plan) = sequence.state_blocks, sequence.state_plans
+            if written == NONE:
+                written, plan = self.pool.take(), number
+                named.extend((sequence.slot, read, written))
+            if read != NONE and self.pool.is_published(read):
+                released.append(read)
+                read = NONE
+            sequence.state_blocks, sequence.state_plans = (written, read), (plan, read_plan)
+        self.pool.release(released)
+        return named
+
+    def publish(self, sequence: Sequence, hash_: bytes) -> tuple[int, int]:
+        """Keep the state that the current plan writes as a checkpoint.
+
+        hash_: of the prefix before the checkpoint. Return (block, number), for `pool.confirm`.
+        """
+        block, _ = sequence.state_blocks
+        return block, self.pool.publish(block, ROOT, hash_, b"")
+
+    # ---- after a worker failure ------------------------------------------------------------------
+
+    def restore(self, sequence: Sequence, first_lost: int) -> None:
+        """Keep the blocks that a sequence has written in plans before the plan `first_lost`.
+
+        Other blocks may still have the state of another sequence.
+        """
+        pairs = zip(sequence.state_blocks, sequence.state_plans, strict=True)
+        kept = [block if plan < first_lost else NONE for block, plan in pairs]
+        self._release(set(sequence.state_blocks).difference(kept))
+        sequence.state_blocks, sequence.state_plans = (kept[0], kept[1]), (NONE, NONE)
+
+    def resume(self, sequence: Sequence, position: int, ranges: list[tuple[int, int]]) -> bool:
+        """Continue after `position` from either block. Return False if neither is possible.
+
+        ranges: of each block, positions (first and last) after which the workers can continue. The
+        later part of an older block may be of wrong drafts, so the newer block is preferred.
+        """
+        found = (
+            block
+            for block in sequence.state_blocks
+            if block != NONE and ranges[block][0] <= position <= ranges[block][1]
+        )
+        block = max(found, key=lambda block: ranges[block][0], default=NONE)
+        self._release(set(sequence.state_blocks).difference([block]))
+        sequence.state_blocks = block, NONE
+        return block != NONE
+
+    def _find(self, hash_: bytes) -> int:
+        found = self.pool.match([(hash_, b"")])
+        return found[0] if found else NONE
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        self.pool.release([block for block in blocks if block != NONE])

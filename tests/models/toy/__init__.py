@@ -1,0 +1,1 @@
+"""A toy family with recurrent state, for tests of all that a state passes through."""

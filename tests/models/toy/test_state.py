@@ -1,0 +1,201 @@
+"""A model with recurrent state gives the same tokens whatever happens to its sequences."""
+
+from collections import deque
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from penstock.protocol.config import Config
+from penstock.protocol.messages.packed import unpack
+from penstock.protocol.messages.plan import BatchPlan
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.services.worker.launched_step import LaunchedStep, StepOutput
+from penstock.services.worker.memory.state_memory import kept_states
+from tests.engine import Engine
+from tests.models.toy.model import save_checkpoint
+from tests.models.toy.plain import generate
+
+NUM_OUT = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Prompts with common beginnings, some of which repeat themselves."""
+    random = Random(1)
+    first, second = ([random.randrange(1, 264) for _ in range(200)] for _ in range(2))
+    repeats = [*second[:20] * 6, *first[:3]]
+    lengths = [first[:n] for n in (1, 63, 64, 65, 128, 129, 200)]
+    branches = [[*first[:n], *second[:30]] for n in (64, 100, 130)]
+    return [*lengths, second, *branches, repeats, [*repeats, *second[:7]]]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return [generate(folder, prompt, NUM_OUT) for prompt in prompts]
+
+
+def engine_of(folder: Path, **options: object) -> Engine:
+    given = {"device": "cpu", "num_threads": 1, "block_size": 16, "num_blocks": 200} | options
+    return Engine(Config(model=str(folder), **given))  # type: ignore[arg-type]
+
+
+def outputs(engine: Engine, prompts: list[list[int]], **run: object) -> list[list[int]]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_OUT, ignore_eos=True)
+    sequences = [engine.add(f"{n}", prompt, sampling) for n, prompt in enumerate(prompts)]
+    engine.run(**run)  # type: ignore[arg-type]
+    return [sequence.output_token_ids for sequence in sequences]
+
+
+def num_state_blocks_in_use(engine: Engine) -> int:
+    states = engine.scheduler.block_manager.states
+    assert states
+    return states.pool.num_blocks - states.pool.num_free_blocks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"enable_prefix_caching": False}, id="plain"),
+        pytest.param({}, id="prefix cache"),
+        pytest.param({"max_num_seqs": 3, "max_num_batched_tokens": 70}, id="chunks"),
+        pytest.param({"num_blocks": 16, "max_num_seqs": 8}, id="preemption"),
+        pytest.param({"speculative_method": "ngram"}, id="drafts"),
+        pytest.param(
+            {
+                "speculative_method": "ngram",
+                "num_speculative_tokens": 12,
+                "num_blocks": 16,
+                "max_num_seqs": 6,
+                "max_num_batched_tokens": 70,
+            },
+            id="all",
+        ),
+    ],
+)
+def test_the_tokens_of_a_plain_loop(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]], options: dict[str, object]
+) -> None:
+    engine = engine_of(folder, **options)
+    for _ in range(2):  # the second time with a full prefix cache
+        assert outputs(engine, prompts) == expected
+    assert num_state_blocks_in_use(engine) == 0
+    if "num_blocks" in options:
+        assert engine.scheduler.num_preemptions
+    if "speculative_method" in options:
+        drafts = engine.scheduler.draft_scheduler
+        assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+
+
+def test_a_hit_needs_blocks_and_a_checkpoint(folder: Path) -> None:
+    engine = engine_of(folder)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1)
+    first, other = list(range(1, 151)), list(range(151, 201))
+    cached = []
+    for name, prompt in [
+        ("first", first),  # leaves a checkpoint at 128
+        ("equal", first),
+        ("branch", first[:100] + other),  # finds 96 tokens of KV, but no checkpoint before 128
+        ("equal branch", first[:100] + other),  # has left one at 64, and at 128
+        ("other branch", first[:80] + other),
+    ]:
+        sequence = engine.add(name, prompt, sampling)
+        engine.run()
+        cached.append(sequence.num_cached_tokens)
+    assert cached == [0, 128, 0, 128, 64]
+
+
+class LateSteps:
+    """Steps that run when their tokens are asked for, so that plans in flight have not run."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.runner.states
+        self._states, self._launch = engine.runner.states, engine.runner.launch
+        self._waiting: deque[LateStep] = deque()
+        engine.runner.launch = self.launch  # type: ignore[method-assign, assignment]
+
+    def launch(self, plan: BatchPlan) -> "LateStep":
+        step = LateStep(self, plan)
+        self._waiting.append(step)
+        return step
+
+    def run(self, until: "LateStep | None" = None, number: int = 100) -> None:
+        """Run waiting steps in order, up to a step or a number."""
+        while self._waiting and number and (until is None or until.launched is None):
+            step = self._waiting.popleft()
+            step.launched = self._launch(step.plan)
+            number -= 1
+
+    def die(self, random: Random) -> None:
+        """Run some of the waiting steps, and a part of another."""
+        self.run(number=random.randrange(3))
+        before = [tensor.clone() for layer in self._states.layers for tensor in layer]
+        positions = self._states.positions.clone()
+        self.run(number=1)
+        after = [tensor for layer in self._states.layers for tensor in layer]
+        changed = (self._states.positions != positions).any(1)
+        for old, new in zip(before, after, strict=True):
+            changed |= ~old.isclose(new, 0, 0, equal_nan=True).flatten(1).all(1)
+        for tensor in after:
+            tensor[changed] = torch.nan
+        self._states.positions[changed] = 0
+        self._waiting.clear()
+
+
+class LateStep:
+    def __init__(self, steps: LateSteps, plan: BatchPlan) -> None:
+        self._steps, self.plan = steps, plan
+        self.launched: LaunchedStep | None = None
+
+    def token_ids(self) -> list[int]:
+        self._steps.run(until=self)
+        assert self.launched
+        return self.launched.token_ids()
+
+    def output(self) -> StepOutput:
+        assert self.launched
+        return self.launched.output()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("speculative_method", ["none", "ngram"])
+def test_workers_that_die_in_mid_step_and_keep_their_memory(
+    folder: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    seed: int,
+    speculative_method: str,
+) -> None:
+    options = {"max_num_seqs": 6, "max_num_batched_tokens": 90, "num_plans_in_flight": 4}
+    engine = engine_of(folder, speculative_method=speculative_method, **options)
+    steps = LateSteps(engine)
+    random, scheduler = Random(seed), engine.scheduler
+    scheduler.max_plans = 2 + seed % 3
+    num_deaths = 0
+
+    def disturb() -> None:
+        nonlocal num_deaths
+        if random.random() < 0.9 or not scheduler.in_flight:
+            return
+        num_deaths += 1
+        steps.die(random)
+        engine.lose_workers()
+        for sequence in scheduler.at_risk:
+            sequence.num_deaths = 0  # this is no poison
+        scheduler.lose_plans()
+        assert engine.runner.states
+        numbers = unpack(kept_states(engine.runner.states))
+        ranges = list(zip(numbers[::2], numbers[1::2], strict=True))
+        scheduler.begin(0, has_memory=True, state_ranges=ranges)
+
+    assert outputs(engine, prompts, between_steps=disturb) == expected
+    assert num_deaths > 3
+    assert num_state_blocks_in_use(engine) == 0
+    if scheduler.max_plans == 2:  # a whole state is at most as old as the oldest of two plans
+        assert scheduler.num_recomputed_tokens < num_deaths * options["max_num_batched_tokens"]
