@@ -52,7 +52,7 @@ def recur(x: Tensor, g: Tensor, batch: ForwardBatch, state: Tensor, window: Tens
     step = batch.states
     assert step
     out = torch.empty_like(x)
-    bounds, num_decode = batch.cu_seqlens_q.tolist(), batch.decode_lens.count_nonzero().item()
+    bounds, num_decode = batch.cu_seqlens_q.tolist(), int(batch.decode_lens.count_nonzero())
     before, s, place = -1, x[0], 0
     rows = zip(step.read.tolist(), step.written.tolist(), step.window.tolist(), strict=True)
     for row, (read, written, num_before) in enumerate(rows):
@@ -112,11 +112,11 @@ class Decoder(nn.Module):
         return residual  # type: ignore[no-any-return]
 
 
-def save_checkpoint(folder: Path) -> Path:
-    """Write a random checkpoint with the demo model's tokenizer."""
+def save_checkpoint(folder: Path, **shape: int) -> Path:
+    """Write a random checkpoint of `SHAPE`, changed by `shape`, with the demo model's tokenizer."""
     register()
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPE | {"eos_token_id": 0}))
+    (folder / "config.json").write_text(json.dumps(SHAPE | {"eos_token_id": 0} | shape))
     shutil.copy(Config().model_folder / "tokenizer.json", folder)
     noise = torch.Generator().manual_seed(0)
     tensors = {
