@@ -100,7 +100,9 @@ def test_the_prompt_of_a_chat_is_computed_once(http: httpx.Client) -> None:
     num_shared = (whole["usage"]["prompt_tokens"] - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert cache_hits(http) - before == 3 * num_shared
     firsts: dict[int, Any] = {}
-    for one in objects(http, "/v1/chat/completions", body | {"stream": True}):
+    streamed = objects(http, "/v1/chat/completions", body | {"stream": True})
+    assert sum("prompt_logprobs" in one for one in streamed) == 4
+    for one in streamed:
         firsts.setdefault(one["choices"][0]["index"], one.get("prompt_logprobs"))
     assert firsts == dict.fromkeys(range(4), whole["prompt_logprobs"])
 

@@ -84,6 +84,12 @@ def test_n(api: Api) -> None:
     assert replies.usage.prompt_tokens == alone[0].usage.prompt_tokens
 
 
+def test_n_streamed(api: Api) -> None:
+    chunks = api.chat(n=2, stream=True)
+    for index in range(2):
+        assert content_of([c for c in chunks if c.choices[0].index == index]) == COUNTED
+
+
 HOT = {"temperature": 1.9}
 DIGITS = [ord(digit) for digit in "0123456789"]
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
