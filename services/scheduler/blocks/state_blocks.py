@@ -118,13 +118,14 @@ class StateBlocks:
     def resume(self, sequence: Sequence, position: int, ranges: list[tuple[int, int]]) -> bool:
         """Continue after `position` from either block. Return False if neither is possible.
 
-        ranges: of each block, positions (first and last) after which the workers can continue. The
-        later part of an older block may be of wrong drafts, so the newer block is preferred.
+        ranges: of each block, positions (first and last) after which the workers can continue;
+        empty if they do not know. The later part of an older block may be of wrong drafts, so the
+        newer block is preferred.
         """
         found = (
             block
             for block in sequence.state_blocks
-            if block != NONE and ranges[block][0] <= position <= ranges[block][1]
+            if block != NONE and ranges and ranges[block][0] <= position <= ranges[block][1]
         )
         block = max(found, key=lambda block: ranges[block][0], default=NONE)
         self._release(set(sequence.state_blocks).difference([block]))

@@ -199,3 +199,20 @@ def test_workers_that_die_in_mid_step_and_keep_their_memory(
     assert num_state_blocks_in_use(engine) == 0
     if scheduler.max_plans == 2:  # a whole state is at most as old as the oldest of two plans
         assert scheduler.num_recomputed_tokens < num_deaths * options["max_num_batched_tokens"]
+
+
+def test_workers_that_do_not_know_their_states(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    engine = engine_of(folder)
+    deaths = iter([False] * 20 + [True])
+
+    def disturb() -> None:
+        if next(deaths, False):
+            engine.lose_workers()
+            engine.scheduler.lose_plans()
+            engine.scheduler.begin(0, has_memory=True)
+            assert engine.scheduler.num_preemptions
+
+    assert outputs(engine, prompts, between_steps=disturb) == expected
+    assert next(deaths, None) is None
