@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.launch.commands.gpus import physical_gpus
 from penstock.launch.pipeline.options import flag
-from penstock.protocol.client.session import Answer
+from penstock.protocol.client.session import PendingRequest
 from penstock.protocol.config import DISTRIBUTION, OPTIONS, Config
 from penstock.protocol.messages.client import GenerateReply, Usage
 from penstock.protocol.processors import num_processors
@@ -71,7 +71,7 @@ SERVE_COLUMNS = (
 class Stamps:
     """Arrival times of the messages with tokens of a stream that was sent at `start`."""
 
-    def __init__(self, start: float, answer: Answer | None = None) -> None:
+    def __init__(self, start: float, answer: PendingRequest | None = None) -> None:
         """Start at `start`; answer: a client's answer to record; otherwise callers use `add`."""
         self.start = start
         self.times: list[float] = []

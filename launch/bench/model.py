@@ -44,7 +44,7 @@ from penstock.launch.pipeline.hub import resolve
 from penstock.launch.pipeline.options import flag, given_options
 from penstock.launch.pipeline.run_folder import model_name
 from penstock.launch.pipeline.target import LocalClient, check_no_options, target, vocab_size
-from penstock.protocol.client.session import Answer
+from penstock.protocol.client.session import PendingRequest
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import ErrorReply, GenerateReply, GenerateRequest
 from penstock.protocol.messages.sampling import SAMPLER_NUMBERS
@@ -153,7 +153,7 @@ class Meter:
         max_concurrency: open requests, above which the next request waits; 0: unlimited.
         """
         start, stamps = time.perf_counter(), []
-        open_answers: list[Answer] = []
+        open_answers: list[PendingRequest] = []
         for item, seconds in zip(items, times, strict=True):
             self.client.take_until(start + seconds)
             while max_concurrency and len(open_answers) >= max_concurrency:
@@ -170,7 +170,7 @@ class Meter:
         run = self._finish(start, [stream.answer for stream in stamps if stream.times])
         return run | {"failed": len(failed)}, stamps
 
-    def send(self, item: Item, *, stream: bool = False) -> Answer:
+    def send(self, item: Item, *, stream: bool = False) -> PendingRequest:
         return self.client.ask(
             GenerateRequest(
                 prompt=item.prompt,
@@ -184,7 +184,7 @@ class Meter:
     def _stream(self, item: Item) -> Stamps:
         return Stamps(time.perf_counter(), self.send(item, stream=True))
 
-    def _finish(self, start: float, answers: list[Answer]) -> Figures:
+    def _finish(self, start: float, answers: list[PendingRequest]) -> Figures:
         """Wait for the answers, and until no request runs."""
         replies = [self.client.wait_for(answer, GenerateReply) for answer in answers]
         seconds, before = time.perf_counter() - start, self._scheduler()

@@ -39,7 +39,13 @@ from penstock.launch.pipeline.target import LocalClient, target
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.client.client import Client
 from penstock.protocol.client.scoring import LABELS, Scoring, label_id, result_of
-from penstock.protocol.client.session import Answer, Done, Final, answer_requests, num_answers
+from penstock.protocol.client.session import (
+    Done,
+    Final,
+    PendingRequest,
+    answer_requests,
+    num_answers,
+)
 from penstock.protocol.config import OPTIONS, Config
 from penstock.protocol.decoding import explain
 from penstock.protocol.messages.chat import Conversation, chat_messages
@@ -400,7 +406,7 @@ def submit_all(
     """
     waiting = enumerate(requests)
     refused: deque[tuple[int, Request]] = deque()
-    open_answers: dict[int, Answer] = {}
+    open_answers: dict[int, PendingRequest] = {}
     ended: deque[int] = deque()
 
     def note_end(place: int) -> None:
@@ -440,7 +446,7 @@ def _retry_after(final: Final | None) -> float | None:
     return getattr(final, "retry_after", None) or 1.0 if is_overloaded else None
 
 
-def _abort(client: Client, answers: Iterable[Answer]) -> None:
+def _abort(client: Client, answers: Iterable[PendingRequest]) -> None:
     for answer in answers:
         if answer.request_id:
             client.ask(AbortRequest(request_id=answer.request_id))

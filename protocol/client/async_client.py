@@ -12,7 +12,14 @@ import zmq
 
 from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
 from penstock.protocol.client.scoring import result_of
-from penstock.protocol.client.session import Answer, ClientError, Take, ask_n, gather, ignore_change
+from penstock.protocol.client.session import (
+    ClientError,
+    PendingRequest,
+    Take,
+    ask_n,
+    gather,
+    ignore_change,
+)
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.messages.client import (
     AbortReply,
@@ -38,10 +45,10 @@ class AsyncStream:
     Cancelling the task that waits for the request aborts the request.
     """
 
-    def __init__(self, client: "AsyncClient", answer: Answer) -> None:
-        self.request_id = answer.request_id
+    def __init__(self, client: "AsyncClient", pending: PendingRequest) -> None:
+        self.request_id = pending.request_id
         self._client = client
-        self._answer = answer
+        self._answer = pending
 
     async def __aiter__(self) -> AsyncIterator[TextDelta]:
         while delta := await self.next_delta():
@@ -146,8 +153,8 @@ class AsyncClient:
 
     def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
         """Send a request and return at once. `fields`: as in GenerateRequest."""
-        answer = self.ask(GenerateRequest(prompt=prompt, **fields))
-        return AsyncStream(self, answer)
+        pending = self.ask(GenerateRequest(prompt=prompt, **fields))
+        return AsyncStream(self, pending)
 
     def stream(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
         """Send a request whose text arrives piece by piece."""
@@ -163,7 +170,7 @@ class AsyncClient:
         Answers end and fail independently. `abort` of the given `request_id` ends all answers.
         """
         answers = ask_n(GenerateRequest(prompt=prompt, **fields), self.ask)
-        return [AsyncStream(self, answer) for answer in answers]
+        return [AsyncStream(self, pending) for pending in answers]
 
     async def generate_n(
         self, prompt: str | list[int] | None = None, **fields: Any
@@ -184,7 +191,7 @@ class AsyncClient:
     async def abort(self, request_id: str) -> bool:
         """End a request early. Return False if no such request is running."""
         answers = self._connection.ask_abort(request_id)
-        replies = [await self._final(answer, AbortReply) for answer in answers]
+        replies = [await self._final(pending, AbortReply) for pending in answers]
         return any(reply.found for reply in replies)
 
     async def tokenize(self, prompt: str | list[int] | None = None, **fields: Any) -> TokenizeReply:
@@ -208,28 +215,28 @@ class AsyncClient:
     def is_connected(self) -> bool:
         return self._connection.is_connected
 
-    async def change(self, answer: Answer, take: Take | None = None) -> None:
-        """Wait for a message to `answer` that `take`, if given, refuses."""
+    async def change(self, pending: PendingRequest, take: Take | None = None) -> None:
+        """Wait for a message to `pending` that `take`, if given, refuses."""
         changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def wake() -> None:
             if changed.done():
                 return
             try:
-                if take and answer.final is None and answer.offer(take):
+                if take and pending.final is None and pending.offer(take):
                     return
             except Exception as error:  # noqa: BLE001  raised in the task that waits
                 changed.set_exception(error)
             else:
                 changed.set_result(None)
 
-        answer.on_change = wake
+        pending.on_change = wake
         try:
             await changed
         finally:
-            answer.on_change = ignore_change
+            pending.on_change = ignore_change
 
-    def ask(self, question: Request) -> Answer:
+    def ask(self, question: Request) -> PendingRequest:
         """Send a question without waiting."""
         if not isinstance(question, AbortRequest) and question.model is None:
             question.model = self._model
@@ -238,10 +245,10 @@ class AsyncClient:
     async def _wait_for(self, question: Request, kind: type[Kind]) -> Kind:
         return await self._final(self.ask(question), kind)
 
-    async def _final(self, answer: Answer, kind: type[Kind]) -> Kind:
-        while not answer.final:
-            await self.change(answer)
-        return expect(answer, kind)
+    async def _final(self, pending: PendingRequest, kind: type[Kind]) -> Kind:
+        while not pending.final:
+            await self.change(pending)
+        return expect(pending, kind)
 
     def _descriptors(self) -> list[int]:
         sockets = self._connection.socket, self._connection.monitor

@@ -29,7 +29,7 @@ import zmq
 
 from penstock.protocol.client.connection import DEFAULT_ENDPOINT, Connection, Kind, expect
 from penstock.protocol.client.scoring import result_of
-from penstock.protocol.client.session import Answer, NoAnswer, ask_n
+from penstock.protocol.client.session import NoAnswer, PendingRequest, ask_n
 from penstock.protocol.config import DEFAULT_CLIENT
 from penstock.protocol.messages.client import (
     AbortReply,
@@ -51,10 +51,10 @@ from penstock.protocol.messages.status import StatusReply
 class Stream:
     """One request of a `Client`: iterate for its text as it arrives, or wait for its `result()`."""
 
-    def __init__(self, client: "Client", answer: Answer) -> None:
-        self.request_id = answer.request_id
+    def __init__(self, client: "Client", pending: PendingRequest) -> None:
+        self.request_id = pending.request_id
         self._client = client
-        self._answer = answer
+        self._answer = pending
 
     def __iter__(self) -> Iterator[TextDelta]:
         while True:
@@ -114,8 +114,8 @@ class Client:
 
         Before the client is connected, the request leaves when something waits for an answer.
         """
-        answer = self._connection.ask(GenerateRequest(prompt=prompt, **fields))
-        return Stream(self, answer)
+        pending = self._connection.ask(GenerateRequest(prompt=prompt, **fields))
+        return Stream(self, pending)
 
     def stream(self, prompt: str | list[int] | None = None, **fields: Any) -> Stream:
         """Send a request whose text arrives piece by piece."""
@@ -131,7 +131,7 @@ class Client:
         Answers end and fail independently. `abort` of the given `request_id` ends all answers.
         """
         answers = ask_n(GenerateRequest(prompt=prompt, **fields), self.ask)
-        return [Stream(self, answer) for answer in answers]
+        return [Stream(self, pending) for pending in answers]
 
     def generate_n(
         self, prompt: str | list[int] | None = None, **fields: Any
@@ -157,7 +157,7 @@ class Client:
     def abort(self, request_id: str) -> bool:
         """End a request early. Return False if no such request is running."""
         answers = self._connection.ask_abort(request_id)
-        replies = [self.wait_for(answer, AbortReply) for answer in answers]
+        replies = [self.wait_for(pending, AbortReply) for pending in answers]
         return any(reply.found for reply in replies)
 
     def tokenize(self, prompt: str | None = None, **fields: Any) -> TokenizeReply:
@@ -172,15 +172,15 @@ class Client:
         """Return the pipeline's status; `wait`, `fresh`, `metrics`: as in `StatusRequest`."""
         return self._ask(StatusRequest(wait=wait, fresh=fresh, metrics=metrics), StatusReply)
 
-    def ask(self, question: Request) -> Answer:
+    def ask(self, question: Request) -> PendingRequest:
         """Send a question without waiting."""
         return self._connection.ask(question)
 
-    def wait_for(self, answer: Answer, kind: type[Kind]) -> Kind:
+    def wait_for(self, pending: PendingRequest, kind: type[Kind]) -> Kind:
         """Wait for the reply to one question. Raises RequestError."""
-        while not answer.final:
+        while not pending.final:
             self.wait()
-        return expect(answer, kind)
+        return expect(pending, kind)
 
     def take_until(self, moment: float) -> None:
         """Handle messages until `moment` of `time.perf_counter()`, or up to 1 ms later."""

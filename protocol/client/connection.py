@@ -16,7 +16,7 @@ from typing import TypeVar
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.protocol.client.session import Answer, ClientError, Session
+from penstock.protocol.client.session import ClientError, PendingRequest, Session
 from penstock.protocol.messages.client import (
     MSGPACK,
     AbortReply,
@@ -123,9 +123,9 @@ TURN = 0.005  # seconds of taking replies in a row, if other tasks need turns be
 HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT = 1000, 5000
 
 
-def expect(answer: Answer, kind: type[Kind]) -> Kind:
+def expect(pending: PendingRequest, kind: type[Kind]) -> Kind:
     """Return the reply to an answered question. Raises RequestError."""
-    reply = answer.result()
+    reply = pending.result()
     assert isinstance(reply, kind)  # noqa: S101  the session pairs them by kind
     return reply
 
@@ -192,19 +192,19 @@ class Connection:
             self._secure(Path(keys), client)
         self._connect()
 
-    def ask(self, question: Request) -> Answer:
+    def ask(self, question: Request) -> PendingRequest:
         """Send a question, now or once there is a connection. Raises ClientError after `leave`."""
         with self.used():
             self.take()  # notice a lost connection before the question is sent on it
-            answer = self._session.ask(question)
+            pending = self._session.ask(question)
             if self.is_connected:
-                self._send(answer)
+                self._send(pending)
             elif self._addresses.is_refused:
-                self._fail(answer, REFUSED)
+                self._fail(pending, REFUSED)
             self.take()  # ZeroMQ signals changes, and the send may have consumed a signal
-            return answer
+            return pending
 
-    def ask_abort(self, request_id: str) -> list[Answer]:
+    def ask_abort(self, request_id: str) -> list[PendingRequest]:
         """Send the messages that abort a request, or all answers to a prompt."""
         return [self.ask(abort) for abort in self._session.aborts(request_id)]
 
@@ -307,26 +307,26 @@ class Connection:
             self._addresses.on_refused()
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self._is_failing = True
-        for answer in self._session.unanswered():
+        for pending in self._session.unanswered():
             if self.is_connected:
-                self._send(answer)
+                self._send(pending)
             elif self._addresses.is_refused:
-                self._fail(answer, REFUSED)  # libzmq does not try a refused key again
-            elif was_connected and len(answer.frames[1]) > OVERSIZE_SLACK:
-                self._count_hang_up(answer)
+                self._fail(pending, REFUSED)  # libzmq does not try a refused key again
+            elif was_connected and len(pending.frames[1]) > OVERSIZE_SLACK:
+                self._count_hang_up(pending)
         return was_connected or self.is_connected or self._addresses.is_refused
 
-    def _count_hang_up(self, answer: Answer) -> None:
-        number, frame = answer.frames
+    def _count_hang_up(self, pending: PendingRequest) -> None:
+        number, frame = pending.frames
         self._num_hang_ups[number] += 1
         if self._num_hang_ups[number] == MAX_HANG_UPS:
             times = f"the gateway hung up {MAX_HANG_UPS} times"
-            self._fail(answer, f"request has {len(frame)} bytes, at which {times}")
+            self._fail(pending, f"request has {len(frame)} bytes, at which {times}")
 
-    def _fail(self, answer: Answer, reason: str) -> None:
-        reply = ErrorReply(code="failed", message=reason, request_id=answer.request_id or None)
-        self._session.receive([answer.number, MSGPACK.encode(reply)])
+    def _fail(self, pending: PendingRequest, reason: str) -> None:
+        reply = ErrorReply(code="failed", message=reason, request_id=pending.request_id or None)
+        self._session.receive([pending.number, MSGPACK.encode(reply)])
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, pending: PendingRequest) -> None:
         with contextlib.suppress(zmq.Again):  # the connection is lost: sent on the next connection
-            self.socket.send_multipart(answer.frames, zmq.DONTWAIT)
+            self.socket.send_multipart(pending.frames, zmq.DONTWAIT)

@@ -91,7 +91,7 @@ def ignore_change() -> None:
     """Do nothing, because no task waits. A kept waiter would prevent freeing its answer."""
 
 
-class Answer:
+class PendingRequest:
     """One question, and the replies to it."""
 
     def __init__(self, number: bytes, question: Request) -> None:
@@ -241,28 +241,28 @@ class Session:
 
         max_unread_bytes: limit of a stream whose reader is blocked; beyond the limit, it is `cut`.
         """
-        self.cut: list[Answer] = []  # streams to be aborted
+        self.cut: list[PendingRequest] = []  # streams to be aborted
         self._max_unread = max_unread_bytes
-        self._answers: dict[bytes, Answer] = {}
+        self._answers: dict[bytes, PendingRequest] = {}
         self._numbers = itertools.count(1)
         self._has_received = False  # a gateway has replied
 
-    def ask(self, question: Request) -> Answer:
+    def ask(self, question: Request) -> PendingRequest:
         """Register a question, whose `frames` are to be sent. Raises msgspec's errors."""
         if isinstance(question, GenerateRequest) and question.request_id is None:
             question.request_id = uuid.uuid4().hex  # an id by which it can be sent again
         number = encode_number(next(self._numbers))
-        answer = self._answers[number] = Answer(number, question)
-        return answer
+        pending = self._answers[number] = PendingRequest(number, question)
+        return pending
 
-    def unanswered(self) -> list[Answer]:
+    def unanswered(self) -> list[PendingRequest]:
         """Return the questions to send on a new connection, oldest first."""
         return list(self._answers.values())
 
     def aborts(self, request_id: str) -> list[AbortRequest]:
         """Return the requests that abort one request, or the open answers of several."""
         answers = self._answers.values()
-        several = [answer.request_id for answer in answers if answer.prompt_id == request_id]
+        several = [pending.request_id for pending in answers if pending.prompt_id == request_id]
         return [AbortRequest(request_id=name) for name in several or [request_id]]
 
     def receive(self, frames: list[bytes]) -> None:
@@ -279,33 +279,33 @@ class Session:
                 log.warning("dropped undecodable reply: %s", error)
                 return
             reply = ErrorReply(code="failed", message=f"{NO_GATEWAY} ({error})")
-            for answer in self.unanswered():
-                self._receive(answer.number, reply)
+            for pending in self.unanswered():
+                self._receive(pending.number, reply)
         else:
             self._has_received = True
 
     def _receive(self, number: bytes, reply: Reply) -> None:
-        answer = self._answers.get(number)
-        if answer is None:
+        pending = self._answers.get(number)
+        if pending is None:
             return  # a repeated reply
         if isinstance(reply, TextDelta):
-            answer.add(reply)
-            if not self._is_unread(answer):
-                answer.on_change()
+            pending.add(reply)
+            if not self._is_unread(pending):
+                pending.on_change()
                 return
-            answer.cut()
-            self.cut.append(answer)
+            pending.cut()
+            self.cut.append(pending)
         else:
-            answer.finish(reply)
+            pending.finish(reply)
         del self._answers[number]
-        answer.on_change()
+        pending.on_change()
 
-    def _is_unread(self, answer: Answer) -> bool:
+    def _is_unread(self, pending: PendingRequest) -> bool:
         """Return whether a stream has too much output that its reader's client has not read."""
         share = max(1, len(self._answers) / FAIR_ANSWERS)
-        if answer.num_unread * share <= self._max_unread:
+        if pending.num_unread * share <= self._max_unread:
             return False
-        return time.monotonic() - answer.blocked_since >= PATIENCE
+        return time.monotonic() - pending.blocked_since >= PATIENCE
 
 
 T = TypeVar("T")
@@ -324,11 +324,13 @@ def answer_requests(request: GenerateRequest) -> list[GenerateRequest]:
     return [first, *(_further(first, f"{name}-{index}", index) for index in range(1, number))]
 
 
-def ask_n(request: GenerateRequest, ask: Callable[[GenerateRequest], Answer]) -> list[Answer]:
+def ask_n(
+    request: GenerateRequest, ask: Callable[[GenerateRequest], PendingRequest]
+) -> list[PendingRequest]:
     """Send a request for each answer to a prompt with `ask`. Raises RequestError."""
     answers = [ask(question) for question in answer_requests(request)]
-    for answer in answers:
-        answer.prompt_id = request.request_id
+    for pending in answers:
+        pending.prompt_id = request.request_id
     return answers
 
 

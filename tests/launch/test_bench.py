@@ -41,7 +41,7 @@ from penstock.launch.commands.gpus import physical_gpus
 from penstock.launch.commands.status import as_json
 from penstock.launch.pipeline import target as targets
 from penstock.launch.pipeline.errors import LaunchError
-from penstock.protocol.client.session import Answer
+from penstock.protocol.client.session import PendingRequest
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import GenerateRequest, TextDelta
 from tests.launch.conftest import Launch
@@ -72,7 +72,7 @@ def streaming_of(ttft: float, tpot: float, itl: float, e2el: float) -> Figures:
 
 
 def stamps_of(start: float, *times: float, num_tokens: int) -> Stamps:
-    one = Stamps(start, Answer(b"0", GenerateRequest(prompt=[1])))
+    one = Stamps(start, PendingRequest(b"0", GenerateRequest(prompt=[1])))
     one.times, one.num_tokens = list(times), num_tokens
     return one
 
@@ -215,7 +215,7 @@ def test_tokens_are_stamped_as_they_come_and_text_alone_is_not() -> None:
         ids = {"request_id": "x", "token_ids": token_ids}
         return TextDelta(**ids, token_offset=offset, char_offset=0, text=text)
 
-    answer = Answer(b"0", GenerateRequest(prompt=[1], stream=True))
+    answer = PendingRequest(b"0", GenerateRequest(prompt=[1], stream=True))
     answer.add(delta(0, [7, 8]))
     stamps = Stamps(0.0, answer)  # made when the request is sent: one message is here already
     assert (len(stamps.times), stamps.num_tokens) == (1, 2)

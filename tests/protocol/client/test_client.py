@@ -14,7 +14,7 @@ from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.client.async_client import AsyncClient
 from penstock.protocol.client.client import Client, Stream
 from penstock.protocol.client.connection import Connection
-from penstock.protocol.client.session import Answer, ClientError, NoAnswer, RequestError
+from penstock.protocol.client.session import ClientError, NoAnswer, PendingRequest, RequestError
 from penstock.protocol.messages.client import (
     MSGPACK,
     AbortRequest,
@@ -172,7 +172,7 @@ def test_an_answer_that_came_while_sending_is_heard(
     """ZeroMQ's file descriptor is quiet about it then."""
     send = Connection._send
 
-    def send_and_wait(self: Connection, answer: Answer) -> None:
+    def send_and_wait(self: Connection, answer: PendingRequest) -> None:
         send(self, answer)
         self.socket.poll(1000 * TIMEOUT)
 
@@ -204,7 +204,7 @@ def test_a_cancelled_task_aborts_its_request(endpoint: str) -> None:
 def test_an_answer_is_freed_as_soon_as_its_task_has_it(endpoint: str) -> None:
     """A circle of references would keep requests, of any size, until the collector runs."""
 
-    async def run() -> Answer | None:
+    async def run() -> PendingRequest | None:
         async with AsyncClient(endpoint) as client:
             answer = client.ask(GenerateRequest(prompt="x"))
             while not answer.final:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from penstock.protocol.client import session as module
-from penstock.protocol.client.session import MAX_PIECE, Answer, RequestError, Session
+from penstock.protocol.client.session import MAX_PIECE, PendingRequest, RequestError, Session
 from penstock.protocol.messages.client import (
     BATCH,
     MSGPACK,
@@ -25,12 +25,12 @@ TEXT = "abcdef"
 TOKEN_IDS = [1, 2, 3]
 
 
-def ask(stream: bool = True) -> tuple[Session, Answer]:
+def ask(stream: bool = True) -> tuple[Session, PendingRequest]:
     session = Session()
     return session, session.ask(GenerateRequest(prompt="x", stream=stream))
 
 
-def say(session: Session, answer: Answer, reply: Reply) -> None:
+def say(session: Session, answer: PendingRequest, reply: Reply) -> None:
     session.receive([answer.frames[0], msgspec.msgpack.encode(reply)])
 
 
@@ -60,7 +60,7 @@ def logprobs(*token_ids: int) -> list[TokenLogprobs | None]:
     ]
 
 
-def taken(answer: Answer) -> list[tuple[list[int], str]]:
+def taken(answer: PendingRequest) -> list[tuple[list[int], str]]:
     deltas = iter(answer.take_delta, None)
     return [(one.token_ids, one.text) for one in deltas if one is not None]
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.protocol.client.session import Answer, Session
+from penstock.protocol.client.session import PendingRequest, Session
 from penstock.protocol.messages.client import (
     BATCH,
     MSGPACK,
@@ -107,9 +107,11 @@ def test_a_server_that_stands_still_gets_all_in_the_end(start_gateway: Start) ->
     step(harness, begin, *names, finish_reason="length")
     harness.run_until(lambda: not harness.ledger.num_open)
     session = Session()
-    answers: dict[str, Answer] = {}
+    answers: dict[str, PendingRequest] = {}
     for name in names:
-        answer = Answer(number_of(name), GenerateRequest(prompt=[1], request_id=name, stream=True))
+        answer = PendingRequest(
+            number_of(name), GenerateRequest(prompt=[1], request_id=name, stream=True)
+        )
         answers[name] = session._answers[answer.number] = answer
     while session.unanswered():
         while not socket.poll(10):
