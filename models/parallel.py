@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.kernels.elementwise import embedding
+from penstock.kernels.layouts.packed import BLOCK as PACKED_BLOCK
 from penstock.kernels.linear.linear import linear, linear_add, norm_linear
 from penstock.kernels.matrices import BLOCK, FP8, Matrix, Quantized, Rows
-from penstock.kernels.packed.matrices import BLOCK as PACKED_BLOCK
 from penstock.kernels.packed.matrices import Integers, Packed, fitting_group, num_groups
 from penstock.models.architecture import Ranks, Weight
 from penstock.models.tensor_parallel import TensorParallel

@@ -18,10 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.argument_checks import check_contiguous, check_tensor
-
-BLOCK = 128  # columns of a row whose words are adjacent
-
-ZERO_BITS = 255  # the lowest bits of a scale in float32, 0 in every number of float16 and bfloat16
+from penstock.kernels.layouts.packed import BLOCK, ZERO_BITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.kernels.back_ends import is_deterministic
 from penstock.kernels.device import Device, this_device
+from penstock.kernels.layouts.packed import BLOCK, ZERO_BITS, PackedTensors
 from penstock.kernels.linear.small_m_gemm import EARLY, MAX_TILES, workspace
 from penstock.kernels.linear.tile_sizes import MAX_PARTIALS
 from penstock.kernels.linear.triton_small_m_gemm import (
@@ -28,7 +29,6 @@ from penstock.kernels.linear.triton_small_m_gemm import (
     merge,
     store_result,
 )
-from penstock.kernels.packed.matrices import BLOCK, ZERO_BITS, Packed
 from penstock.kernels.triton_elementwise import rms_norm
 from penstock.kernels.triton_moe import TILE
 from penstock.kernels.triton_pdl import LAUNCH, PDL, launch_dependents, prefetch, wait
@@ -333,7 +333,7 @@ def max_tile_rows(device: Device) -> int:
     return 32 if is_synchronous(device) else 64
 
 
-def step_columns(weight: Packed) -> tuple[int, int]:
+def step_columns(weight: PackedTensors) -> tuple[int, int]:
     """Return the columns of a step, and of a group in kernels: a multiple of a step's columns."""
     if weight.group_size >= weight.num_columns:
         return BLOCK, -(-weight.num_columns // BLOCK) * BLOCK
@@ -352,7 +352,12 @@ def packed_shared_bytes(bits: int, num_weights: int, tile: PackedTile) -> int:
 
 
 def fitting(
-    device: Device, weight: Packed, num_weights: int, bm: int, split_k: int = 1, per_sm: int = 1
+    device: Device,
+    weight: PackedTensors,
+    num_weights: int,
+    bm: int,
+    split_k: int = 1,
+    per_sm: int = 1,
 ) -> PackedTile:
     """Return the tile of bm rows with the most stages such that per_sm programs fit an SM.
 
@@ -374,7 +379,7 @@ def fitting(
 
 
 def choose(
-    kind: str, num_rows: int, weight: Packed, device: Device | None = None
+    kind: str, num_rows: int, weight: PackedTensors, device: Device | None = None
 ) -> PackedTile | None:
     """Return tile sizes that fit the device, or None if cuBLAS is faster.
 
@@ -407,7 +412,7 @@ def choose(
 def multiply(
     kind: str,
     x: Tensor,
-    weight: Packed,
+    weight: PackedTensors,
     norm_weight: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
@@ -449,7 +454,7 @@ def multiply(
     return out
 
 
-def dequantized(weight: Packed, dtype: torch.dtype) -> Tensor:
+def dequantized(weight: PackedTensors, dtype: torch.dtype) -> Tensor:
     """Return the numbers of a matrix on a GPU, rounded once: [num_rows, num_columns]."""
     num_rows, num_columns = weight.shape
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=weight.device)
@@ -470,7 +475,7 @@ def pairs_of_tile(num_pairs: int, num_experts: int) -> int:
 
 
 def packed_grouped(
-    x: Tensor, sources: Tensor, tiles: Tensor, weight: Packed, swiglu: bool, bm: int
+    x: Tensor, sources: Tensor, tiles: Tensor, weight: PackedTensors, swiglu: bool, bm: int
 ) -> Tensor:
     """Compute `triton_moe.grouped` with tiles of bm pairs."""
     inner = x.shape[1]
