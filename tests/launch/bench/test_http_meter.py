@@ -52,11 +52,16 @@ class Handler(BaseHTTPRequestHandler):
             self.server.most_open = max(self.server.most_open, self.server.num_open)
         prompt = body["prompt"]
         if max(prompt) > 255 or (body.get("stream") and prompt[0] == REFUSED):
+            self._end()
             self._reply(400, {"error": {"message": "no such token"}})
         elif not body.get("stream"):
+            self._end()
             self._reply(200, {"choices": [{"text": "x"}]})
         else:
             self._stream(body)
+
+    def _end(self) -> None:
+        """Count a request as ended, before the client can know it and send the next one."""
         with self.server.lock:
             self.server.num_open -= 1
 
@@ -80,7 +85,9 @@ class Handler(BaseHTTPRequestHandler):
         events += ["data: [DONE]\n\n"] * (prompt[0] not in (BROKEN, NO_DONE))
         self.send_response(200)
         self.end_headers()
-        self.wfile.write("".join(events).encode())
+        self.wfile.write("".join(events[:-1]).encode())
+        self._end()
+        self.wfile.write(events[-1].encode())
 
 
 @pytest.fixture(params=[True, False])
