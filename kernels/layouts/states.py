@@ -29,7 +29,9 @@ class StateStep(NamedTuple):
 
     layers: list[list[Tensor]]  # as in `States`
     read: Tensor  # int64 [num_rows]: block that each row reads; -1: the state is zero
-    written: Tensor  # int64 [num_rows]: block that each row writes; -1 for a padded row
+    # int64 [num_rows]: block that each row writes; -1: a padded row, or a row of a step that only
+    # measures memory, where each row is a sequence of its own and keeps nothing
+    written: Tensor
     first: Tensor  # int64 [num_rows]: position of the first token of the row's sequence in the step
     last: Tensor  # int64 [num_rows]: position after the last token of the row's sequence
     # int64 [num_rows]: tokens of the window in the block that is read that precede `first`: the

@@ -275,6 +275,8 @@ class Scheduler:
         for sequence in self.waiting.candidates() if may_admit else ():
             if self._must_wait(sequence) or not sequence.may_run:
                 break
+            if not self.block_manager.is_chunk(sequence, budget):
+                break
             if not self.block_manager.allocate(sequence, keep_watermark=bool(self.running)):
                 self.waiting.hold(sequence)  # every sequence fits when it is alone
                 continue

@@ -116,7 +116,7 @@ class BlockManager:
             sequence.loads.extend(loads)
             offload.pin(loads)
         if self.states:
-            self.states.allocate(sequence, full_blocks, num_seen)
+            self.states.allocate(sequence, full_blocks, num_seen, self._caching)
         sequence.published_content = self.pool.share(matched)
         sequence.num_published_blocks = len(matched)
         for block in tail:
@@ -168,6 +168,11 @@ class BlockManager:
             self.pool.offload.unpin(sequence.loads)
         sequence.loads.clear()
 
+    def is_chunk(self, sequence: Sequence, budget: int) -> bool:
+        """Return whether a budget of tokens suffices for the first chunk of a waiting sequence."""
+        least = min(self.states.unit, len(sequence.token_ids)) if self.states else 1
+        return budget >= least
+
     def chunk_end(self, sequence: Sequence, most: int) -> int:
         """Return the end of the next chunk of prefill, at most `most`; the chunk may be empty."""
         end = min(most, sequence.num_prefill_tokens)
@@ -187,7 +192,7 @@ class BlockManager:
         checkpoints = [
             self.states.publish(sequence, self._hash_before(sequence, end // self.block_size))
             for sequence, end in chunk_ends.items()
-            if self._caching and end in sequence.checkpoints
+            if end in sequence.checkpoints
         ]
         return named, checkpoints
 

@@ -108,8 +108,9 @@ class BlockPool:
         block = self._cached.get(hash_)
         return block is not None and self._contents[block].number == number
 
-    def is_published(self, block: int) -> bool:
-        return block in self._contents
+    def may_be_written(self, block: int) -> bool:
+        """Return whether a block has one holder and no content that others may find."""
+        return block not in self._contents and self._ref_counts[block] == 1
 
     def take(self) -> int:
         """Allocate a block and evict its content. Raises KeyError if no block is free."""

@@ -46,7 +46,11 @@ class StateBlocks:
         return next(found, 0)
 
     def allocate(
-        self, sequence: Sequence, full_blocks: list[tuple[bytes, bytes]], num_seen: int
+        self,
+        sequence: Sequence,
+        full_blocks: list[tuple[bytes, bytes]],
+        num_seen: int,
+        caching: bool,
     ) -> None:
         """Let a sequence begin at the checkpoint after `full_blocks`, or with a state of zeros.
 
@@ -60,6 +64,7 @@ class StateBlocks:
         sequence.state_blocks, sequence.state_plans = (block, NONE), (NONE, NONE)
         begin = len(full_blocks) * self._block_size
         ends = {num_seen // self.unit, (len(sequence.token_ids) - 1) // self.unit}
+        ends = ends if caching else set()
         sequence.checkpoints = sorted(end * self.unit for end in ends if end * self.unit > begin)
 
     def free(self, sequence: Sequence) -> None:
@@ -82,17 +87,15 @@ class StateBlocks:
         number: that of the plan.
         """
         named: list[int] = []
-        released: list[int] = []  # checkpoints, which no row of this plan may overwrite
         for sequence in sequences:
             (read, written), (read_plan, plan) = sequence.state_blocks, sequence.state_plans
+            if written != NONE and not self.pool.may_be_written(written):
+                self.pool.release([written])  # a checkpoint, which the last step has read
+                written = NONE
             if written == NONE:
                 written, plan = self.pool.take(), number
                 named.extend((sequence.slot, read, written))
-            if read != NONE and self.pool.is_published(read):
-                released.append(read)
-                read = NONE
             sequence.state_blocks, sequence.state_plans = (written, read), (plan, read_plan)
-        self.pool.release(released)
         return named
 
     def publish(self, sequence: Sequence, hash_: bytes) -> tuple[int, int]:
@@ -125,7 +128,7 @@ class StateBlocks:
         found = (
             block
             for block in sequence.state_blocks
-            if block != NONE and ranges and ranges[block][0] <= position <= ranges[block][1]
+            if block != NONE and ranges and 0 <= ranges[block][0] <= position <= ranges[block][1]
         )
         block = max(found, key=lambda block: ranges[block][0], default=NONE)
         self._release(set(sequence.state_blocks).difference([block]))

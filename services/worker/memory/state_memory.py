@@ -1,6 +1,7 @@
 """Size and allocation of a rank's state blocks: the recurrent state of sequences."""
 
 import logging
+import math
 from math import lcm, prod
 from typing import NamedTuple
 
@@ -35,18 +36,21 @@ class StateLayout(NamedTuple):
     def num_fitting_blocks(self, num_rows: int, num_bytes: float) -> int:
         """Return the number of blocks for `num_rows`, in up to MAX_SHARE of `num_bytes`.
 
+        num_bytes: infinite if the number of KV blocks is given.
         Raises ModelError if not even a single sequence could run.
         """
         if not self.block_bytes:
             return 0
-        fitting = MAX_SHARE * num_bytes // self.block_bytes - 1
+        if num_bytes == math.inf:
+            return min(BLOCKS_PER_ROW * num_rows, MAX_STATE_BLOCKS)
+        fitting = int(MAX_SHARE * num_bytes / self.block_bytes) - 1
         if fitting < BLOCKS_PER_ROW:
             raise ModelError(
                 f"recurrent state: got {num_bytes / 2**30:.2f} GiB, expected "
                 f"{(BLOCKS_PER_ROW + 1) * self.block_bytes / MAX_SHARE / 2**30:.2f} or more for "
                 "one sequence; raise --gpu-memory-utilization or --kv-cache-gib, or use more GPUs"
             )
-        return int(min(BLOCKS_PER_ROW * num_rows, fitting, MAX_STATE_BLOCKS))
+        return min(BLOCKS_PER_ROW * num_rows, fitting, MAX_STATE_BLOCKS)
 
     def num_bytes(self, num_blocks: int) -> int:
         """Return the size of the memory for this number of blocks, and for padded rows."""

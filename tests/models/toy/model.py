@@ -57,19 +57,19 @@ def recur(x: Tensor, g: Tensor, batch: ForwardBatch, state: Tensor, window: Tens
     rows = zip(step.read.tolist(), step.written.tolist(), step.window.tolist(), strict=True)
     for row, (read, written, num_before) in enumerate(rows):
         decodes = row < num_decode
-        if written != before:  # not a further row of the same draft
+        if written < 0 or written != before:  # not a further row of the same draft
             s = torch.zeros_like(x[0]) if read < 0 else state[read].clone()
             for token in range(num_before):
                 s = window[read, :, token, 1] * s + window[read, :, token, 0]
-            if decodes:
+            if decodes and written >= 0:
                 state[written] = s
             before, place = written, 0
         for token in range(bounds[row], bounds[row + 1]):
             s = out[token] = g[token] * s + x[token]
-            if decodes:
+            if decodes and written >= 0:
                 window[written, :, place] = torch.stack([x[token], g[token]], 1)
                 place += 1
-        if not decodes:
+        if not decodes and written >= 0:
             state[written] = s
     return out
 

@@ -1,6 +1,7 @@
 """A model with recurrent state gives the same tokens whatever happens to its sequences."""
 
 from collections import deque
+from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -216,3 +217,43 @@ def test_workers_that_do_not_know_their_states(
 
     assert outputs(engine, prompts, between_steps=disturb) == expected
     assert next(deaths, None) is None
+
+
+def test_sequences_at_a_checkpoint_that_is_hidden_do_not_share_what_they_write(
+    folder: Path,
+) -> None:
+    """A request whose logits are bad hides what it has published, also from its next users."""
+    engine, random = engine_of(folder), Random(3)
+    prefix, *rests = ([random.randrange(1, 264) for _ in range(n)] for n in (64, 6, 70, 71))
+    first = engine.add("first", [*prefix, *rests[0]], SamplingParams(max_tokens=1))
+    engine.run()
+    prompts = [[*prefix, *rest] for rest in rests[1:]]
+
+    schedule = engine.scheduler.schedule
+
+    def schedule_and_hide() -> BatchPlan | None:
+        plan = schedule()
+        engine.scheduler.block_manager.unpublish(first)
+        return plan
+
+    engine.scheduler.schedule = schedule_and_hide  # type: ignore[method-assign]
+    assert outputs(engine, prompts) == [generate(folder, prompt, NUM_OUT) for prompt in prompts]
+
+
+def test_a_burst_finds_the_prefix_that_its_first_request_computes(folder: Path) -> None:
+    """What is left of a step's budget after a chunk admits nobody who could not compute."""
+    options = {"max_num_seqs": 24, "max_num_batched_tokens": 200, "num_blocks": 2000}
+    engine, random = engine_of(folder, **options), Random(3)
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    for number in range(3):  # so that less than a chunk is left beside two chunks
+        engine.add(f"decodes {number}", [1, 2, 3], sampling)
+    prefix = [random.randrange(1, 264) for _ in range(400)]
+    calls, burst = count(), []
+
+    def add_burst() -> None:
+        if next(calls) == 3:
+            burst.extend(engine.add(f"{n}", [*prefix, n], sampling) for n in range(1, 13))
+        assert not any(s.slot >= 0 and not s.num_planned_tokens for s in burst)
+
+    engine.run(add_burst)
+    assert [sequence.num_cached_tokens for sequence in burst] == [0, *[384] * 11]
