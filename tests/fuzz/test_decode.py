@@ -91,6 +91,7 @@ def use_request(message: TokenizedRequest) -> None:
     scheduler = Scheduler(CONFIG, CONFIG.max_model_len, blocks)
     sequence = Sequence(message, frozenset([256]))
     try:
+        sequence.check(vocab_size=1 << 31)
         scheduler.add(sequence)
     except CannotFitError:
         return
