@@ -122,7 +122,7 @@ class Weight(NamedTuple):
 
 
 class State(NamedTuple):
-    """Tensor of float32 that a layer keeps for each sequence and writes anew at each step.
+    """Tensor of float32 that a layer keeps for each sequence and replaces at each step.
 
     A layer's state includes its window: what the tokens of the last step would add, for up to
     `STATE_WINDOW` of `penstock.protocol.messages.plan` (see `penstock.kernels.layouts.states`).

@@ -82,7 +82,7 @@ class WorkerGroup:
 
     @property
     def state_ranges(self) -> list[tuple[int, int]]:
-        """Of each state block, positions (first, last) after which all ranks can continue."""
+        """Positions (first, last) of each state block after which all ranks can continue."""
         ranks = [unpack(self._states[member].kept_states) for member in self.members]
         firsts = (max(numbers) for numbers in zip(*(rank[::2] for rank in ranks), strict=False))
         lasts = (min(numbers) for numbers in zip(*(rank[1::2] for rank in ranks), strict=False))
