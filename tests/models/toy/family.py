@@ -1,4 +1,8 @@
-"""The description of the toy family, for processes without torch."""
+"""The descriptions of two toy families, for processes without torch.
+
+One has recurrent layers and layers of attention in turns. The other has no state but keys and
+values: attention and SwiGLU have the same input, as in the recipe of `CONTRIBUTING.md`.
+"""
 
 from typing import Any
 
@@ -9,6 +13,7 @@ from penstock.protocol.checkpoint import ModelConfig
 from penstock.protocol.messages.plan import STATE_WINDOW
 
 NAME = "ToyRecurrentForCausalLM"
+PARALLEL = "ToyParallelForCausalLM"
 SHAPE: dict[str, Any] = {
     "architectures": [NAME],
     "vocab_size": 264,
@@ -33,6 +38,11 @@ def describe(config: ModelConfig) -> Architecture:
     for index in range(config.num_hidden_layers):
         name = f"model.layers.{index}"
         norm = architecture.vector(f"{name}.input_layernorm", hidden, "hidden_size")
+        if PARALLEL in config.architectures:
+            mlp = architecture.mlp(f"{name}.mlp", hidden, inner, norm)
+            layers.append(architecture.attention(f"{name}.attn", hidden, heads, kv_heads, norm))
+            layers.append(mlp._replace(weights=mlp.weights[1:]))  # the norm is attention's
+            continue
         if index % 2:
             layers.append(architecture.attention(f"{name}.attn", hidden, heads, kv_heads, norm))
             continue
@@ -48,7 +58,7 @@ def describe(config: ModelConfig) -> Architecture:
 
 
 def register() -> None:
-    """Serve the toy family in this process."""
-    if NAME not in checkpoint.SERVED:
-        checkpoint.SERVED.append(NAME)
-        architecture.FAMILIES[NAME] = Family(describe, "tests.models.toy.model")
+    """Serve the toy families in this process."""
+    for name in {NAME, PARALLEL}.difference(checkpoint.SERVED):
+        checkpoint.SERVED.append(name)
+        architecture.FAMILIES[name] = Family(describe, "tests.models.toy.model")

@@ -1,4 +1,4 @@
-"""The toy family: layers of attention and of a gated recurrence, in turns.
+"""The toy families: attention and a gated recurrence in turns, or attention beside SwiGLU.
 
 The recurrence is `s = g * s + x` for each feature, with a gate and an input computed from each
 token: the order of tokens matters, so a token lost, doubled or exchanged shows. It follows the
@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from penstock.kernels.attention.backends import AttentionBackend
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
+from penstock.kernels.linear.linear import norm_swiglu
 from penstock.models.architecture import Architecture, Layer
-from penstock.models.layers import Attention
+from penstock.models.layers import MLP, Attention
 from penstock.models.parallel import (
     ColumnParallelLinear,
     RMSNorm,
@@ -97,22 +99,27 @@ class Decoder(nn.Module):
             else:
                 block.attn = Attention(layer, config, tp, attend)
             self.layers.append(block)
+        for block, layer in zip(self.layers, description.of_kind("mlp"), strict=False):
+            block.mlp = MLP(layer, config, tp)
         self.norm = RMSNorm(tp, norm.weights[0], config.rms_norm_eps)
 
     def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
-        assert batch.states
         residual = self.embed_tokens(batch.input_ids)
-        states, caches = iter(batch.states.layers), iter(kv_caches)
+        states, caches = iter(batch.states.layers if batch.states else ()), iter(kv_caches)
         for block in self.layers:
             norm = block.input_layernorm
             if hasattr(block, "recurrent"):
                 residual = block.recurrent(residual, norm, batch, next(states))
+            elif hasattr(block, "mlp"):
+                inner = norm_swiglu(residual, norm.weight, norm.eps, block.mlp.gate_up_proj.weight)
+                residual = block.attn(residual, norm, batch, rope, next(caches))
+                residual = block.mlp.down_proj(inner, residual)
             else:
                 residual = block.attn(residual, norm, batch, rope, next(caches))
         return residual  # type: ignore[no-any-return]
 
 
-def save_checkpoint(folder: Path, **shape: int) -> Path:
+def save_checkpoint(folder: Path, **shape: Any) -> Path:
     """Write a random checkpoint of `SHAPE`, changed by `shape`, with the demo model's tokenizer."""
     register()
     folder.mkdir(exist_ok=True)

@@ -1,11 +1,11 @@
-"""The toy family computed plainly: the whole sequence at once, from the checkpoint's tensors."""
+"""The toy families computed plainly: the whole sequence at once, from the checkpoint's tensors."""
 
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 from penstock.models.layers import rope_table
 from tests.models.toy.family import SHAPE
@@ -45,6 +45,11 @@ def recur(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
     return torch.stack(states[1:]) @ weights[f"{name}.out_proj.weight"].T
 
 
+def swiglu(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
+    gate, up, down = (weights[f"{name}.{kind}_proj.weight"].T for kind in ("gate", "up", "down"))
+    return (silu(x @ gate) * (x @ up)) @ down
+
+
 def generate(folder: Path, prompt: list[int], num_out: int) -> list[int]:
     """Return the likeliest tokens, computing everything again for each."""
     weights = load_file(folder / "model.safetensors")
@@ -54,6 +59,10 @@ def generate(folder: Path, prompt: list[int], num_out: int) -> list[int]:
         for index in range(SHAPE["num_hidden_layers"]):
             name = f"model.layers.{index}"
             normed = norm(x, weights[f"{name}.input_layernorm.weight"])
+            if f"{name}.mlp.up_proj.weight" in weights:
+                x = x + swiglu(normed, weights, f"{name}.mlp")
+                x = x + attend(normed, weights, f"{name}.attn")
+                continue
             mix, module = (attend, "attn") if index % 2 else (recur, "recurrent")
             x = x + mix(normed, weights, f"{name}.{module}")
         logits = norm(x[-1], weights["model.norm.weight"]) @ weights["lm_head.weight"].T

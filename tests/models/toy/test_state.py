@@ -15,6 +15,7 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.services.worker.launched_step import LaunchedStep, StepOutput
 from penstock.services.worker.memory.state_memory import kept_states
 from tests.engine import Engine
+from tests.models.toy.family import PARALLEL
 from tests.models.toy.model import save_checkpoint
 from tests.models.toy.plain import generate
 
@@ -52,6 +53,18 @@ def outputs(engine: Engine, prompts: list[list[int]], **run: object) -> list[lis
     sequences = [engine.add(f"{n}", prompt, sampling) for n, prompt in enumerate(prompts)]
     engine.run(**run)  # type: ignore[arg-type]
     return [sequence.output_token_ids for sequence in sequences]
+
+
+def test_a_family_without_state(tmp_path: Path, prompts: list[list[int]]) -> None:
+    """A family by the recipe of CONTRIBUTING.md: attention and SwiGLU have the same input."""
+    folder = save_checkpoint(tmp_path, architectures=[PARALLEL])
+    chunks = {"num_blocks": 16, "max_num_seqs": 6, "max_num_batched_tokens": 70}
+    engine = engine_of(folder, speculative_method="ngram", **chunks)
+    assert engine.scheduler.block_manager.states is None
+    expected = [generate(folder, prompt, NUM_OUT) for prompt in prompts]
+    for _ in range(2):  # the second time with a full prefix cache
+        assert outputs(engine, prompts) == expected
+    assert engine.scheduler.num_preemptions
 
 
 def num_state_blocks_in_use(engine: Engine) -> int:
