@@ -1,13 +1,14 @@
 """A model with recurrent state in a real pipeline: workers and scheduler are killed."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from tests.models.toy import site
+from tests.models.toy.family import registered
 from tests.models.toy.model import save_checkpoint
 from tests.models.toy.plain import generate
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
@@ -20,6 +21,12 @@ OPTIONS = {
     "spare": ["--block-size", "16", "--spare-workers", "1", "--speculative-method", "ngram"],
     "ranks": ["--block-size", "16", "--tp", "2"],
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def families() -> Iterator[None]:
+    with registered():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,23 @@
 """A model with recurrent state on a GPU, with --deterministic: the same tokens in every way."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from tests.models.toy.family import registered
 from tests.models.toy.model import save_checkpoint
 from tests.models.toy.test_state import engine_of, outputs
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 OPTIONS = {"device": "cuda", "deterministic": True, "enable_cuda_graphs": False, "block_size": 128}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def families() -> Iterator[None]:
+    with registered():
+        yield
 
 
 @pytest.mark.gpu

@@ -4,6 +4,8 @@ One has recurrent layers and layers of attention in turns. The other has no stat
 values: attention and SwiGLU have the same input, as in the recipe of `CONTRIBUTING.md`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from penstock.models import architecture
@@ -62,3 +64,13 @@ def register() -> None:
     for name in {NAME, PARALLEL}.difference(checkpoint.SERVED):
         checkpoint.SERVED.append(name)
         architecture.FAMILIES[name] = Family(describe, "tests.models.toy.model")
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """Serve the toy families for a time: other tests of this process name what is served."""
+    register()
+    yield
+    for name in NAME, PARALLEL:
+        checkpoint.SERVED.remove(name)
+        del architecture.FAMILIES[name]

@@ -30,7 +30,7 @@ from penstock.models.parallel import (
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import ModelConfig, read_model_config
 from penstock.protocol.config import Config
-from tests.models.toy.family import SHAPE, describe, register
+from tests.models.toy.family import SHAPE, describe
 
 
 class Recurrent(nn.Module):
@@ -120,8 +120,10 @@ class Decoder(nn.Module):
 
 
 def save_checkpoint(folder: Path, **shape: Any) -> Path:
-    """Write a random checkpoint of `SHAPE`, changed by `shape`, with the demo model's tokenizer."""
-    register()
+    """Write a random checkpoint of `SHAPE`, changed by `shape`, with the demo model's tokenizer.
+
+    The families must be `registered`.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPE | {"eos_token_id": 0} | shape))
     shutil.copy(Config().model_folder / "tokenizer.json", folder)

@@ -1,6 +1,7 @@
 """A model with recurrent state gives the same tokens whatever happens to its sequences."""
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -15,11 +16,17 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.services.worker.launched_step import LaunchedStep, StepOutput
 from penstock.services.worker.memory.state_memory import kept_states
 from tests.engine import Engine
-from tests.models.toy.family import PARALLEL
+from tests.models.toy.family import PARALLEL, registered
 from tests.models.toy.model import save_checkpoint
 from tests.models.toy.plain import generate
 
 NUM_OUT = 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def families() -> Iterator[None]:
+    with registered():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +64,9 @@ def outputs(engine: Engine, prompts: list[list[int]], **run: object) -> list[lis
 
 def test_a_family_without_state(tmp_path: Path, prompts: list[list[int]]) -> None:
     """A family by the recipe of CONTRIBUTING.md: attention and SwiGLU have the same input."""
+    options = {"num_blocks": 16, "max_num_seqs": 6, "max_num_batched_tokens": 70}
     folder = save_checkpoint(tmp_path, architectures=[PARALLEL])
-    chunks = {"num_blocks": 16, "max_num_seqs": 6, "max_num_batched_tokens": 70}
-    engine = engine_of(folder, speculative_method="ngram", **chunks)
+    engine = engine_of(folder, speculative_method="ngram", **options)
     assert engine.scheduler.block_manager.states is None
     expected = [generate(folder, prompt, NUM_OUT) for prompt in prompts]
     for _ in range(2):  # the second time with a full prefix cache
