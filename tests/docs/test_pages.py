@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.protocol.config import OPTIONS
@@ -13,6 +14,7 @@ from tests.docs.pages import ROOT, Block, blocks
 from tests.docs.reference import FOLDER, PAGES, STATUSES
 
 DOCS = ROOT / "docs"
+RESULTS = [page for page in (DOCS / "benchmarks").glob("*.md") if page.stem != "index"]
 THIS = Path(__file__)
 VARIABLES = {
     name for page in TEXTS for name in re.findall(r"PENSTOCK_[A-Z_]+[A-Z]", page.read_text())
@@ -42,6 +44,23 @@ def test_the_site_leads_to_every_page() -> None:
     index = (DOCS / "benchmarks" / "index.md").read_text()
     linked |= {f"benchmarks/{name}" for name in re.findall(r"\(([\w/-]+\.md)\)", index)}
     assert linked == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+
+
+def rows_of(page: Path) -> list[list[str]]:
+    """Return the rows of a page's tables, without markup."""
+    lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    rules = {index for index, line in enumerate(lines) if re.fullmatch(r"[|: -]*-[|: -]*", line)}
+    heads = {index - 1 for index in rules}
+    rows = [line[1:-1].split("|") for n, line in enumerate(lines) if n not in rules | heads]
+    return [[re.sub(r"\*\*|`", "", cell).strip() for cell in row] for row in rows]
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.stem)
+def test_the_results_of_a_page_are_its_figures(page: Path) -> None:
+    results = msgspec.json.decode((page.parent / "results" / f"{page.stem}.json").read_bytes())
+    tables = results["tables"]
+    assert [row for table in tables for row in table["rows"]] == rows_of(page)
+    assert all(table["hardware"] and table["written"] for table in tables)
 
 
 @pytest.mark.parametrize("variable", sorted(VARIABLES))
