@@ -64,14 +64,16 @@ def outputs(engine: Engine, prompts: list[list[int]], **run: object) -> list[lis
 
 def test_a_family_without_state(tmp_path: Path, prompts: list[list[int]]) -> None:
     """A family by the recipe of CONTRIBUTING.md: attention and SwiGLU have the same input."""
-    options = {"num_blocks": 16, "max_num_seqs": 6, "max_num_batched_tokens": 70}
     folder = save_checkpoint(tmp_path, architectures=[PARALLEL])
-    engine = engine_of(folder, speculative_method="ngram", **options)
-    assert engine.scheduler.block_manager.states is None
     expected = [generate(folder, prompt, NUM_OUT) for prompt in prompts]
+    scarce = {"num_blocks": 16, "max_num_seqs": 6, "max_num_batched_tokens": 70}
+    engine = engine_of(folder, speculative_method="ngram", **scarce)
+    assert outputs(engine, prompts) == expected
+    assert engine.scheduler.num_preemptions
+    engine = engine_of(folder)
+    assert engine.scheduler.block_manager.states is None
     for _ in range(2):  # the second time with a full prefix cache
         assert outputs(engine, prompts) == expected
-    assert engine.scheduler.num_preemptions
 
 
 def num_state_blocks_in_use(engine: Engine) -> int:
