@@ -85,9 +85,9 @@ class Handler(BaseHTTPRequestHandler):
         events += ["data: [DONE]\n\n"] * (prompt[0] not in (BROKEN, NO_DONE))
         self.send_response(200)
         self.end_headers()
-        self.wfile.write("".join(events[:-1]).encode())
-        self._end()
-        self.wfile.write(events[-1].encode())
+        self.wfile.write("".join(events[:number]).encode())
+        self._end()  # from the finish reason on, the client knows
+        self.wfile.write("".join(events[number:]).encode())
 
 
 @pytest.fixture(params=[True, False])
