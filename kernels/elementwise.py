@@ -16,7 +16,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute `rms_norm` on any device."""
     wide = x.float()
     mean_square = wide.pow(2).mean(-1, keepdim=True)
-    return weight * (wide * torch.rsqrt(mean_square + eps)).to(x.dtype)
+    return (weight * (wide * torch.rsqrt(mean_square + eps)).to(weight.dtype)).to(x.dtype)
 
 
 def silu_and_mul_reference(x: Tensor) -> Tensor:
@@ -30,9 +30,10 @@ def silu_and_mul_reference(x: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute `x / rms(x) * weight` over the last dimension; weight: [x.shape[-1]].
 
-    On a GPU x is contiguous [num_rows, size] with up to 16384 columns.
+    The weight has x's dtype, to which the quotient is rounded, or float32: then only the result is
+    rounded. On a GPU x is contiguous [num_rows, size] with up to 16384 columns.
     """
-    check_tensor("weight", weight, (x.shape[-1],), x.dtype)
+    check_tensor("weight", weight, (x.shape[-1],), x.dtype, torch.float32)
     if not x.is_cuda:
         return rms_norm_reference(x, weight, eps)
     from penstock.kernels import triton_elementwise
@@ -54,6 +55,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
     check_tensor("x", x, (-1, -1))
     check_contiguous("x", x)
     return triton_elementwise.silu_and_mul(x)
+
+
+def sigmoid_and_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """Compute `sigmoid(gate) * x`; both have one shape and dtype."""
+    check_tensor("gate", gate, tuple(x.shape), x.dtype)
+    # torch.exp gives the same bits for any shape, as in `silu_and_mul_reference`
+    return (x.float() / (1 + torch.exp(-gate.float()))).to(x.dtype)
 
 
 def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
@@ -84,7 +92,7 @@ def quantize(
 
         check_contiguous("x", x)
         if norm_weight is not None:
-            check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype)
+            check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype, torch.float32)
         values, scale = triton_elementwise.quantize(x, norm_weight, eps, swiglu)
         return Quantized(values, scale, x.dtype)
     if norm_weight is not None:

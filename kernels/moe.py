@@ -91,7 +91,7 @@ def _check(
 ) -> None:
     check_tensor("x", x, (-1, -1))
     hidden_size, size = x.shape[1], down.shape[-1]
-    check_tensor("norm_weight", norm_weight, (hidden_size,), x.dtype)
+    check_tensor("norm_weight", norm_weight, (hidden_size,), x.dtype, torch.float32)
     check_tensor("router", router, (-1, hidden_size), x.dtype)
     check_contiguous("router", router)
     _check_experts("gate_up", gate_up, (len(down), 2 * size, hidden_size), x.dtype)

@@ -94,7 +94,7 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + offsets, mask, 0).to(tl.float32)
     mean_square = tl.sum(x * x, 1, keep_dims=True) / SIZE
     # rounded before the multiplication by the weight, as Qwen3's own implementation does
-    normed = (x * tl.rsqrt(mean_square + eps)).to(x_ptr.dtype.element_ty).to(tl.float32)
+    normed = (x * tl.rsqrt(mean_square + eps)).to(weight_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + offsets, (normed * weight).to(out_ptr.dtype.element_ty), mask)
 
 
@@ -194,7 +194,7 @@ def _quantize_kernel(
     if norm_weight is not None:
         result *= tl.rsqrt(tl.sum(result * result) / SIZE + eps)
         # rounded before the multiplication by the weight, as Qwen3's own implementation does
-        result = result.to(x.dtype.element_ty).to(tl.float32) * factor
+        result = result.to(norm_weight.dtype.element_ty).to(tl.float32) * factor
     row_scale = tl.maximum(tl.max(tl.abs(result)), _SMALLEST) / _LARGEST
     stored = narrow(result / row_scale, values.dtype.element_ty)
     tl.store(values + row * SIZE + columns, stored, inside)

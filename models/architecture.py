@@ -9,10 +9,12 @@ forward pass.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from math import prod
 from typing import Literal, NamedTuple
 
-from penstock.protocol.checkpoint import ModelConfig, ModelError
+from penstock.protocol.checkpoint import FULL_ATTENTION, ModelConfig, ModelError
+from penstock.protocol.messages.plan import STATE_WINDOW
 
 RUN = 4096  # token ids of a run; on GPUs the vocabulary is cut between runs, as the sampler needs
 
@@ -81,13 +83,18 @@ class Weight(NamedTuple):
     # whole tensor
     axes: tuple[Axis, ...] = ()
     dim: int = 0
+    # True: in the checkpoint the first unit of each axis is followed by the second one of each,
+    # and so on; all axes have the same number of units
+    is_interleaved: bool = False
     is_matrix: bool = False  # True if the tensor has the checkpoint's weight format
     experts: Axis | None = None
+    is_float32: bool = False  # True if the numbers stay float32 in a model of 16 bits
+    added: float = 0.0  # added to the checkpoint's numbers
 
     @property
     def module(self) -> str:
-        """Return the last part of the module's name: `q_proj`."""
-        return self.name.split(".")[-2]
+        """Return the last part of the module's name, or of the tensor's: `q_proj`, `A_log`."""
+        return self.name.removesuffix(".weight").rpartition(".")[2]
 
     @property
     def num_tensors(self) -> int:
@@ -110,7 +117,9 @@ class Weight(NamedTuple):
     def parts(self, ranks: Ranks) -> list[Part]:
         """Return the rank's parts of dimension `dim`; a single whole part if it is not divided."""
         if self.axes and not (self.experts and ranks.expert_parallel):
-            return [axis.part(ranks) for axis in self.axes]
+            begins = accumulate((axis.size for axis in self.axes), initial=0)
+            parts = zip(begins, (axis.part(ranks) for axis in self.axes), strict=False)
+            return [Part(begin + start, begin + stop, size) for begin, (start, stop, size) in parts]
         size = self.shape[self.dim]
         return [Part(0, size, size)]
 
@@ -145,10 +154,14 @@ class Heads(NamedTuple):
 class Layer(NamedTuple):
     """Layer of the residual stream, including the norm before it."""
 
-    kind: str  # embedding, attention, mlp, experts, norm or head; a family may have other kinds
+    # embedding, attention, delta, mlp, experts, norm or head; a family may have other kinds
+    kind: str
     weights: tuple[Weight, ...]
     heads: Heads | None = None
     state: tuple[State, ...] = ()
+
+    def has(self, module: str) -> bool:
+        return any(weight.module == module for weight in self.weights)
 
     def pick(self, *modules: str) -> list[Weight]:
         """Return the weights of modules, given the last part of their names."""
@@ -221,6 +234,11 @@ def vector(module: str, size: int, fields: str) -> Weight:
     return Weight(f"{module}.weight", (size,), fields)
 
 
+def zero_centered(module: str, size: int, fields: str) -> Weight:
+    """Describe the weight of a norm that multiplies by 1 + weight, in float32."""
+    return vector(module, size, fields)._replace(is_float32=True, added=1.0)
+
+
 def columns(module: str, axes: Iterable[Axis], inputs: int, fields: str) -> Weight:
     """Describe a linear layer whose outputs are divided: column-parallel."""
     axes = tuple(axes)
@@ -260,6 +278,12 @@ def experts(name: str, hidden: int, number: Axis, inner: Axis, norm: Weight) -> 
     return Layer("experts", (norm, router, *(weight._replace(experts=number) for weight in swiglu)))
 
 
+def shared_expert(name: str, hidden: int, inner: Axis) -> Layer:
+    """Describe an expert of all tokens, with a gate, beside `experts`, which has its norm."""
+    gate = Weight(f"{name}.shared_expert_gate.weight", (1, hidden), "hidden_size")
+    return Layer("shared expert", (gate, *_swiglu(f"{name}.shared_expert", hidden, inner)))
+
+
 def _swiglu(name: str, hidden: int, inner: Axis) -> tuple[Weight, ...]:
     return (
         columns(f"{name}.gate_proj", [inner], hidden, inner.field),
@@ -268,15 +292,23 @@ def _swiglu(name: str, hidden: int, inner: Axis) -> tuple[Weight, ...]:
     )
 
 
-def decoder(config: ModelConfig, layers: Iterable[Layer]) -> Architecture:
-    """Describe a decoder: an embedding, `layers`, a norm, and an output layer unless tied."""
+def decoder(
+    config: ModelConfig,
+    layers: Iterable[Layer],
+    name: str = "model",
+    norm_of: Callable[[str, int, str], Weight] = vector,
+) -> Architecture:
+    """Describe a decoder: an embedding, `layers`, a norm, and an output layer unless tied.
+
+    name: name of the module in the checkpoint. norm_of: describes a norm.
+    """
     vocabulary = Axis("vocab_size", config.vocab_size, division="padded")
     shape = config.vocab_size, config.hidden_size
     embedding, head = (
         Weight(f"{module}.weight", shape, "vocab_size and hidden_size", (vocabulary,))
-        for module in ("model.embed_tokens", "lm_head")
+        for module in (f"{name}.embed_tokens", "lm_head")
     )
-    norm = vector("model.norm", config.hidden_size, "hidden_size")
+    norm = norm_of(f"{name}.norm", config.hidden_size, "hidden_size")
     heads = () if config.tie_word_embeddings else (Layer("head", (head,)),)
     first = Layer("embedding", (embedding,))
     return Architecture((first, *layers, Layer("norm", (norm,)), *heads))
@@ -298,12 +330,104 @@ def qwen3(config: ModelConfig) -> Architecture:
             for norm in ("input", "post_attention")
         )
         layers.append(attention(f"{name}.self_attn", hidden, heads, kv_heads, next(norms)))
-        is_dense = not config.expert_count or (index + 1) % config.decoder_sparse_step
-        if is_dense or index in (config.mlp_only_layers or ()):
-            layers.append(mlp(f"{name}.mlp", hidden, inner, next(norms)))
-        else:
+        if config.is_sparse(index):
             layers.append(experts(f"{name}.mlp", hidden, number, expert_inner, next(norms)))
+        else:
+            layers.append(mlp(f"{name}.mlp", hidden, inner, next(norms)))
     return decoder(config, layers)
+
+
+def qwen3_5(config: ModelConfig) -> Architecture:
+    """Describe the text part of Qwen3.5 or Qwen3-Next, with experts or without.
+
+    Some layers are gated DeltaNet, the others gated attention.
+    """
+    hidden, head_dim = config.hidden_size, config.head_dim
+    heads = Axis("num_attention_heads", config.num_attention_heads, head_dim)
+    kv_heads = Axis("num_key_value_heads", config.num_key_value_heads, head_dim, "shared")
+    inner = Axis("intermediate_size", config.intermediate_size)
+    number = Axis("num_experts", config.expert_count)
+    expert_inner = Axis("moe_intermediate_size", config.moe_intermediate_size)
+    shared_inner = Axis("shared_expert_intermediate_size", config.shared_expert_intermediate_size)
+    model = "model.language_model" if config.is_multimodal else "model"
+    layers = []
+    for index, kind in enumerate(config.kinds_of_layers):
+        name = f"{model}.layers.{index}"
+        norms = (
+            zero_centered(f"{name}.{norm}_layernorm", hidden, "hidden_size")
+            for norm in ("input", "post_attention")
+        )
+        if kind == FULL_ATTENTION:
+            layers.append(
+                gated_attention(f"{name}.self_attn", hidden, heads, kv_heads, next(norms))
+            )
+        else:
+            layers.append(delta_net(f"{name}.linear_attn", config, next(norms)))
+        if config.is_sparse(index):
+            layers.append(experts(f"{name}.mlp", hidden, number, expert_inner, next(norms)))
+            layers.append(shared_expert(f"{name}.mlp", hidden, shared_inner))
+        else:
+            layers.append(mlp(f"{name}.mlp", hidden, inner, next(norms)))
+    return decoder(config, layers, model, zero_centered)
+
+
+def gated_attention(name: str, hidden: int, heads: Axis, kv_heads: Axis, norm: Weight) -> Layer:
+    """Describe attention with a gate beside each query head, and norms of 1 + weight."""
+    plain = attention(name, hidden, heads, kv_heads, norm)
+    gated = heads._replace(unit_size=2 * heads.unit_size)
+    changed = {
+        "q_norm": zero_centered(f"{name}.q_norm", heads.unit_size, "head_dim"),
+        "k_norm": zero_centered(f"{name}.k_norm", heads.unit_size, "head_dim"),
+        "q_proj": columns(f"{name}.q_proj", [gated], hidden, f"{heads.field} times twice head_dim"),
+    }
+    weights = tuple(changed.get(weight.module, weight) for weight in plain.weights)
+    return plain._replace(weights=weights)
+
+
+def delta_net(name: str, config: ModelConfig, norm: Weight) -> Layer:
+    """Describe gated DeltaNet, with its state (`penstock.kernels.recurrent.delta_rule`)."""
+    hidden, kernel = config.hidden_size, config.linear_conv_kernel_dim
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    keys = Axis("linear_num_key_heads", config.linear_num_key_heads, key_dim)
+    values = Axis("linear_num_value_heads", config.linear_num_value_heads, value_dim)
+    heads, channels = values._replace(unit_size=1), (keys, keys, values)
+    num_channels = sum(axis.size for axis in channels)
+    fields = "the numbers of linear heads times their dimensions"
+    if config.interleaves_keys:
+        joined = channels[:2] + 2 * (keys._replace(unit_size=values.size // keys.units),)
+        gates = 2 * (keys._replace(unit_size=heads.units // keys.units),)
+        inputs = [
+            columns(f"{name}.in_proj_qkvz", joined, hidden, fields)._replace(is_interleaved=True),
+            columns(f"{name}.in_proj_ba", gates, hidden, fields)._replace(is_interleaved=True),
+        ]
+    else:
+        inputs = [
+            columns(f"{name}.in_proj_qkv", channels, hidden, fields),
+            columns(f"{name}.in_proj_z", [values], hidden, fields),
+            columns(f"{name}.in_proj_b", [heads], hidden, heads.field),
+            columns(f"{name}.in_proj_a", [heads], hidden, heads.field),
+        ]
+    # gates have 16 bits in every format
+    inputs = [weight._replace(is_matrix=weight.shape[0] > 2 * heads.units) for weight in inputs]
+    decays = (
+        Weight(f"{name}.{decay}", (heads.units,), heads.field, (heads,), is_float32=True)
+        for decay in ("A_log", "dt_bias")
+    )
+    weights = (
+        norm,
+        *inputs,
+        Weight(f"{name}.conv1d.weight", (num_channels, 1, kernel), fields, channels),
+        *decays,
+        vector(f"{name}.norm", value_dim, "linear_value_head_dim"),
+        rows(f"{name}.out_proj", hidden, values, fields),
+    )
+    states = (
+        State((heads,), (key_dim, value_dim)),
+        State(channels, (kernel - 1,)),
+        State(channels, (STATE_WINDOW,)),
+        State((heads,), (STATE_WINDOW, 2)),
+    )
+    return Layer("delta", weights, state=states)
 
 
 class Family(NamedTuple):
@@ -314,8 +438,18 @@ class Family(NamedTuple):
 
 
 QWEN3 = Family(qwen3, "penstock.models.qwen3")
+QWEN3_5 = Family(qwen3_5, "penstock.models.qwen3_5")
 # by names in config.json, which are also in `SERVED` of protocol/checkpoint.py
-FAMILIES = {"Qwen3ForCausalLM": QWEN3, "Qwen3MoeForCausalLM": QWEN3, "Qwen3Model": QWEN3}
+FAMILIES = {
+    "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": QWEN3,
+    "Qwen3Model": QWEN3,
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5,
+    "Qwen3NextForCausalLM": QWEN3_5,
+}
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -1,4 +1,4 @@
-"""Layers of decoders: attention, SwiGLU, a mixture of SwiGLU experts, and the table of RoPE.
+"""Layers of decoders: attention, SwiGLU, a mixture of experts, the table of RoPE.
 
 Each layer is applied to the norm of the residual stream and adds its output to the residual stream.
 """
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from penstock.kernels.attention.backends import AttentionBackend
 from penstock.kernels.attention.rope import qk_norm_rope_store
+from penstock.kernels.elementwise import rms_norm, sigmoid_and_mul
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
-from penstock.kernels.linear.linear import norm_swiglu
+from penstock.kernels.linear.linear import linear, norm_swiglu
 from penstock.kernels.moe import norm_moe
 from penstock.models import architecture
 from penstock.models.architecture import Weight
@@ -29,7 +30,7 @@ from penstock.protocol.quantization import WeightFormat
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; each rank has a share of the heads."""
+    """Grouped-query attention, with or without gates; each rank has a share of the heads."""
 
     def __init__(
         self,
@@ -42,20 +43,22 @@ class Attention(nn.Module):
         qkv, out = layer.pick("q_proj", "k_proj", "v_proj"), layer.pick("o_proj")
         q_norm, k_norm = layer.pick("q_norm", "k_norm")
         self.attend = attend
-        self.qkv_proj = ColumnParallelLinear(tp, qkv, _format(config, qkv))
+        self.gated = qkv[0].shape[0] == 2 * out[0].shape[1]  # a gate follows each query head
+        self.qkv_proj = ColumnParallelLinear(tp, qkv, format_of(config, qkv))
         self.num_heads, self.num_kv_heads, _ = (
             weight.axes[0].units_of_rank(self.qkv_proj.ranks) for weight in qkv
         )
         self.q_norm = RMSNorm(tp, q_norm, config.rms_norm_eps)
         self.k_norm = RMSNorm(tp, k_norm, config.rms_norm_eps)
-        self.o_proj = RowParallelLinear(tp, out, _format(config, out))
+        self.o_proj = RowParallelLinear(tp, out, format_of(config, out))
 
     def forward(
         self, residual: Tensor, norm: RMSNorm, batch: ForwardBatch, rope: Tensor, kv_cache: KVCache
     ) -> Tensor:
         """Return residual [num_tokens, hidden_size] plus the attention output for its norm."""
+        qkv = self.qkv_proj(residual, norm)
         q = qk_norm_rope_store(
-            self.qkv_proj(residual, norm),
+            qkv,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             q_weight=self.q_norm.weight,
@@ -65,8 +68,12 @@ class Attention(nn.Module):
             slot_mapping=batch.slot_mapping,
             kv_cache=kv_cache,
             eps=self.q_norm.eps,
+            gated=self.gated,
         )
         out = self.attend(q, kv_cache, batch)
+        if self.gated:
+            by_head = qkv[:, : 2 * out[0].numel()].view(len(out), self.num_heads, 2, -1)
+            out = sigmoid_and_mul(by_head[:, :, 1], out)
         return self.o_proj(out.flatten(1), residual)  # type: ignore[no-any-return]
 
 
@@ -76,8 +83,8 @@ class MLP(nn.Module):
     def __init__(self, layer: architecture.Layer, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         gate_up, down = layer.pick("gate_proj", "up_proj"), layer.pick("down_proj")
-        self.gate_up_proj = ColumnParallelLinear(tp, gate_up, _format(config, gate_up))
-        self.down_proj = RowParallelLinear(tp, down, _format(config, down))
+        self.gate_up_proj = ColumnParallelLinear(tp, gate_up, format_of(config, gate_up))
+        self.down_proj = RowParallelLinear(tp, down, format_of(config, down))
 
     def forward(self, residual: Tensor, norm: RMSNorm) -> Tensor:
         """Return residual [num_tokens, hidden_size] plus the MLP's output for its norm."""
@@ -99,14 +106,20 @@ class MoE(nn.Module):
         config: ModelConfig,
         tp: TensorParallel,
         expert_parallel: bool,
+        shared: architecture.Layer | None = None,
     ) -> None:
-        """Make the layers; expert_parallel: a rank has whole experts instead of parts of all."""
+        """Make the layers.
+
+        expert_parallel: a rank has whole experts instead of parts of all. shared: an expert of all
+        tokens.
+        """
         super().__init__()
+        self.shared = SharedExpert(shared, config, tp) if shared else None
         self.tp = tp
         self.top_k = config.num_experts_per_tok
         self.normalize = config.norm_topk_prob
         gate_up, down = layer.pick("gate_proj", "up_proj"), layer.pick("down_proj")
-        weight_format = _format(config, [*gate_up, *down])
+        weight_format = format_of(config, [*gate_up, *down])
         self.gate = Router(tp, layer.pick("gate"))
         self.gate_up_proj = Experts(tp, gate_up, weight_format, expert_parallel)
         self.down_proj = Experts(tp, down, weight_format, expert_parallel)
@@ -128,6 +141,8 @@ class MoE(nn.Module):
             add=self.tp.size == 1,
             out=self.tp.empty(num_tokens, hidden_size, residual.dtype),
         )
+        if self.shared:
+            part += self.shared(residual, norm)
         return part if self.tp.size == 1 else self.tp.all_reduce(part, residual)
 
     @property
@@ -138,7 +153,23 @@ class MoE(nn.Module):
         return num_weights - num_weights * self.top_k // len(self.gate.weight)
 
 
-def _format(config: ModelConfig, weights: list[Weight]) -> WeightFormat | None:
+class SharedExpert(nn.Module):
+    """SwiGLU of all tokens, whose output has the sigmoid of a product as a factor."""
+
+    def __init__(self, layer: architecture.Layer, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.mlp = MLP(layer, config, tp)
+        self.gate = Router(tp, layer.pick("shared_expert_gate"))
+
+    def forward(self, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """Return this rank's part of the output for the norm of residual."""
+        gate = (rms_norm(residual, norm.weight, norm.eps).float() * self.gate.weight.float()).sum(1)
+        gate_up, down = self.mlp.gate_up_proj.weight, self.mlp.down_proj.weight
+        out = linear(norm_swiglu(residual, norm.weight, norm.eps, gate_up), down)
+        return out * (1 / (1 + torch.exp(-gate))).to(out.dtype).unsqueeze(1)
+
+
+def format_of(config: ModelConfig, weights: list[Weight]) -> WeightFormat | None:
     """Return the common format of joined weights; None: 16 bits."""
     names = (next(weight.names()).removesuffix(".weight") for weight in weights)
     return config.weight_format and config.weight_format.of(names)

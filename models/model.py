@@ -72,7 +72,7 @@ class Model(nn.Module):
             (source,) = heads or description.of_kind("embedding")
             self.lm_head = VocabParallelEmbedding(tp, source.weights[0], quantize_lm_head)
         rope = config.rope
-        self.rope = rope_table(config.head_dim, num_positions, rope.base, rope.yarn)
+        self.rope = rope_table(config.rotary_dim, num_positions, rope.base, rope.yarn)
 
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[KVCache]) -> Tensor:
         """Return the input of `compute_logits` for each token: [num_tokens, hidden_size].

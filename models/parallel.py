@@ -18,7 +18,7 @@ from penstock.kernels.layouts.packed import BLOCK as PACKED_BLOCK
 from penstock.kernels.linear.linear import linear, linear_add, norm_linear
 from penstock.kernels.matrices import BLOCK, FP8, Matrix, Quantized, Rows
 from penstock.kernels.packed.matrices import Integers, Packed, fitting_group, num_groups
-from penstock.models.architecture import Ranks, Weight
+from penstock.models.architecture import Part, Ranks, Weight
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.quantization import FP8_ROWS, WeightFormat
 
@@ -35,6 +35,7 @@ class Slice(NamedTuple):
     start: int
     stop: int
     target: Matrix | Integers  # destination, with the slice's shape
+    added: float = 0.0  # added to the numbers
 
 
 class Layer(nn.Module):
@@ -54,14 +55,17 @@ class Layer(nn.Module):
         self.tp, self.weights = tp, tuple(weights)
         self.ranks = Ranks(tp.size, tp.rank, tp.on_gpus, expert_parallel)
         first, *_ = shapes = [weight.shape_of_rank(self.ranks) for weight in weights]
-        row_dim = max(len(first) - 2, 0)
+        row_dim = 1 if self.weights[0].experts else 0
         self.sizes = [shape[row_dim] for shape in shapes]  # number of rows of each part
         is_cut = first[-2:] != self.weights[0].shape
         if weight_format and (is_cut or len(self.weights) > 1):
             rows, columns = ((), first[-1]) if self.weights[0].dim else (self.sizes, 0)
             weight_format = weight_format.after_cut(rows, columns)
         shape = (*first[:row_dim], sum(self.sizes), *first[row_dim + 1 :])
-        add_weight(self, *shape, weight_format=weight_format)
+        if self.weights[0].is_float32:
+            self.weight = parameter(*shape, dtype=torch.float32)
+        else:
+            add_weight(self, *shape, weight_format=weight_format)
 
     def slices(self) -> Iterator[Slice]:
         """Yield the slices of checkpoint tensors that make up this rank's weight."""
@@ -74,11 +78,25 @@ class Layer(nn.Module):
     def _slices(self, weight: Weight, name: str, target: Any) -> Iterator[Slice]:
         """Yield the slices of a tensor."""
         cuts = weight.parts(self.ranks)
+        if weight.is_interleaved:
+            yield from _unit_slices(weight, cuts, target)
+            return
         pieces = (target,) if len(cuts) == 1 else target.split([cut.length for cut in cuts])
         for (start, stop, length), piece in zip(cuts, pieces, strict=True):
             own = stop - start
             filled = piece if own == length else piece.split([own, length - own])[0]
-            yield Slice(name, weight.shape, weight.dim, start, stop, filled)
+            yield Slice(name, weight.shape, weight.dim, start, stop, filled, weight.added)
+
+
+def _unit_slices(weight: Weight, cuts: list[Part], target: Any) -> Iterator[Slice]:
+    """Yield a slice for each unit of each axis of an interleaved weight."""
+    sizes = [axis.unit_size for axis in weight.axes]
+    first, number = cuts[0].start // sizes[0], cuts[0].length // sizes[0]
+    pieces = iter(target.split([size for size in sizes for _ in range(number)]))
+    for axis, size in enumerate(sizes):
+        for unit in range(first, first + number):
+            start = unit * sum(sizes) + sum(sizes[:axis])
+            yield Slice(weight.name, weight.shape, weight.dim, start, start + size, next(pieces))
 
 
 class ColumnParallelLinear(Layer):
@@ -162,6 +180,12 @@ class VocabParallelEmbedding(Layer):
 
 class Router(Layer):
     """Weight that chooses experts; every rank has the whole weight."""
+
+    weight: nn.Parameter
+
+
+class Parameter(Layer):
+    """Weight of another kind than a matrix, of which a rank has a part."""
 
     weight: nn.Parameter
 

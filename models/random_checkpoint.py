@@ -1,4 +1,4 @@
-"""Checkpoints with random weights in the published shapes of Qwen3, for benchmarks.
+"""Checkpoints with random weights in the published shapes of Qwen3 and Qwen3.5, for benchmarks.
 
 `launch bench make-model` runs this module. The checkpoint contains the tensors that the model
 loads. Its tokenizer has Qwen3's number of tokens and special tokens, but different merges.
@@ -34,7 +34,7 @@ from penstock.protocol.tokenizer_file import byte_characters
 # configuration that provides the chat template
 DEMO_TOKENIZER = Path(__file__).parent / "demo" / "checkpoint" / "tokenizer_config.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-VOCAB_SIZE = 151_936
+VOCAB_SIZE, HYBRID_VOCAB_SIZE = 151_936, 248_320
 NUM_BYTE_PAIRS = 151_643  # ids of ordinary tokens; special tokens follow
 SPECIAL_IDS = {
     "<|endoftext|>": 151_643,
@@ -68,6 +68,23 @@ EXPERTS = {
         "mlp_only_layers": [],
     }
 }
+HYBRID = {
+    # hidden_size, intermediate_size, layers, heads, KV heads, linear value heads, whether the
+    # embedding is also the head
+    "3.5-0.8B": (1024, 3584, 24, 8, 2, 16, True),
+    "3.5-4B": (2560, 9216, 32, 16, 4, 32, True),
+    "3.5-9B": (4096, 12288, 32, 16, 4, 32, False),
+    "3.5-27B": (5120, 17408, 64, 24, 4, 48, False),
+    "3.5-35B-A3B": (2048, 512, 40, 16, 2, 32, False),
+}
+HYBRID_EXPERTS = {
+    "3.5-35B-A3B": {
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    }
+}
 MAX_SHARD_BYTES = 4 << 30
 DEVIATION = 0.02  # standard deviation of the weights
 GROUP = 128
@@ -89,6 +106,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 def shape_of(size: str) -> dict[str, Any]:
     """Return the fields of a published size in `config.json`."""
+    if size in HYBRID:
+        return _hybrid_shape(size)
     hidden, intermediate, layers, heads, kv_heads, is_tied = DENSE[size]
     experts = EXPERTS.get(size, {})
     return {
@@ -109,6 +128,35 @@ def shape_of(size: str) -> dict[str, Any]:
         "attention_bias": False,
         "bos_token_id": SPECIAL_IDS["<|endoftext|>"],
         "eos_token_id": SPECIAL_IDS["<|im_end|>"],
+        **experts,
+    }
+
+
+def _hybrid_shape(size: str) -> dict[str, Any]:
+    hidden, intermediate, layers, heads, kv_heads, value_heads, is_tied = HYBRID[size]
+    experts = HYBRID_EXPERTS.get(size, {})
+    return {
+        **shape_of("8B"),
+        "architectures": ["Qwen3_5MoeForCausalLM" if experts else "Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_moe_text" if experts else "qwen3_5_text",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "tie_word_embeddings": is_tied,
+        "vocab_size": HYBRID_VOCAB_SIZE,
+        "max_position_embeddings": 262_144,
+        "rope_theta": 10_000_000.0,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000.0,
+            "partial_rotary_factor": 0.25,
+        },
         **experts,
     }
 
@@ -139,11 +187,13 @@ def _tensors(
     noise = torch.Generator(device).manual_seed(0)
     for weight in describe(config).weights:
         for name in weight.names():
-            if len(weight.shape) == 1:  # weight of a norm
-                yield name, torch.ones(weight.shape, dtype=dtype)
+            if len(weight.shape) == 1:  # weight of a norm, or of a decay
+                number = 0.0 if weight.is_float32 else 1.0
+                yield name, torch.full(weight.shape, number, dtype=dtype)
                 continue
             numbers = torch.empty(weight.shape, dtype=dtype, device=device)
-            numbers.normal_(0, DEVIATION, generator=noise)
+            is_convolution = len(weight.shape) == 3
+            numbers.normal_(0, 0.5 if is_convolution else DEVIATION, generator=noise)
             if not quantization or not weight.is_matrix:
                 yield name, numbers.cpu()
             elif quantization == "fp8":
@@ -225,7 +275,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def main() -> None:
     """Make a checkpoint from the command line and print its size."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("size", choices=DENSE)
+    parser.add_argument("size", choices=[*DENSE, *HYBRID])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--quantization", choices=FORMATS)

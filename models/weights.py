@@ -42,6 +42,7 @@ from penstock.kernels.packed.matrices import (
     pack_groups,
     unpack_groups,
 )
+from penstock.models.architecture import describe
 from penstock.models.parallel import Layer, Slice
 from penstock.protocol.checkpoint import ModelConfig, ModelError
 from penstock.protocol.checkpoint_files import (
@@ -50,14 +51,17 @@ from penstock.protocol.checkpoint_files import (
     MATRICES,
     SINGLE_FILE,
     TIED,
+    UNREAD,
+    FusedPart,
     check_names,
+    fused_parts,
+    is_fused,
     read_index,
     weight_names,
 )
 from penstock.protocol.quantization import WeightFormat
 
 log = logging.getLogger(__name__)
-EMBEDDING = "model.embed_tokens.weight"
 NAN_CODE = 0x7F  # NaN in e4m3, without the sign
 SCALES = "_scale_inv"  # suffix added to a weight's name for the scales of its e4m3 blocks
 # names in compressed-tensors and modelopt for scales of blocks, of rows, or of the whole weight
@@ -75,6 +79,7 @@ class CheckpointTensors:
         self._prefix = prefix
         single, weight_map = folder / SINGLE_FILE, read_index(folder)
         self._open: dict[Path, Any] = {}
+        self._fused: dict[str, FusedPart] = {}
         try:
             if weight_map is not None:
                 self.files = {name: folder / file for name, file in weight_map.items()}
@@ -82,6 +87,11 @@ class CheckpointTensors:
                 self._open[single] = safe_open(single, framework="pt")
                 self.files = dict.fromkeys(self._open[single].keys(), single)
             self.files = {prefix + name: file for name, file in self.files.items()}
+            fused = {name: self.shape(name) for name in self.files if is_fused(name)}
+            self._fused = fused_parts(fused)
+            files = {name: self.files[part.tensor] for name, part in self._fused.items()}
+            self.files = {name: self.files[name] for name in self.files if name not in fused}
+            self.files |= files
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{folder}: could not read the weights: {error}") from error
 
@@ -114,11 +124,11 @@ class CheckpointTensors:
             raise ModelError(f"{name}: got {found}, expected one of {', '.join(_FLOATS)}")
 
     def read(self, name: str, *cuts: slice) -> Tensor:
-        """Return a part of a tensor with one or two dimensions, or the whole tensor."""
+        """Return a part of a tensor, or the whole tensor."""
         source = self._slice(name)
         try:
-            if cuts:
-                tensor: Tensor = source[cuts]
+            if cuts or name in self._fused:
+                tensor: Tensor = source[cuts or (_ALL, _ALL)]
             else:
                 stored = name.removeprefix(self._prefix)
                 tensor = self._open[self.files[name]].get_tensor(stored)
@@ -127,13 +137,36 @@ class CheckpointTensors:
             raise ModelError(f"{self.files[name]}: could not read the file: {error}") from error
 
     def _slice(self, name: str) -> Any:
-        path = self.file(name)
+        path, part = self.file(name), self._fused.get(name)
+        stored = (part.tensor if part else name).removeprefix(self._prefix)
         try:
             if path not in self._open:
                 self._open[path] = safe_open(path, framework="pt")
-            return self._open[path].get_slice(name.removeprefix(self._prefix))
+            source = self._open[path].get_slice(stored)
+            return _ExpertSlice(source, part) if part else source
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path}: could not read the file: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertSlice:
+    """An expert's matrix in a tensor of all experts, with the methods of safetensors' slices."""
+
+    source: Any
+    part: FusedPart
+
+    def get_shape(self) -> list[int]:
+        return [self.part.stop - self.part.start, self.source.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        return str(self.source.get_dtype())
+
+    def __getitem__(self, cuts: tuple[slice, slice]) -> Tensor:
+        _, expert, first, last = self.part
+        begin, end, _ = cuts[0].indices(last - first)
+        rows = slice(first + begin, first + end)
+        matrix: Tensor = self.source[expert : expert + 1, rows, cuts[1]]
+        return matrix[0]
 
 
 def with_own_head(config: ModelConfig, folder: Path) -> ModelConfig:
@@ -144,9 +177,10 @@ def with_own_head(config: ModelConfig, folder: Path) -> ModelConfig:
     if not config.tie_word_embeddings or config.is_embedding_model:
         return config
     tensors = CheckpointTensors(folder)
-    if TIED not in tensors or EMBEDDING not in tensors:
+    name = describe(config).of_kind("embedding")[0].weights[0].name
+    if TIED not in tensors or name not in tensors:
         return config
-    head, embedding = tensors.read(TIED), tensors.read(EMBEDDING)
+    head, embedding = tensors.read(TIED), tensors.read(name)
     if head.dtype == embedding.dtype and torch.equal(_words(head), _words(embedding)):
         return config
     log.warning(
@@ -180,6 +214,8 @@ def load_weights(
         tensors = CheckpointTensors(folder, "model.")
     layers = (module for module in model.modules() if isinstance(module, Layer))
     slices = [part for layer in layers for part in layer.slices()]
+    if log_files:
+        _log_unread(tensors)
     check_names(folder, {part.name for part in slices}, tensors.weights())
     dequantized = []
     by_file = defaultdict(list)
@@ -200,11 +236,17 @@ def load_weights(
         log.warning("%d of %d weights are dequantized, such as %s: %s", *rest, first.name, reason)
 
 
+def _log_unread(tensors: CheckpointTensors) -> None:
+    for beginning in UNREAD:
+        if number := sum(name.startswith(beginning) for name in tensors.files):
+            log.info("weights: %d tensors %s* are not read", number, beginning)
+
+
 def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat | None) -> bool:
     """Read a slice into its target, and return True if integers were dequantized."""
     matrix = tensors.matrix(part.name)
     cut = slice(part.start, part.stop)
-    cuts = (cut, slice(0, part.shape[-1])) if part.dim == 0 else (slice(0, part.shape[0]), cut)
+    cuts = tuple(cut if dim == part.dim else slice(0, size) for dim, size in enumerate(part.shape))
     if matrix == part.name:
         shape = tensors.shape(matrix)
         if shape != part.shape:
@@ -212,9 +254,11 @@ def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat |
                 f"{part.name} in {tensors.file(matrix)}: got shape {list(shape)}, "
                 f"expected {list(part.shape)} from config.json"
             )
-        tensor = tensors.read(matrix, *cuts[: len(shape)])
+        tensor = tensors.read(matrix, *cuts)
         if tensor.dtype != torch.int8:
             _copy(tensor, part, tensors)
+            if part.added and isinstance(part.target, Tensor):
+                part.target.add_(part.added)
             return False
     if weight_format is None or weight_format.is_fp8:
         raise ModelError(
@@ -224,7 +268,8 @@ def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat |
     if bias in tensors and tensors.read(bias).any():
         raise ModelError(f"{bias}: got numbers other than 0, expected no bias")
     device = part.target.device
-    codes = read_codes(tensors, part.name, part.shape, cuts, weight_format, device)
+    rows, columns = cuts
+    codes = read_codes(tensors, part.name, part.shape, (rows, columns), weight_format, device)
     if not isinstance(part.target, Tensor | Quantized):
         copy_codes(part.target, codes, part.name)
         return False

@@ -29,10 +29,10 @@ def architecture_hint(architectures: Iterable[str]) -> str:
     architectures: `architectures` and `model_type` of `config.json`.
     """
     names = " ".join(architectures)
-    if re.search(r"qwen3_?next|qwen3_5|qwen4", names, re.I):
+    if re.search(r"qwen4", names, re.I):
         return (
-            "; models with linear attention (Qwen3-Next, Qwen3.5, 3.6 and 3.8, Qwen4) are not "
-            "served yet: give one of Qwen3, such as Qwen/Qwen3-Coder-30B-A3B-Instruct"
+            "; Qwen4, which has sparse attention, is not served yet: give an older one, such as "
+            "Qwen/Qwen3.8-27B"
         )
     if re.search(r"Classification|Reward|Guard|Qwen3\w*Model\b", names):
         return "; a classifier, or an embedding model without modules.json, is not served"
@@ -91,6 +91,7 @@ class Rope(NamedTuple):
     base: float
     yarn: Yarn | None
     num_positions: int  # longest context
+    share: float = 1.0  # leading part of each head that is rotated
 
 
 def read_rope(
@@ -99,10 +100,12 @@ def read_rope(
     parameters: dict[str, Any] | None,
     num_positions: int,
     original_positions: int | None,
+    share: float = 1.0,
 ) -> Rope:
     """Read the fields of `config.json` about RoPE. Raises ValueError for an unsupported kind.
 
-    `rope_scaling` wins over `rope_parameters`.
+    `rope_scaling` wins over `rope_parameters`. share: default of `partial_rotary_factor`, which
+    must be 1 if the default is.
     """
     given = {"rope_parameters": _flat(parameters or {}), "rope_scaling": scaling or {}}
     fields = {
@@ -117,15 +120,16 @@ def read_rope(
     kind, path = kinds.popitem() if kinds else ("default", "")
     if kind not in SERVED_TYPES:
         raise ValueError(f"{path}: got {kind!r}, expected {' or '.join(map(repr, SERVED_TYPES))}")
-    if (part := _number(fields, "partial_rotary_factor", 1.0)) != 1.0:
+    part = _number(fields, "partial_rotary_factor", share)
+    if part > 1 or (share == 1 and part != share):
         raise ValueError(f"{fields['partial_rotary_factor'][0]}: got {part}, expected 1")
     fields.setdefault("rope_theta", ("rope_theta", theta))
     base = _within(fields, "rope_theta", DEFAULT_BASE, MIN_BASE, MAX_BASE)
     if kind == "default":
-        return Rope(base, None, num_positions)
+        return Rope(base, None, num_positions, part)
     fields.setdefault("factor", (f"{path.partition('.')[0]}.factor", None))
     yarn = _yarn(fields, num_positions, original_positions)
-    return Rope(base, yarn, int(yarn.original_positions * yarn.factor))
+    return Rope(base, yarn, int(yarn.original_positions * yarn.factor), part)
 
 
 def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +202,24 @@ REQUEST_BYTES_PER_TOKEN = 16
 ARCHITECTURE = "Qwen3ForCausalLM"
 MOE_ARCHITECTURE = "Qwen3MoeForCausalLM"
 EMBEDDING_ARCHITECTURE = "Qwen3Model"  # checkpoint that was saved without an output layer
-SERVED = [ARCHITECTURE, MOE_ARCHITECTURE]  # models/architecture.py describes each of them
+# Qwen3.5, 3.6 and 3.8, and Qwen3-Next; ForConditionalGeneration has a vision part, which is not
+# read
+NEXT_ARCHITECTURE = "Qwen3NextForCausalLM"
+HYBRID_MOE_ARCHITECTURES = [
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+    NEXT_ARCHITECTURE,
+]
+HYBRID_ARCHITECTURES = [
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    *HYBRID_MOE_ARCHITECTURES,
+]
+# models/architecture.py describes each of them
+SERVED = [ARCHITECTURE, MOE_ARCHITECTURE, *HYBRID_ARCHITECTURES]
+# defaults of transformers' configurations that differ from those of Qwen3
+HYBRID_DEFAULTS = {"head_dim": 256, "moe_intermediate_size": 512, "norm_topk_prob": True}
+FULL_ATTENTION, LINEAR_ATTENTION = "full_attention", "linear_attention"  # in `layer_types`
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Experts = Annotated[int, Meta(ge=0, le=1 << 16)]
 
@@ -246,11 +267,57 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     norm_topk_prob: bool = False
     decoder_sparse_step: Annotated[int, Meta(ge=1)] = 1
     mlp_only_layers: list[int] | None = None
+    # fields of HYBRID_ARCHITECTURES
+    full_attention_interval: Size = 4  # without `layer_types`, each such layer has full attention
+    partial_rotary_factor: float = 0.25  # unless `rope_parameters` has it
+    linear_num_key_heads: Size = 16
+    linear_num_value_heads: Size = 32
+    linear_key_head_dim: Size = 128
+    linear_value_head_dim: Size = 128
+    linear_conv_kernel_dim: Annotated[int, Meta(ge=2, le=64)] = 4
+    attn_output_gate: bool = True
+    output_gate_type: str = "swish"
+    shared_expert_intermediate_size: Size = 512
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Return True if some layers have linear attention, and recurrent state."""
+        return not set(HYBRID_ARCHITECTURES).isdisjoint(self.architectures)
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Return True if the checkpoint has other parts beside that of text."""
+        return any(name.endswith("ForConditionalGeneration") for name in self.architectures)
+
+    @property
+    def kinds_of_layers(self) -> list[str]:
+        """Return `layer_types`, or the types that follow from `full_attention_interval`."""
+        if self.layer_types is not None or not self.is_hybrid:
+            return self.layer_types or [FULL_ATTENTION] * self.num_hidden_layers
+        return [
+            LINEAR_ATTENTION if (index + 1) % self.full_attention_interval else FULL_ATTENTION
+            for index in range(self.num_hidden_layers)
+        ]
+
+    @property
+    def interleaves_keys(self) -> bool:
+        """Return True if linear attention has joined input projections, ordered by key head."""
+        return NEXT_ARCHITECTURE in self.architectures
+
+    def is_sparse(self, index: int) -> bool:
+        """Return True if a layer has experts."""
+        is_dense = not self.expert_count or (index + 1) % self.decoder_sparse_step
+        return not is_dense and index not in (self.mlp_only_layers or ())
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return the number of features of a head that RoPE rotates."""
+        return int(self.head_dim * self.rope.share)
 
     @property
     def expert_count(self) -> int:
         """Number of experts in a sparse layer, under either name; 0: no layer has experts."""
-        if MOE_ARCHITECTURE not in self.architectures:
+        if {MOE_ARCHITECTURE, *HYBRID_MOE_ARCHITECTURES}.isdisjoint(self.architectures):
             return 0
         return self.num_experts if self.num_local_experts is None else self.num_local_experts
 
@@ -287,6 +354,7 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
             self.rope_parameters,
             self.max_position_embeddings,
             self.original_max_position_embeddings,
+            self.partial_rotary_factor if self.is_hybrid else 1.0,
         )
 
     def context(self, max_model_len: int) -> int:
@@ -317,6 +385,7 @@ def read_model_config(folder: Path, quantization: str = "none") -> ModelConfig:
     except OSError as error:
         raise ModelError(str(error)) from error
     _check_architecture(folder, fields, embeds)
+    fields = text_fields(fields)
     _check_format(folder, fields.get(FIELD))
     if embeds:
         fields["tie_word_embeddings"] = True  # there is no output layer
@@ -326,6 +395,18 @@ def read_model_config(folder: Path, quantization: str = "none") -> ModelConfig:
     except ValueError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from error
     return quantized(config, quantization)
+
+
+def text_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text part, which a multimodal checkpoint has in `text_config`."""
+    if set(HYBRID_ARCHITECTURES).isdisjoint(fields["architectures"]):
+        return fields
+    text = fields.get("text_config")
+    given = HYBRID_DEFAULTS | fields | (text if isinstance(text, dict) else {})
+    if given.get("intermediate_size") is None:  # of models in which all layers have experts
+        given["intermediate_size"] = given.get("moe_intermediate_size")
+    names = "architectures", "tie_word_embeddings"
+    return given | {name: fields[name] for name in names if fields.get(name) is not None}
 
 
 def _convert(path: Path, fields: dict[str, Any]) -> ModelConfig:
@@ -379,7 +460,8 @@ def _check_fields(config: ModelConfig) -> None:
         ("hidden_act", config.hidden_act, "silu"),
         ("use_sliding_window", config.use_sliding_window, False),
         ("dual_chunk_attention_config", config.dual_chunk_attention_config, None),
-        *(("layer_types", kind, "full_attention") for kind in config.layer_types or ()),
+        ("attn_output_gate", config.attn_output_gate, True),
+        *_expected_kinds(config),
     ):
         if found != expected:
             shown = [msgspec.json.encode(value).decode() for value in (found, expected)]
@@ -389,6 +471,26 @@ def _check_fields(config: ModelConfig) -> None:
             f"num_experts_per_tok: got {config.num_experts_per_tok}, expected 1 to "
             f"{config.expert_count}, the number of experts"
         )
+
+
+def _expected_kinds(config: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """Return fields about the kinds of layers, with their values and the expected ones."""
+    kinds = config.kinds_of_layers
+    if not config.is_hybrid:
+        return [("layer_types", kind, FULL_ATTENTION) for kind in kinds]
+    if set(kinds) != {FULL_ATTENTION, LINEAR_ATTENTION} or len(kinds) != config.num_hidden_layers:
+        raise ValueError(
+            f"layer_types: got {len(kinds)} of {sorted(set(kinds))}, expected "
+            f"{config.num_hidden_layers} of {FULL_ATTENTION} and {LINEAR_ATTENTION}"
+        )
+    if config.output_gate_type not in ("swish", "silu"):
+        raise ValueError(f"output_gate_type: got {config.output_gate_type!r}, expected 'swish'")
+    dim, rotated = config.head_dim, config.rotary_dim
+    if rotated % 2 or not (rotated == dim or 0 < rotated <= dim // 2):
+        share = config.rope.share
+        raise ValueError(f"partial_rotary_factor: got {share}, expected 1, or up to 0.5")
+    per_key = config.linear_num_value_heads % config.linear_num_key_heads
+    return [("linear_num_value_heads modulo linear_num_key_heads", per_key, 0)]
 
 
 def quantized(config: ModelConfig, quantization: str) -> ModelConfig:

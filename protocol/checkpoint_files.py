@@ -4,8 +4,9 @@ Only the headers of the safetensors files are read, not the weights.
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
@@ -27,7 +28,12 @@ BARE = "embed_tokens.weight"  # in embedding models, whose tensor names lack `mo
 # suffixes of the names of packed matrices; other matrices end in `.weight`
 MATRICES = (".qweight", ".weight_packed")
 BIAS = ".bias"
+# endings of the names of tensors with a matrix of all experts, and the matrices' modules
+_FUSED = {".gate_up_proj": ("gate_proj", "up_proj"), ".down_proj": ("down_proj",)}
 _SCORES = ("score.", "classifier.")
+# beginnings of the names of tensors that are not read: the vision part, and the layers of
+# multi-token prediction
+UNREAD = ("model.visual.", "visual.", "mtp.")
 # suffixes of the names of tensors that accompany a quantized matrix, or activations in e4m3
 _PARTS = (
     *(".scales", ".qzeros", ".g_idx"),
@@ -45,6 +51,15 @@ _PACKED_TYPES = (*_FLOATS, "I8", "I32", "I64")
 _INTEGERS_HINT = "; integers need `quantization_config` in config.json, also if another file has it"
 # name, shape, and the fields of config.json from which the shape follows
 Expected = tuple[str, list[int], str]
+
+
+class FusedPart(NamedTuple):
+    """Rows of an expert's matrix in a tensor of all experts, [experts, rows, columns]."""
+
+    tensor: str
+    expert: int
+    start: int
+    stop: int
 
 
 class Index(Struct):
@@ -76,7 +91,7 @@ def check_tensors(folder: Path, config: ModelConfig, weights: Iterable[Expected]
     Shapes of packed matrices and of scales are checked when they are loaded.
     """
     is_packed = config.is_packed
-    tensors = _read_shapes(folder, _PACKED_TYPES if is_packed else _FLOATS)
+    tensors = _unfused(_read_shapes(folder, _PACKED_TYPES if is_packed else _FLOATS))
     path = folder / "config.json"
     if config.is_embedding_model and BARE in tensors:
         tensors = {f"model.{name}": shape for name, shape in tensors.items()}
@@ -95,6 +110,35 @@ def check_tensors(folder: Path, config: ModelConfig, weights: Iterable[Expected]
         found = "got false, expected true, as lm_head.weight is missing"
         raise ModelError(f"{path}: tie_word_embeddings: {found}")
     check_names(folder, set(names), found_weights)
+
+
+def is_fused(name: str) -> bool:
+    """Return True if a tensor has a matrix of all experts."""
+    return name.endswith(tuple(f".experts{end}" for end in _FUSED))
+
+
+def fused_parts(shapes: Mapping[str, Sequence[int]]) -> dict[str, FusedPart]:
+    """Return the places of experts' weights in tensors for which `is_fused` is true, by name."""
+    parts = {}
+    for tensor, (num_experts, num_rows, _) in shapes.items():
+        module, _, end = tensor.rpartition(".")
+        names = _FUSED[f".{end}"]
+        size = num_rows // len(names)
+        for expert in range(num_experts):
+            for place, name in enumerate(names):
+                part = FusedPart(tensor, expert, place * size, (place + 1) * size)
+                parts[f"{module}.{expert}.{name}.weight"] = part
+    return parts
+
+
+def _unfused(tensors: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Return the shapes of tensors, with an entry for each expert's matrix."""
+    fused = {name: shape for name, shape in tensors.items() if is_fused(name) and len(shape) == 3}
+    parts = {
+        name: [part.stop - part.start, fused[part.tensor][2]]
+        for name, part in fused_parts(fused).items()
+    }
+    return {name: shape for name, shape in tensors.items() if name not in fused} | parts
 
 
 def _num_layers(expected: Iterable[str], tensors: Iterable[str]) -> int:
@@ -183,6 +227,7 @@ def check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
     """Raise ModelError for weights that are missing or unknown."""
     missing, unknown = wanted - found, found - wanted - {TIED}
     unknown = {name for name in unknown if not name.endswith(COMPUTED)}
+    unknown = {name for name in unknown if not name.startswith(UNREAD)}
     if missing and BARE in found:
         raise ModelError(
             f"{folder} has {BARE} without 'model.' before it, as embedding models have, and no "

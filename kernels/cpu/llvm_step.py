@@ -274,6 +274,7 @@ class _Plan:
         out["decode_lens"][index] = (row[4] < 0).choose(length, 0)
         out["cu_seqlens_q"][index], out["cu_seqlens_k"][index] = row[3], row[5]
         out["slots"][index], out["states"][index] = row[6], row[7]
+        out["prompt_ends"][index] = row[8]
         out["last_tokens"][index] = row[3] + row[2] - 1
         source = self.tables + row[0] * self.max_blocks
         to = out["block_tables"] + index * self.max_blocks
@@ -286,7 +287,7 @@ class _Plan:
         num_rows, num_tokens = self._size("num_rows"), self._size("num_tokens")
         minus_one, zero = k.integer(-1), k.integer(0)
         with k.range(rows, num_rows) as row:
-            for name in ("context_lens", "decode_lens", "next_positions", "states"):
+            for name in ("context_lens", "decode_lens", "next_positions", "states", "prompt_ends"):
                 out[name][row] = zero
             out["slots"][row] = minus_one
             token = k.smaller(tokens + (row - rows), num_tokens)

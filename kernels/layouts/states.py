@@ -37,6 +37,9 @@ class StateStep(NamedTuple):
     # int64 [num_rows]: tokens of the window in the block that is read that precede `first`: the
     # layer adds them to the state first
     window: Tensor
+    # int64 [num_rows]: position after the last token of the sequence's prompt, for a row that does
+    # not decode; later tokens were sampled, and are computed again in the order of decoding
+    prompt_end: Tensor
 
 
 class States(NamedTuple):
@@ -47,11 +50,11 @@ class States(NamedTuple):
     positions: Tensor
     layers: list[list[Tensor]]  # by layer with state: float32 tensors [num_blocks + 1, ...]
 
-    def begin(self, packed: Tensor, starts: Tensor, ends: Tensor) -> StateStep:
+    def begin(self, packed: Tensor, starts: Tensor, ends: Tensor, prompt_ends: Tensor) -> StateStep:
         """Begin a step: mark the blocks that rows write as incomplete.
 
         packed: int32 [num_rows], from `pack_states`. starts, ends: [num_rows], positions of each
-        row's first token and after its last token.
+        row's first token and after its last token. prompt_ends: [num_rows], see `StateStep`.
         """
         blocks = packed.long()
         read, written = (blocks >> _BITS) - 1, (blocks & ((1 << _BITS) - 1)) - 1
@@ -61,7 +64,8 @@ class States(NamedTuple):
         last = torch.zeros_like(bounds).scatter_reduce(0, of_block, ends.long(), "amax")
         window = torch.where(read < 0, 0, first[of_block] - (bounds[read] - 1))
         self.positions[written] = 0
-        return StateStep(self.layers, read, written, first[of_block], last[of_block], window)
+        places = first[of_block], last[of_block], window, prompt_ends.long()
+        return StateStep(self.layers, read, written, *places)
 
     def end(self, step: StateStep, decodes: Tensor) -> None:
         """End a step: mark the blocks that rows have written as complete.

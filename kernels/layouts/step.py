@@ -10,9 +10,9 @@ from penstock.kernels.layouts.forward_batch import SMALL_TILE, BatchShape, Forwa
 from penstock.kernels.layouts.sampling import NUM_WORDS, SamplingTensors, make_parameters
 
 # int32 values of the parts of a record; see `penstock.kernels.step.apply_plan`
-HEADER, ROW, APPENDED, PARAMETERS = 8, 8, 3, 1 + NUM_WORDS
+HEADER, ROW, APPENDED, PARAMETERS = 8, 9, 3, 1 + NUM_WORDS
 # columns of a record's rows
-SLOT, START, COUNT, FIRST, TOKEN_INDEX, FIRST_KEY, SAMPLING_SLOT, STATES = range(ROW)
+SLOT, START, COUNT, FIRST, TOKEN_INDEX, FIRST_KEY, SAMPLING_SLOT, STATES, PROMPT_END = range(ROW)
 
 
 class Slots(NamedTuple):
@@ -44,6 +44,7 @@ class StepBuffers(NamedTuple):
     last_tokens: Tensor  # int64 [num_slots]: index in the step of each row's last token
     next_positions: Tensor  # int64 [num_slots]: index of each row's next token in its sequence
     states: Tensor  # int32 [num_slots]: packed state blocks, see `penstock.kernels.layouts.states`
+    prompt_ends: Tensor  # int32 [num_slots]: `StateStep.prompt_end`
 
     def forward_batch(self, shape: BatchShape) -> ForwardBatch:
         """Return the leading parts of the buffers in this shape."""
@@ -92,4 +93,5 @@ def make_step_buffers(
         last_tokens=longs(num_slots),
         next_positions=longs(num_slots),
         states=ints(num_slots),
+        prompt_ends=ints(num_slots),
     )

@@ -57,13 +57,13 @@ def norm_linear(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `rms_norm(x) @ weight.T`; norm_weight [in_features].
+    """Compute `rms_norm(x) @ weight.T`; norm_weight [in_features], in x's dtype or float32.
 
     out_dtype: x's, the default, or torch.float32; other dtypes raise ValueError. out: contiguous
     memory of the result.
     """
     _check(x, weight)
-    check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype)
+    check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype, torch.float32)
     if out_dtype not in (None, x.dtype, torch.float32):
         raise ValueError(f"out_dtype: got {out_dtype}, expected {x.dtype} or torch.float32")
     out_dtype = out_dtype or x.dtype
@@ -80,7 +80,7 @@ def norm_swiglu(x: Tensor, norm_weight: Tensor, eps: float, weight: Matrix) -> R
     `Quantized` if cuBLAS will multiply it with a `Quantized` weight.
     """
     _check(x, weight)
-    check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype)
+    check_tensor("norm_weight", norm_weight, (x.shape[1],), x.dtype, torch.float32)
     if weight.shape[0] % 2:
         raise ValueError(f"weight: got {weight.shape[0]} rows, expected an even number")
     fused = _fused("swiglu", x, weight, norm_weight, eps)

@@ -176,7 +176,7 @@ def scaled(
     if NORM:
         ones = tl.full((BK, 8) if SLICES == 1 else (SLICES, BK, 8), 1.0, x_tile.dtype)
         squares = tl.dot(x_tile * x_tile, ones, squares, input_precision="ieee")
-        x_tile *= norm_weight
+        x_tile = (x_tile * norm_weight).to(x_tile.dtype)  # a weight may be float32
     return x_tile, squares
 
 

@@ -5,10 +5,11 @@ parameters stay on the device, by slot. The record:
 
 - header: number of rows, of appended blocks, of parameter sets; offsets of rows, appended blocks,
   parameter sets and prefill tokens;
-- rows [num_rows, 8]: slot, first new position, number of new tokens, their first index in the step,
+- rows [num_rows, 9]: slot, first new position, number of new tokens, their first index in the step,
   their first index among the prefill tokens, the start of the row's context in `cu_seqlens_k`, the
-  slot again if the row samples (otherwise -1), its state blocks (`pack_states`). For a row that
-  decodes, the index among the prefill tokens is -1 for the token sampled last, or -2 - index;
+  slot again if the row samples (otherwise -1), its state blocks (`pack_states`), the end of its
+  prompt. For a row that decodes, the index among the prefill tokens is -1 for the token sampled
+  last, or -2 - index;
 - appended [num_appended, 3]: slot, column of its block table, block id;
 - parameters [num_added, 1 + NUM_WORDS]: slot, and the slot's words in the slot table
   (`penstock.kernels.layouts.sampling.COLUMNS`);

@@ -31,7 +31,7 @@ def make_rows(
     )
     num_rows, _, _, rows_at, _, _, prefill_at, _ = data[:HEADER].tolist()
     rows = data[rows_at : rows_at + num_rows * ROW].reshape(-1, ROW)
-    slot, start, count, first, token_index, first_key, sampled, states = rows.T
+    slot, start, count, first, token_index, first_key, sampled, states, prompt_end = rows.T
     lengths = start + count
     num_tokens = int(count.sum())
     arrays: list[Any] = [tensor.numpy() for tensor in buffers]
@@ -51,7 +51,7 @@ def make_rows(
     out.decode_lens[:num_rows] = np.where(token_index < 0, lengths, 0)
     out.cu_seqlens_q[:num_rows], out.cu_seqlens_k[:num_rows] = first, first_key
     out.slots[:num_rows] = sampled
-    out.states[:num_rows] = states
+    out.states[:num_rows], out.prompt_ends[:num_rows] = states, prompt_end
     out.last_tokens[:num_rows] = first + count - 1
     out.block_tables[:num_rows] = tables[slot]
     _pad(out, shape, num_rows, num_tokens, int(lengths.sum()))
@@ -69,7 +69,8 @@ def _pad(out: Any, shape: BatchShape, num_rows: int, num_tokens: int, num_keys: 
     """Pad the rows and tokens after the record's, up to the shape."""
     padding = slice(num_rows, shape.num_rows)
     tokens = num_tokens + np.arange(shape.num_rows - num_rows)
-    for empty in (out.context_lens, out.decode_lens, out.next_positions, out.states):
+    empties = out.context_lens, out.decode_lens, out.next_positions, out.states, out.prompt_ends
+    for empty in empties:
         empty[padding] = 0
     out.cu_seqlens_q[padding] = np.minimum(tokens, shape.num_tokens)
     out.last_tokens[padding] = np.minimum(tokens, shape.num_tokens - 1)

@@ -6,12 +6,13 @@ from torch import Tensor
 
 from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.layouts.sampling import NUM_WORDS
-from penstock.kernels.layouts.step import Slots, StepBuffers
+from penstock.kernels.layouts.step import ROW, Slots, StepBuffers
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 NUM_PROGRAMS = 16  # programs of `_apply_changes`
 BLOCK = 256
 _NUM_WORDS = tl.constexpr(NUM_WORDS)
+_ROW = tl.constexpr(ROW)
 
 
 @triton.jit
@@ -91,8 +92,8 @@ def _num_tiles(rows, num_rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
         row = begin + tl.arange(0, BLOCK)
         exists = row < num_rows
         count, token_index = (
-            tl.load(rows + row * 8 + 2, exists, 0),
-            tl.load(rows + row * 8 + 4, exists, -1),
+            tl.load(rows + row * _ROW + 2, exists, 0),
+            tl.load(rows + row * _ROW + 4, exists, -1),
         )
         total += tl.where(token_index < 0, 0, tl.cdiv(count, TILE))
     return tl.sum(total)
@@ -132,7 +133,7 @@ def _pad(
 def _make_rows(
     record, slot_tables, last_token, input_ids, positions, slot_mapping, cu_seqlens_q,
     cu_seqlens_k, context_lens, decode_lens, tiles, block_tables, slots, last_tokens,
-    next_positions, states, max_blocks, block_size, num_rows, max_tokens, max_tiles,
+    next_positions, states, prompt_ends, max_blocks, block_size, num_rows, max_tokens, max_tiles,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     launch_dependents()
@@ -142,7 +143,7 @@ def _make_rows(
     num_tokens = 0
     num_keys = 0
     if num_real > 0:
-        final = rows + (num_real - 1) * 8
+        final = rows + (num_real - 1) * _ROW
         num_tokens = tl.load(final + 3) + tl.load(final + 2)
         num_keys = tl.load(final + 5) + tl.load(final + 1) + tl.load(final + 2)
     # A padded row of a decode step has one token, after the record's tokens.
@@ -152,13 +153,13 @@ def _make_rows(
     decode_len = 0
     last = tl.minimum(first, max_tokens - 1)
     sampled = -1
-    packed_states = 0
+    packed_states, prompt_end = 0, 0
     if row < num_real:
-        source = rows + row * 8
+        source = rows + row * _ROW
         slot, start, count = tl.load(source), tl.load(source + 1), tl.load(source + 2)
         first, token_index = tl.load(source + 3), tl.load(source + 4)
         first_key, sampled = tl.load(source + 5), tl.load(source + 6)
-        packed_states = tl.load(source + 7)
+        packed_states, prompt_end = tl.load(source + 7), tl.load(source + 8)
         context_len = start + count
         last = first + count - 1
         if token_index < 0:
@@ -180,6 +181,7 @@ def _make_rows(
     tl.store(last_tokens + row, last)
     tl.store(next_positions + row, context_len)
     tl.store(states + row, packed_states)
+    tl.store(prompt_ends + row, prompt_end)
     if row == num_rows - 1:
         end = tl.minimum(num_tokens + num_rows - num_real, max_tokens)
         tl.store(cu_seqlens_q + num_rows, end)

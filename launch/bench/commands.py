@@ -26,7 +26,10 @@ PREFIX_CACHING = (
     "The pipeline that it starts runs without prefix caching, unless --enable-prefix-caching is "
     "given; in a running one (--name, --endpoint) the prompts differ from run to run only."
 )
-SIZES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B")
+SIZES = (
+    *("0.6B", "1.7B", "4B", "8B", "14B", "32B", "30B-A3B"),
+    *("3.5-0.8B", "3.5-4B", "3.5-9B", "3.5-27B", "3.5-35B-A3B"),
+)
 FORMATS = ("fp8", "awq", "gptq")
 # defines the shapes; the module needs torch, which `launch` does not import
 MODULE = "penstock.models.random_checkpoint"

@@ -30,6 +30,9 @@ OUTER = "embedding", "head"  # kinds of layers outside the decoder layers
 SCALE_BITS = 32  # bits of the scale of a group of integers, including its zero point on GPUs
 INTEGER_GROUP = 64  # columns of a group of integers on CPUs
 TEMPORARIES = 4  # copies of a matrix while it is quantized to integers
+# state blocks of a model with recurrent state: at least those of a sequence and of padded rows, at
+# most those of all rows, in up to half of the memory for KV cache and states
+MIN_STATE_BLOCKS, MAX_STATE_BLOCKS = 4, 3 * DEFAULTS.max_num_seqs + 1
 # bytes of the driver, compiled kernels and the allocator's rounding in each worker: at most 1,140
 # MiB, measured for 0.6B and 8B on an H200
 GPU_CONTEXT_BYTES = 1200 << 20
@@ -54,6 +57,7 @@ class Listed(Struct, kw_only=True):
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     kv_bytes_of_32k: int = 0
+    state_bytes: int = 0  # recurrent state of a sequence
     needed_bytes: int = 0  # with 32k tokens of KV cache, and an estimate for the largest step
     available_bytes: int = 0  # bytes of one GPU or of the RAM, by --gpu-memory-utilization
     max_tokens: int = 0  # tokens that fit into the KV cache
@@ -85,16 +89,20 @@ class Needs(NamedTuple):
     kv_per_token: int
     step: int  # additional bytes of the largest step
     start: int = 0  # bytes while weights are loaded, before the KV cache exists
+    state: int = 0  # bytes of a sequence's recurrent state
 
     def with_context(self, num_tokens: int) -> int:
         """Return all bytes with a KV cache of `num_tokens` tokens."""
-        return max(self.start, self.weights + self.step + self.kv_per_token * num_tokens)
+        kv = self.kv_per_token * num_tokens
+        states = min(MAX_STATE_BLOCKS * self.state, max(kv, MIN_STATE_BLOCKS * self.state))
+        return max(self.start, self.weights + self.step + kv + states)
 
     def num_tokens(self, num_bytes: float) -> int:
         """Return the tokens whose keys and values also fit into `num_bytes`; 0: none."""
         if num_bytes < self.start:
             return 0
-        return max(0, int((num_bytes - self.weights - self.step) // self.kv_per_token))
+        left = max(0, num_bytes - self.weights - self.step)
+        return int((left - min(MAX_STATE_BLOCKS * self.state, left / 2)) // self.kv_per_token)
 
 
 def add_arguments(command: ArgumentParser) -> None:
@@ -223,6 +231,7 @@ def _filled(listed: Listed, need: Needs, tp: int, memory: float) -> Listed:
         weight_bytes=need.weights,
         kv_bytes_per_token=need.kv_per_token,
         kv_bytes_of_32k=need.kv_per_token * CONTEXT,
+        state_bytes=need.state,
         needed_bytes=need.with_context(CONTEXT),
         available_bytes=int(memory),
         max_tokens=need.num_tokens(memory),
@@ -273,6 +282,7 @@ def needs(model: ModelConfig, layout: Layout) -> Needs:
         kv_per_token=describe_model(model).token_bytes(layout.ranks, number_bytes, scale_bytes),
         step=_step_bytes(model, layout),
         start=_start_bytes(model, layout) if layout.integer_bits else 0,
+        state=describe_model(model).sequence_bytes(layout.ranks),
     )
 
 
@@ -331,13 +341,15 @@ def _step_bytes(model: ModelConfig, layout: Layout) -> int:
     inner = model.intermediate_size
     if architecture.of_kind("mlp", "experts")[-1].kind == "experts":
         inner = model.moe_intermediate_size * model.num_experts_per_tok
-    heads, kv_heads = architecture.heads
-    features = heads.size + 2 * kv_heads.size
+    features = max(
+        sum(weight.shape[0] for weight in layer.weights if weight.is_matrix and weight.dim == 0)
+        for layer in architecture.of_kind("attention", "delta")
+    )
     per_token = 4 * model.hidden_size + (3 * inner + 2 * features) // layout.tp
     step = DEFAULTS.max_num_batched_tokens * per_token * layout.element_bytes
     num_logits = architecture.of_kind("embedding")[0].weights[0].shape_of_rank(layout.ranks)[0]
     step += 2 * DEFAULTS.max_num_seqs * num_logits * 4
-    rope = model.rope.num_positions * model.head_dim * 4
+    rope = model.rope.num_positions * model.rotary_dim * 4
     if model.is_packed:  # the largest matrix, which is dequantized for many rows
         step += 4 * model.hidden_size * model.intermediate_size // layout.tp
     return rope + (2 * step + GPU_CONTEXT_BYTES if layout.on_gpus else step)

@@ -74,6 +74,7 @@ class RowAdded(Struct, PackedLists, array_like=True):
     sampling: dict[str, float] = {}
     seed: int = 0  # int64, key of the sampling noise
     extras: RowExtras | None = None
+    num_prompt_tokens: int = 0  # leading tokens that were not sampled
 
 
 class BatchPlan(Struct, PackedLists, array_like=True, tag="plan"):

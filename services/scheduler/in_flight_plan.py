@@ -119,6 +119,7 @@ def row_of(sequence: Sequence) -> RowAdded:
         sampling=numbers,
         seed=sequence.seed,
         extras=_extras(sequence, is_changed=not LOGITS_NUMBERS.keys().isdisjoint(numbers)),
+        num_prompt_tokens=sequence.num_prompt_tokens,
     )
 
 

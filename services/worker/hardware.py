@@ -186,7 +186,7 @@ def checked(model: Model) -> Model:
         seen.add(key)
         most = max(ROWS) if isinstance(module, VocabParallelEmbedding) else MANY_ROWS
         x = torch.randn(most, weight.shape[-1], device=weight.device)
-        x = (x * torch.randn_like(x).exp()).to(model.model.norm.weight.dtype)
+        x = (x * torch.randn_like(x).exp()).to(model.model.embed_tokens.weight.dtype)
         whole, _ = parts(_product(module, x))
         for rows in ROWS:
             some, _ = parts(_product(module, x[-rows:].contiguous()))

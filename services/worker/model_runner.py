@@ -221,7 +221,8 @@ class ModelRunner:
             return self._model(batch, self._kv_caches)  # type: ignore[no-any-return]
         num_rows, ends = batch.shape.num_rows, batch.context_lens
         starts = ends - batch.cu_seqlens_q.diff()
-        step = self.states.begin(self._buffers.states[:num_rows], starts, ends)
+        packed, prompt_ends = self._buffers.states[:num_rows], self._buffers.prompt_ends[:num_rows]
+        step = self.states.begin(packed, starts, ends, prompt_ends)
         hidden_states = self._model(batch._replace(states=step), self._kv_caches)
         self.states.end(step, self._buffers.decode_lens[:num_rows] > 0)
         return hidden_states  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     """The rows of a step: decode rows, then prefill rows, both in ascending order of slot."""
 
     record: Record
-    table: Record  # the rows of the record, [num_rows, 8]
+    table: Record  # the rows of the record, [num_rows, ROW]
     shape: BatchShape
     sampled: Integers  # indices of the rows that sample, ordered by slot, then position
 
@@ -55,7 +55,7 @@ class Changes(NamedTuple):
 
 
 def make_record(num_rows: int, changes: Changes, token_ids: list[Record]) -> tuple[Record, Record]:
-    """Return a record, and its rows to be filled, [num_rows, 8]. All other parts are filled."""
+    """Return a record, and its rows to be filled, [num_rows, ROW]. All other parts are filled."""
     parts = *changes.appended, *changes.parameters.values(), *token_ids
     num_appended = sum(map(len, changes.appended))
     num_parameters = len(changes.parameters) * PARAMETERS
@@ -86,7 +86,8 @@ class DecodingRows:
         rows[:, layout.SLOT] = rows[:, layout.SAMPLING_SLOT] = slots
         rows[:, layout.START], rows[:, layout.COUNT] = lengths - 1, 1
         rows[:, layout.FIRST], rows[:, layout.TOKEN_INDEX] = self._order, -1
-        rows[:, layout.FIRST_KEY], rows[:, layout.STATES] = lengths.cumsum() - lengths, 0
+        rows[:, layout.FIRST_KEY] = lengths.cumsum() - lengths
+        rows[:, layout.STATES] = rows[:, layout.PROMPT_END] = 0
         self._positions, self._bounds = rows[:, layout.START], rows[:, layout.FIRST_KEY]
 
     def step(self, changes: Changes, states: Integers | None) -> Rows:
@@ -220,6 +221,7 @@ class PersistentBatch:
         self._num_row_blocks = np.zeros(num_slots, np.int64)
         self._num_prefill_tokens = np.zeros(num_slots, np.int64)
         self._num_computed = np.zeros(num_slots, np.int64)
+        self._prompt_ends = np.zeros(num_slots, np.int64)
         self.num_state_blocks = num_state_blocks
         # state blocks that a row's next step reads and writes
         self._states = np.full((num_slots, 2), -1, np.int64)
@@ -266,7 +268,8 @@ class PersistentBatch:
     def advance(self, chunks: bytes, drafts: bytes = b"") -> Rows | None:
         """Return the rows of the next step, and count them as computed; None without rows.
 
-        Each token of a draft becomes a row. A chunk of one token becomes a decode row. Raises
+        Each token of a draft becomes a row. A chunk of one token becomes a decode row, unless the
+        model has recurrent state, which computes prompts in another order of arithmetic. Raises
         ValueError for an invalid plan. chunks, drafts: as in `BatchPlan`.
         """
         if not chunks and not drafts:
@@ -275,7 +278,8 @@ class PersistentBatch:
         prefilling, lengths = integers(chunks).reshape(-1, 2).T
         self._check_chunks(prefilling, lengths)
         decoding = self._decoding(drafts)
-        if (is_single := lengths == 1).any():  # decode rows are faster
+        is_single = lengths == 1
+        if is_single.any() and not self.num_state_blocks:  # decode rows are faster
             decoding = merged(decoding, [self._single(prefilling[is_single])])
             prefilling, lengths = prefilling[~is_single], lengths[~is_single]
         order = np.argsort(prefilling)
@@ -346,10 +350,14 @@ class PersistentBatch:
                 f"slot {slot}: got {row.num_computed_tokens} computed of {len(token_ids)} tokens, "
                 f"expected fewer, and room in {len(block_ids)} blocks of {self.block_size}"
             )
+        if not 0 <= row.num_prompt_tokens <= len(token_ids):
+            found = f"got {row.num_prompt_tokens}, expected 0 to {len(token_ids)}"
+            raise ValueError(f"prompt tokens of slot {slot}: {found}")
         check_range(f"token id of slot {slot}", token_ids, self.vocab_size)
         self._active[slot] = True
         self._num_prefill_tokens[slot] = len(token_ids)
         self._num_computed[slot] = row.num_computed_tokens
+        self._prompt_ends[slot] = row.num_prompt_tokens
         self._is_paused[slot] = False
         self._num_row_blocks[slot] = 0
         self._states[slot] = -1
@@ -384,6 +392,7 @@ class PersistentBatch:
         record, rows = make_record(len(slots), self._changes, [explicit_ids, *prefilled])
         states = self._take_states(slots)
         rows[:, layout.SLOT], rows[:, layout.STATES] = slots, 0 if states is None else states
+        rows[:, layout.PROMPT_END] = self._prompt_ends[slots]
         rows[:, layout.START] = ends - counts
         rows[:, layout.COUNT] = counts
         rows[:, layout.FIRST] = np.cumsum(counts) - counts

@@ -1,4 +1,4 @@
-"""A model with recurrent state in a real pipeline: workers and scheduler are killed."""
+"""Models with recurrent state in a real pipeline: workers and scheduler are killed."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -7,10 +7,11 @@ from random import Random
 
 import pytest
 
+from tests.models.hybrid import save_hybrid
 from tests.models.toy import site
 from tests.models.toy.family import registered
 from tests.models.toy.model import save_checkpoint
-from tests.models.toy.plain import generate
+from tests.models.toy.test_state import plain
 from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.chaos
@@ -20,6 +21,7 @@ OPTIONS = {
     "plain": ["--block-size", "16"],
     "spare": ["--block-size", "16", "--spare-workers", "1", "--speculative-method", "ngram"],
     "ranks": ["--block-size", "16", "--tp", "2"],
+    "Qwen3.5": ["--block-size", "16", "--spare-workers", "1", "--speculative-method", "ngram"],
 }
 
 
@@ -29,9 +31,18 @@ def families() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", params=OPTIONS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("toy"))
+def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    if name != "Qwen3.5":
+        return save_checkpoint(folder)
+    save_hybrid(folder, is_multimodal=True)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +54,20 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    return [generate(folder, prompt, NUM_OUT) for prompt in prompts]
+    return plain(folder, prompts, NUM_OUT)
 
 
-@pytest.fixture(scope="module", params=OPTIONS)
+@pytest.fixture(scope="module")
 def served(
     folder: Path,
+    name: str,
     pipeline: Callable[..., Pipeline],  # noqa: F811
-    request: pytest.FixtureRequest,
 ) -> Pipeline:
     """Start a pipeline whose processes know the toy family."""
     root = str(Path(__file__).parents[2])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([*site.__path__, root]))
-        return pipeline("--model", str(folder), "--max-deaths", "100", *OPTIONS[request.param])
+        return pipeline("--model", str(folder), "--max-deaths", "100", *OPTIONS[name])
 
 
 @pytest.mark.parametrize("victim", ["worker.1", "scheduler.1", "both"])

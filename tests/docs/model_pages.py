@@ -4,7 +4,7 @@ import msgspec
 
 from penstock.launch.extras.models import CONTEXT, Layout, needs
 from penstock.models.architecture import describe
-from penstock.protocol.checkpoint import ModelConfig, ModelError, quantized
+from penstock.protocol.checkpoint import ModelConfig, ModelError, quantized, text_fields
 from penstock.protocol.config import Config
 from tests.docs.markdown import page, table
 from tests.models.published import PUBLISHED
@@ -24,12 +24,13 @@ GPUS = {
 MODELS = (
     *("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B"),
     *("Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen3-Coder-480B-A35B-Instruct"),
+    *("Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.8-27B", "Qwen3.6-35B-A3B", "Qwen3-Coder-Next"),
 )
 GENERATIONS = (
     "Qwen3, also 2507, Coder, Embedding, Reranker and Guard-Gen | yes",
-    "Qwen3.5, Qwen3.6, Qwen3.8 | not yet: three of four layers have linear attention",
-    "Qwen3-Next, Qwen3-Coder-Next | not yet: linear attention, too",
-    "Qwen4 (`qwen4_exp`) | not yet: linear and sparse attention",
+    "Qwen3.5, Qwen3.6, Qwen3.8 | yes, their text part, without multi-token prediction yet",
+    "Qwen3-Next, Qwen3-Coder-Next | yes, without multi-token prediction yet",
+    "Qwen4 (`qwen4_exp`) | not yet: sparse attention",
     "Qwen3-VL, Qwen3-Omni | no: they take images or audio",
     "Qwen2.5 and older, QwQ | no",
 )
@@ -37,7 +38,8 @@ GENERATIONS = (
 
 def config_of(name: str) -> ModelConfig:
     """Return the configuration of a published model, as it is read from `config.json`."""
-    given = {key: value for key, value in PUBLISHED[name].config.items() if value is not None}
+    given = text_fields(PUBLISHED[name].config)
+    given = {key: value for key, value in given.items() if value is not None}
     return msgspec.convert(given, ModelConfig)
 
 
@@ -125,7 +127,7 @@ def _why(refusal: str) -> str:
     for word, reason in (
         ("MLX", "weights in MLX: use the FP8 checkpoint of the same model"),
         ("GGUF", "a repository of GGUF files: give the path of one downloaded file"),
-        ("linear", "linear attention: not yet"),
+        ("Qwen4", "sparse attention: not yet"),
         ("older", "an older generation: use Qwen3"),
         ("images", "takes images or audio"),
         ("classifier", "a classifier of tokens: use Qwen3Guard-Gen"),

@@ -6,9 +6,10 @@ from random import Random
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from penstock.models.model import Model
+from penstock.models.random_checkpoint import make_checkpoint, shape_of
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
 from tests.engine import Engine
@@ -18,12 +19,15 @@ pytestmark = pytest.mark.gpu
 NUM_DECODED = 6
 
 
-@pytest.fixture(scope="module", params=["demo", "0.6B"])
+@pytest.fixture(scope="module", params=["demo", "0.6B", "3.5-0.8B", "3.5-35B-A3B"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "demo":
         return Config().model_folder
     path = tmp_path_factory.mktemp("random")
-    save_small(path)
+    if request.param == "0.6B":
+        save_small(path)
+    else:
+        make_checkpoint(path, shape_of(request.param) | {"num_hidden_layers": 4})
     return path
 
 
@@ -48,7 +52,7 @@ def relative_error(ours: Tensor, reference: Tensor) -> float:
 
 def reference_logits(folder: Path, texts: list[list[int]], dtype: torch.dtype) -> list[Tensor]:
     """Return the logits of the last NUM_DECODED + 1 tokens of each text."""
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=dtype).eval().cuda()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().cuda()
     logits = []
     with torch.inference_mode():
         for text in texts:

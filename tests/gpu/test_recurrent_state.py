@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from tests.models.hybrid import EXPERTS, save_hybrid
 from tests.models.toy.family import registered
 from tests.models.toy.model import save_checkpoint
 from tests.models.toy.test_state import engine_of, outputs
@@ -18,6 +19,22 @@ OPTIONS = {"device": "cuda", "deterministic": True, "enable_cuda_graphs": False,
 def families() -> Iterator[None]:
     with registered():
         yield
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", [{}, EXPERTS])
+def test_the_tokens_of_a_plain_run_of_qwen3_5(tmp_path: Path, experts: dict[str, int]) -> None:
+    shape = {"hidden_size": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    save_hybrid(tmp_path, head_dim=256, **shape, **experts)
+    random = Random(1)
+    shared = [random.randrange(1, 264) for _ in range(300)]
+    prompts = [shared[:n] for n in (1, 127, 128, 129, 300)]
+    prompts += [[*shared[:150], *shared[:20] * 3], shared[:20] * 5]
+    expected = outputs(engine_of(tmp_path, enable_prefix_caching=False, **OPTIONS), prompts)
+    drafts = {"speculative_method": "ngram", "num_blocks": 8}
+    engine = engine_of(tmp_path, max_num_seqs=6, max_num_batched_tokens=140, **OPTIONS | drafts)
+    for _ in range(2):
+        assert outputs(engine, prompts) == expected
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from penstock.kernels.matrices import FP8, Quantized
 from penstock.kernels.packed.matrices import Packed
 
 HEAD_DIM = 128
+WIDE_HEAD = 256  # of Qwen3.5
 HIDDEN = 5120
 EXPERTS, TOP_K = 128, 8
 VOCABULARY = 151936
@@ -73,6 +74,9 @@ def _all(is_fp8: bool) -> None:
         decode(*heads, rows, is_fp8)
     for block_size, tile_size in product((16, 128), (64, 128)):
         _prefill(block_size, tile_size, is_fp8)
+        _prefill(block_size, tile_size, is_fp8, WIDE_HEAD)
+    for rows in (16, 64, 256):
+        decode(24, 4, 128, rows, is_fp8, head_dim=WIDE_HEAD)
     for tokens in MOE_TOKENS:
         _experts(tokens, is_fp8)
     for rows in (16, 64, 512) if is_fp8 else ():
@@ -103,27 +107,33 @@ def _packed(bits: int, group: int, rows: int) -> None:
     experts(x, torch.empty(len(x), EXPERTS), gate_up, down, TOP_K, True, residual=x)
 
 
-def cache_of(block_size: int, kv_heads: int, is_fp8: bool) -> Any:
+def cache_of(block_size: int, kv_heads: int, is_fp8: bool, head_dim: int = HEAD_DIM) -> Any:
     from penstock.kernels.layouts.kv_cache import KVCache
 
-    shape = 64, block_size, kv_heads, HEAD_DIM
+    shape = 64, block_size, kv_heads, head_dim
     k, v = (torch.empty(shape, dtype=FP8 if is_fp8 else activations) for _ in range(2))
     scales = torch.empty(64, kv_heads, block_size), torch.empty(64, kv_heads, block_size)
     return KVCache(k, v, scales if is_fp8 else None)
 
 
 def decode(
-    heads: int, kv_heads: int, block_size: int, rows: int, is_fp8: bool, kind: Any = None
+    heads: int,
+    kv_heads: int,
+    block_size: int,
+    rows: int,
+    is_fp8: bool,
+    kind: Any = None,
+    head_dim: int = HEAD_DIM,
 ) -> None:
     from penstock.kernels.attention.triton_decode import DecodeAttention
 
-    sizes = 256, heads, kv_heads, HEAD_DIM, block_size
+    sizes = 256, heads, kv_heads, head_dim, block_size
     attention = (kind or DecodeAttention)(*sizes, "meta", is_fp8=is_fp8)
-    lengths, q = ints(rows), numbers(rows, heads, HEAD_DIM)
+    lengths, q = ints(rows), numbers(rows, heads, head_dim)
     attention.plan(lengths)
     attention(
         q,
-        cache_of(block_size, kv_heads, is_fp8),
+        cache_of(block_size, kv_heads, is_fp8, head_dim),
         context_lens=lengths,
         block_tables=ints(rows, 64),
         scale=0.1,
@@ -131,13 +141,13 @@ def decode(
     )
 
 
-def _prefill(block_size: int, tile_size: int, is_fp8: bool) -> None:
+def _prefill(block_size: int, tile_size: int, is_fp8: bool, head_dim: int = HEAD_DIM) -> None:
     from penstock.kernels.attention.triton_prefill import prefill_attention
 
-    q = numbers(4096, 32, HEAD_DIM)
+    q = numbers(4096, 32, head_dim)
     prefill_attention(
         q,
-        cache_of(block_size, 8, is_fp8),
+        cache_of(block_size, 8, is_fp8, head_dim),
         tiles=ints(64, 2),
         tile_size=tile_size,
         cu_seqlens_q=ints(5),
@@ -155,6 +165,10 @@ def _rope(is_fp8: bool) -> None:
     step = torch.empty(4096, HEAD_DIM), longs(64), longs(64)
     qkv, cache = numbers(64, 48 * HEAD_DIM), cache_of(128, 8, is_fp8)
     qk_norm_rope_store(qkv, weights, *step, cache, 1e-6)
+    wide = torch.empty(WIDE_HEAD), torch.empty(WIDE_HEAD)
+    step = torch.empty(4096, WIDE_HEAD // 4), longs(64), longs(64)
+    qkv, cache = numbers(64, 56 * WIDE_HEAD), cache_of(128, 4, is_fp8, WIDE_HEAD)
+    qk_norm_rope_store(qkv, wide, *step, cache, 1e-6, gated=True)
 
 
 def weight_of(is_fp8: bool, *shape: int) -> Tensor | Quantized:

@@ -72,7 +72,7 @@ def save_checkpoint(folder: Path, max_shard_size: str = "1GB", **shape: object) 
     return copy.deepcopy(saved.model)
 
 
-_made_folders: list[Path] = []
+made_folders: list[Path] = []
 
 
 @functools.cache
@@ -89,7 +89,7 @@ def _made(shape_json: str, max_shard_size: str, device: str) -> Saved:
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
     folder = Path(tempfile.mkdtemp())
-    _made_folders.append(folder)
+    made_folders.append(folder)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     shutil.copy(Config().model_folder / "tokenizer.json", folder)
     return Saved(folder, model.cpu(), torch.get_rng_state())
@@ -112,9 +112,9 @@ def check_tensors(folder: Path) -> None:
 
 def remove_made() -> None:
     """Remove the folders of all checkpoints that this process has made."""
-    for folder in _made_folders:
+    for folder in made_folders:
         shutil.rmtree(folder)
-    _made_folders.clear()
+    made_folders.clear()
     _made.cache_clear()
 
 

@@ -10,6 +10,8 @@ from penstock.kernels.attention.backends import TorchAttention
 from penstock.kernels.cpu.llvm_decoder import KEYS
 from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
+from penstock.kernels.layouts.states import States, StateStep, pack_states
+from penstock.models.architecture import Ranks, describe
 from penstock.models.compiled import CompiledDecoder
 from penstock.models.model import Model
 from penstock.models.parallel import with_integers
@@ -38,8 +40,9 @@ def load_model(
     choices = expert_parallel, quantize_lm_head
     with with_integers() if keeps_integers else contextlib.nullcontext():
         model = Model(config, tp or TensorParallel(), attention, num_positions, *choices)
+    model.config = config
     load_weights(model, folder, lambda: None, config.weight_format)
-    if is_compiled and not config.fp8 and config.head_dim % KEYS == 0:
+    if is_compiled and not (config.fp8 or config.is_hybrid) and config.head_dim % KEYS == 0:
         model.compiled = CompiledDecoder(model, config)
     return model
 
@@ -47,11 +50,12 @@ def load_model(
 @torch.inference_mode()
 def prefill_logits(model: Model, prompts: list[list[int]], block_size: int = 16) -> Tensor | None:
     """Return the logits after every token of prompts, in one step; None except on rank 0."""
-    attention = model.model.layers[0].self_attn
+    attentions = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
+    attention = attentions[0]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     max_blocks = -(-int(lengths.max()) // block_size)
     tables = torch.randperm(len(prompts) * max_blocks).view(len(prompts), -1)
-    shape = (len(model.model.layers), 2, tables.numel(), block_size, attention.num_kv_heads)
+    shape = (len(attentions), 2, tables.numel(), block_size, attention.num_kv_heads)
     positions = torch.cat([torch.arange(length) for length in lengths])
     rows = torch.arange(len(prompts)).repeat_interleave(lengths)
     longest = int(lengths.max())
@@ -66,10 +70,37 @@ def prefill_logits(model: Model, prompts: list[list[int]], block_size: int = 16)
         decode_lens=torch.empty(0),
         tiles=torch.empty(0),
         block_tables=tables.int(),
+        states=_fresh_states(model, lengths),
     )
     kv_cache = torch.zeros(*shape, attention.q_norm.weight.shape[0])
     hidden_states = model(step, [KVCache(*layer) for layer in kv_cache])
     return model.head.join(model.compute_logits(hidden_states))
+
+
+def _fresh_states(model: Model, lengths: Tensor) -> StateStep | None:
+    """Return state blocks for a step of whole prompts; None without recurrent state."""
+    if not any(hasattr(layer, "linear_attn") for layer in model.model.layers):
+        return None
+    states = allocate_states(model, len(lengths))
+    rows = torch.arange(len(lengths), dtype=torch.int32)
+    packed = pack_states(torch.full_like(rows, -1), rows)
+    return states.begin(packed, torch.zeros_like(lengths), lengths, lengths)
+
+
+def allocate_states(model: Model, num_blocks: int) -> States:
+    """Return state blocks of a rank, filled with NaN."""
+    layers = describe(model.config).state_layers
+    ranks = Ranks(model.tp.size, model.tp.rank)
+    return States(
+        torch.zeros(num_blocks + 1, 2, dtype=torch.int32),
+        [
+            [
+                torch.full((num_blocks + 1, *state.shape_of_rank(ranks)), torch.nan)
+                for state in layer.state
+            ]
+            for layer in layers
+        ],
+    )
 
 
 def random_prompts(vocab_size: int, *lengths: int) -> list[list[int]]:

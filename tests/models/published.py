@@ -64,17 +64,35 @@ NEXT = {
     "full_attention_interval": 4,
     "head_dim": 256,
     "linear_num_value_heads": 32,
+    "num_attention_heads": 16,
     "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
     "partial_rotary_factor": 0.25,
+    "shared_expert_intermediate_size": 512,
 }
-HYBRID = {
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_size": 5120,
-    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16,
-    "num_hidden_layers": 64,
+HYBRIDS = {
+    # hidden_size, intermediate_size, layers, heads, KV heads, linear value heads, whether the head
+    # is the embedding
+    "0.8B": (1024, 3584, 24, 8, 2, 16, True),
+    "4B": (2560, 9216, 32, 16, 4, 32, True),
+    "9B": (4096, 12288, 32, 16, 4, 32, False),
+    "27B": (5120, 17408, 64, 24, 4, 48, False),
+    "35B-A3B": (2048, None, 40, 16, 2, 32, False),
 }
-"""of Qwen3.8-27B"""
+HYBRID_EXPERTS = {
+    "moe_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "shared_expert_intermediate_size": 512,
+}
+"""of 35B-A3B"""
+UNQUANTIZED = (
+    *("linear_attn.conv1d", "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
+    *("mlp.gate", "mlp.shared_expert_gate"),
+)
+"""modules of the layers"""
 
 
 class Published(NamedTuple):
@@ -158,6 +176,72 @@ def multimodal(architecture: str, inner: str, text: dict[str, Any]) -> dict[str,
     return {"architectures": [architecture], inner: nested, "vision_config": {"depth": 24}}
 
 
+def hybrid(size: str) -> dict[str, Any]:
+    """Return the `config.json` of Qwen3.5, 3.6 or 3.8: a multimodal model."""
+    hidden, inner, layers, heads, kv_heads, value_heads, is_tied = HYBRIDS[size]
+    text = {
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": 248_044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * (layers // 4),
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262_144,
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "output_gate_type": "swish",
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10_000_000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": is_tied,
+        "vocab_size": 248_320,
+    }
+    experts = {} if inner else HYBRID_EXPERTS
+    text |= experts or {"intermediate_size": inner}
+    family = "Qwen3_5Moe" if experts else "Qwen3_5"
+    architecture = f"{family}ForConditionalGeneration"
+    return multimodal(architecture, "text_config", text) | {"tie_word_embeddings": is_tied}
+
+
+def _hybrid_models() -> dict[str, Published]:
+    """Return models with linear attention."""
+    note = "text only"
+    models = {f"Qwen3.5-{size}": Published(hybrid(size), note=note) for size in HYBRIDS}
+    for name in ("3.5-27B", "3.6-27B", "3.8-27B", "3.5-35B-A3B", "3.6-35B-A3B"):
+        config = hybrid(name.partition("-")[2])
+        models[f"Qwen{name}"] = Published(config, note=note)
+        kept = [
+            f"model.language_model.layers.{layer}.{module}"
+            for layer in range(config["text_config"]["num_hidden_layers"])
+            for module in UNQUANTIZED
+        ]
+        fp8 = FP8 | {"modules_to_not_convert": ["lm_head", "model.visual", "mtp.fc", *kept]}
+        models[f"Qwen{name}-FP8"] = Published(quantized(config, fp8), note=note)
+    for name in ("Next-80B-A3B-Instruct", "Next-80B-A3B-Thinking", "Coder-Next"):
+        config = sparse("30B-A3B", **LONG_SPARSE) | NEXT
+        models[f"Qwen3-{name}"] = Published(config)
+        models[f"Qwen3-{name}-FP8"] = Published(quantized(config, FP8))
+    return models
+
+
 def _dense_models() -> dict[str, Published]:
     models = {}
     for size in DENSE:
@@ -193,7 +277,7 @@ def _sparse_models() -> dict[str, Published]:
     return models
 
 
-ARCHITECTURE = "architectures: got .*, expected Qwen3ForCausalLM or Qwen3MoeForCausalLM"
+ARCHITECTURE = "architectures: got .*, expected Qwen3ForCausalLM or Qwen3MoeForCausalLM or .*"
 
 
 def _judges() -> dict[str, Published]:
@@ -223,19 +307,10 @@ def _judges() -> dict[str, Published]:
 
 
 def _other_generations() -> dict[str, Published]:
-    """Return later models, whose layers have linear attention, and older ones."""
-    linear = f"{ARCHITECTURE}; .*linear attention"
+    """Return later models, and older ones."""
     models = {}
-    for name in ("Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.8-27B"):
-        models[name] = Published(
-            multimodal("Qwen3_5ForConditionalGeneration", "text_config", HYBRID), refusal=linear
-        )
-    models["Qwen3.5-35B-A3B"] = Published(
-        multimodal("Qwen3_5MoeForConditionalGeneration", "text_config", HYBRID), refusal=linear
-    )
-    models["(Qwen4, `qwen4_exp`)"] = Published(
-        multimodal("Qwen4ExpForConditionalGeneration", "text_config", HYBRID), refusal=linear
-    )
+    later = multimodal("Qwen4ExpForConditionalGeneration", "text_config", hybrid("27B"))
+    models["(Qwen4, `qwen4_exp`)"] = Published(later, refusal=f"{ARCHITECTURE}; Qwen4, .*sparse")
     older = {"Qwen2.5-7B-Instruct": "Qwen2", "QwQ-32B": "Qwen2", "Qwen1.5-MoE-A2.7B": "Qwen2Moe"}
     for name, family in older.items():
         models[name] = Published(
@@ -247,19 +322,8 @@ def _other_generations() -> dict[str, Published]:
 
 def _others() -> dict[str, Published]:
     """Return what generates text in another way, or no text."""
-    linear = f"{ARCHITECTURE}; .*linear attention"
     images = f"{ARCHITECTURE}; .*images"
-    models = {
-        name: Published(sparse("30B-A3B", **LONG_SPARSE) | NEXT, refusal=linear)
-        for name in (
-            "Qwen3-Next-80B-A3B-Instruct",
-            "Qwen3-Next-80B-A3B-Thinking",
-            "Qwen3-Coder-Next",
-        )
-    }
-    for name in list(models):
-        models[f"{name}-FP8"] = Published(quantized(models[name].config, FP8), refusal=linear)
-    models |= _other_generations()
+    models = _other_generations()
     for size in ("2B", "4B", "8B", "32B"):
         text = dense("1.7B" if size == "2B" else size, **LONG)
         models[f"Qwen3-VL-{size}-Instruct"] = Published(
@@ -295,4 +359,4 @@ def _others() -> dict[str, Published]:
     return models
 
 
-PUBLISHED = _dense_models() | _sparse_models() | _judges() | _others()
+PUBLISHED = _dense_models() | _sparse_models() | _hybrid_models() | _judges() | _others()

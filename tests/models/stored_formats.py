@@ -253,7 +253,8 @@ def quantize_checkpoint(
 def quantize_checkpoint_in_blocks(folder: Path) -> dict[str, Tensor]:
     """Rewrite a checkpoint in e4m3 with scales of blocks and return what its products stand for."""
     tensors, dense = load_file(folder / SINGLE_FILE), {}
-    for name in [name for name in tensors if "_proj.weight" in name]:
+    stored = re.compile(r"_proj(_qkvz?|_z)?\.weight$")
+    for name in filter(stored.search, list(tensors)):
         blocks = quantize_blocks(tensors[name])
         tensors[name], tensors[name + SCALES] = blocks.values, blocks.scale
         dense[name] = blocks.dequantized()

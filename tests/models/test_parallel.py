@@ -19,6 +19,8 @@ from penstock.models.parallel import RowParallelLinear
 from penstock.models.tensor_parallel import TensorParallel
 from tests.models.checkpoints import EXPERTS, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
+from tests.models.hybrid import EXPERTS as HYBRID_EXPERTS
+from tests.models.hybrid import save_hybrid
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {
@@ -28,6 +30,16 @@ SHAPES = {
     "few-kv-heads": {"num_key_value_heads": 2},
     "experts": EXPERTS,
     "odd-tied": {"vocab_size": 1001, "tie_word_embeddings": True, "head_dim": 32},
+}
+HYBRIDS = {
+    "Qwen3.5": {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_key_value_heads": 1},
+    "Qwen3.5-experts": {"linear_num_key_heads": 4, **HYBRID_EXPERTS},
+    "Qwen3-Next": {
+        "family": "Next",
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        **HYBRID_EXPERTS,
+    },
 }
 
 
@@ -40,9 +52,10 @@ def free_rendezvous() -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_logits_are_those_of_one_rank(tmp_path: Path, size: int) -> None:
-    folders = [str(tmp_path / name) for name in SHAPES]
-    for folder, shape in zip(folders, SHAPES.values(), strict=True):
-        save_checkpoint(Path(folder), **shape)
+    shapes = SHAPES | HYBRIDS
+    folders = [str(tmp_path / name) for name in shapes]
+    for folder, (name, shape) in zip(folders, shapes.items(), strict=True):
+        (save_hybrid if name in HYBRIDS else save_checkpoint)(Path(folder), **shape)
     rendezvous, out = free_rendezvous(), str(tmp_path / "logits")
     command = [sys.executable, "-m", "tests.models.tp_rank"]
     ranks = [
@@ -51,7 +64,7 @@ def test_logits_are_those_of_one_rank(tmp_path: Path, size: int) -> None:
     ]
     assert [rank.wait(timeout=120) for rank in ranks] == [0] * size
     logits = load_file(out)
-    for folder, shape in zip(folders, SHAPES.values(), strict=True):
+    for folder, shape in zip(folders, shapes.values(), strict=True):
         prompts = random_prompts(shape.get("vocab_size", 264), 1, 30, 140)
         expected = prefill_logits(load_model(Path(folder)), prompts)
         for name in (folder, f"{folder}-ep") if "num_experts" in shape else (folder,):

@@ -1,5 +1,6 @@
 """Every published checkpoint of the Qwen3 family, with shrunken sizes and random weights."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,15 @@ from transformers import PreTrainedModel
 
 from penstock.kernels.packed.matrices import Integers
 from penstock.models.weights import SINGLE_FILE
-from penstock.protocol.checkpoint import ModelError, read_model_config
+from penstock.protocol.checkpoint import (
+    HYBRID_ARCHITECTURES,
+    ModelError,
+    read_model_config,
+    text_fields,
+)
 from tests.models.checkpoints import check_tensors, save_checkpoint
 from tests.models.forward import load_model, prefill_logits, random_prompts
+from tests.models.hybrid import save_hybrid, split_experts
 from tests.models.published import PUBLISHED, Published
 from tests.models.stored_formats import quantize_checkpoint, quantize_checkpoint_in_blocks
 
@@ -32,6 +39,7 @@ MAX_PACKED_ERROR = 0.04
 
 def shrunken(config: dict[str, Any]) -> dict[str, Any]:
     """Return the sizes that differ from the published ones."""
+    is_quantized, config = "quantization_config" in config, text_fields(config)
     kv_heads = 2
     sizes = {
         "vocab_size": 264,
@@ -45,10 +53,22 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
     }
     if "num_experts" in config:
         sizes |= {"num_experts": 16, "moe_intermediate_size": 40}
-    if "quantization_config" in config:  # whole blocks, as the published ones have
-        blocks = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+    if is_hybrid(config):
+        per_key = config["linear_num_value_heads"] // config.get("linear_num_key_heads", 16)
+        sizes |= {"num_hidden_layers": 4, "linear_num_key_heads": 2}
+        sizes["linear_num_value_heads"] = 2 * per_key
+        sizes |= {"layer_types": config["layer_types"][:4]} if "layer_types" in config else {}
+        if "num_experts" in config:
+            sizes["shared_expert_intermediate_size"] = 48
+    if is_quantized:  # whole blocks, as the published ones have
+        inner = "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"
+        blocks = {"hidden_size": 128, **dict.fromkeys(inner, 128), "intermediate_size": 256}
         sizes |= {name: size for name, size in blocks.items() if name in sizes}
     return sizes
+
+
+def is_hybrid(config: dict[str, Any]) -> bool:
+    return not set(HYBRID_ARCHITECTURES).isdisjoint(config.get("architectures") or ())
 
 
 def distinct() -> list[str]:
@@ -56,29 +76,48 @@ def distinct() -> list[str]:
     first: dict[str, str] = {}
     for name, one in PUBLISHED.items():
         if not one.refusal:
-            first.setdefault(repr((one.config | shrunken(one.config), one.files)), name)
+            first.setdefault(repr((resized(one.config), one.files)), name)
     return list(first.values())
+
+
+def resized(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the `config.json` with shrunken sizes."""
+    sizes = shrunken(config)
+    if "text_config" in config and is_hybrid(config):
+        return config | {"text_config": config["text_config"] | sizes}
+    return config | sizes
 
 
 def quick() -> set[str]:
     """Return checkpoints of which the others differ only in the ratio of heads or in RoPE."""
     first: dict[str, str] = {}
     for name in distinct():
-        config, files = PUBLISHED[name].config, PUBLISHED[name].files
+        config, files = text_fields(PUBLISHED[name].config), PUBLISHED[name].files
         kind = [config.get(field) for field in ("architectures", "tie_word_embeddings")]
-        first.setdefault(repr((kind, config.get("quantization_config"), files)), name)
+        method = (config.get("quantization_config") or {}).get("quant_method")
+        first.setdefault(repr((kind, method, files)), name)
     return set(first.values())
 
 
 def write(folder: Path, model: Published) -> PreTrainedModel:
     """Write the checkpoint as published, except for its sizes; return transformers' model of it."""
-    sizes = shrunken(model.config)
-    kept = {name: model.config[name] for name in KEPT if name in model.config}
+    sizes, config = shrunken(model.config), text_fields(model.config)
+    kept = {name: config[name] for name in KEPT if name in config}
     kept |= {"tie_word_embeddings": True} if "modules.json" in model.files else {}
-    reference = save_checkpoint(folder, **kept, head_dim=model.config["head_dim"], **sizes)
+    kept["head_dim"] = config["head_dim"]
+    if is_hybrid(model.config):
+        kept |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+        is_next = config["model_type"] == "qwen3_next"
+        own = {"family": "Next", "rope_theta": config["rope_theta"]} if is_next else {}
+        own |= {"rope_parameters": config["rope_parameters"]} if not is_next else {}
+        is_multimodal = "text_config" in model.config
+        reference = copy.deepcopy(save_hybrid(folder, is_multimodal, **kept | sizes | own))
+        split_experts(folder)
+    else:
+        reference = save_checkpoint(folder, **kept, **sizes)
     if "quantization_config" in model.config:
         _quantize(folder, reference, model.config["quantization_config"])
-    (folder / "config.json").write_text(json.dumps(model.config | sizes))
+    (folder / "config.json").write_text(json.dumps(resized(model.config)))
     for file, content in model.files.items():
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_text(content)

@@ -17,7 +17,13 @@ from penstock.launch.bench.commands import SIZES
 from penstock.launch.commands.cli import main
 from penstock.models import random_checkpoint
 from penstock.models.architecture import describe
-from penstock.models.random_checkpoint import DENSE, VOCAB_SIZE, make_checkpoint, shape_of
+from penstock.models.random_checkpoint import (
+    DENSE,
+    HYBRID,
+    VOCAB_SIZE,
+    make_checkpoint,
+    shape_of,
+)
 from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.tokenizer_file import read_eos_token_ids
 from tests.models.forward import load_model, prefill_logits
@@ -75,6 +81,8 @@ quick = pytest.mark.usefixtures("checkpoint", "_without_a_tokenizer")
         ("14B", 14_768_307_200),
         ("32B", 32_762_123_264),
         ("30B-A3B", 30_532_122_624),
+        # 55,562,855,904 bytes published, less the vision part and multi-token prediction
+        ("3.5-27B", 55_562_855_904 // 2 - 460_730_096 - 424_699_392),
     ],
 )
 def test_shapes_have_as_many_parameters_as_published(
@@ -83,7 +91,7 @@ def test_shapes_have_as_many_parameters_as_published(
     (tmp_path / "config.json").write_text(json.dumps(shape_of(size)))
     tensors = describe(read_model_config(tmp_path)).tensors()
     assert sum(torch.Size(shape).numel() for _, shape, _ in tensors) == num_parameters
-    assert tuple(DENSE) == SIZES
+    assert (*DENSE, *HYBRID) == SIZES
 
 
 @pytest.mark.slow
@@ -96,6 +104,18 @@ def test_transformers_computes_the_same_of_it(checkpoint: Path) -> None:
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0]
     found = prefill_logits(load_model(checkpoint), [PROMPT])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@quick
+@pytest.mark.slow
+def test_transformers_computes_the_same_of_a_hybrid_one(tmp_path: Path) -> None:
+    shape = shape_of("3.5-35B-A3B") | TINY | {"num_hidden_layers": 4, "num_experts": 16}
+    make_checkpoint(tmp_path, shape | {"linear_num_value_heads": 32}, "float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    found = prefill_logits(load_model(tmp_path), [PROMPT])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -89,6 +89,7 @@ class BlockManager:
             return False
         num_tokens = len(sequence.token_ids)
         num_matchable = (num_tokens - 1) // self.block_size  # one token is always computed
+        num_matchable = min(num_matchable, self._num_publishable(sequence, num_tokens))
         if sequence.needs_prompt_logprobs:
             num_matchable = 0  # prompt logprobs are computed with the prompt
         full_blocks = self._full_blocks(sequence, num_matchable)
@@ -204,9 +205,9 @@ class BlockManager:
         Called once per token.
         """
         num_computed = len(sequence.token_ids)
-        if num_computed // self.block_size > sequence.num_published_blocks:
+        if self._num_publishable(sequence, num_computed) > sequence.num_published_blocks:
             self.pool.confirm(self.publish(sequence, num_computed))
-        elif self.records:
+        elif self.records and not self.states:
             if place := sequence.record_place:
                 self.records.tokens[place] = sequence.token_ids[-1] + 1
                 sequence.record_place = place + 1
@@ -221,7 +222,7 @@ class BlockManager:
         index, num_tokens = divmod(num_computed, self.block_size)
         table = sequence.block_table
         is_next = index == sequence.num_published_blocks and index < len(table)
-        if self.records and num_tokens and is_next:
+        if self.records and num_tokens and is_next and not self.states:
             before = self.pool.hash_block(self._hash_before(sequence, index), b"")
             token_ids = sequence.token_ids[num_computed - num_tokens : num_computed]
             self.records.write_tail(table[index], sequence.published_content, before, token_ids)
@@ -232,6 +233,16 @@ class BlockManager:
         full_blocks = self._full_blocks(sequence, num_blocks)
         return full_blocks[-1][0] if full_blocks else hash_root(sequence.cache_salt)
 
+    def _num_publishable(self, sequence: Sequence, num_computed: int) -> int:
+        """Return the number of full blocks that other sequences may have.
+
+        A model with recurrent state computes sampled tokens in another order of arithmetic than the
+        tokens of a prompt. So their KV has other bits, and stays with its sequence.
+        """
+        if self.states:
+            num_computed = min(num_computed, sequence.num_prompt_tokens)
+        return num_computed // self.block_size
+
     def publish(self, sequence: Sequence, num_computed: int) -> list[tuple[int, int]]:
         """Publish all full blocks whose tokens are known and computed by the plans so far.
 
@@ -240,7 +251,7 @@ class BlockManager:
         The plan that is being built counts, because plans run in order. A sequence that was
         preempted meanwhile has no blocks, so nothing is published.
         """
-        num_full = min(num_computed // self.block_size, len(sequence.block_table))
+        num_full = min(self._num_publishable(sequence, num_computed), len(sequence.block_table))
         full_blocks = self._full_blocks(sequence, num_full)
         published: list[tuple[int, int]] = []
         for index in range(sequence.num_published_blocks, len(full_blocks)):

@@ -55,7 +55,7 @@ class StateBlocks:
         """Let a sequence begin at the checkpoint after `full_blocks`, or with a state of zeros.
 
         The sequence will leave checkpoints where its prefix leaves the `num_seen` tokens that are
-        already in the cache, and before its last token.
+        already in the cache, and at the end of its prompt, before its last token.
         """
         self._num_sequences += 1
         block = self._find(full_blocks[-1][0]) if full_blocks else NONE
@@ -63,7 +63,8 @@ class StateBlocks:
             self.pool.share([block])
         sequence.state_blocks, sequence.state_plans = (block, NONE), (NONE, NONE)
         begin = len(full_blocks) * self._block_size
-        ends = {num_seen // self.unit, (len(sequence.token_ids) - 1) // self.unit}
+        end = min(len(sequence.token_ids) - 1, sequence.num_prompt_tokens)
+        ends = {num_seen // self.unit, end // self.unit}
         ends = ends if caching else set()
         sequence.checkpoints = sorted(end * self.unit for end in ends if end * self.unit > begin)
 

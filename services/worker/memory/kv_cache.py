@@ -170,6 +170,7 @@ def worst_case_plan(
             sampling=SAMPLING | (PENALTIES if with_extras else {}),
             seed=slot,
             extras=_all_extras(length) if with_extras else None,
+            num_prompt_tokens=length,
         )
         for slot, length in enumerate(lengths)
     ]

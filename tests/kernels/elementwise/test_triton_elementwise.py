@@ -35,11 +35,12 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "size"), diagonal([0, 1, 3, 17], [48, 128, 1024, 2560, 16384])
+    ("num_rows", "size", "is_wide"),
+    diagonal([0, 1, 3, 17], [48, 128, 1024, 2560, 16384], [False, True]),
 )
-def test_rms_norm(num_rows: int, size: int, device: str, dtype: torch.dtype) -> None:
+def test_rms_norm(num_rows: int, size: int, is_wide: bool, device: str, dtype: torch.dtype) -> None:
     x = (torch.randn(num_rows, size) * torch.rand(num_rows, 1) * 10).to(dtype)
-    weight = torch.rand(size).to(dtype)
+    weight = torch.rand(size).to(torch.float32 if is_wide else dtype)
     expected = rms_norm_reference(x, weight, EPS)
     assert_near(kernels.rms_norm(x.to(device), weight.to(device), EPS), expected)
 
@@ -65,17 +66,24 @@ def test_silu_and_mul_is_finite_at_the_ends(gate: float, device: str, dtype: tor
 
 
 def store_by_both(
-    kv_cache: KVCache, num_heads: int, slots: list[int], device: str, dtype: torch.dtype
+    kv_cache: KVCache,
+    num_heads: int,
+    slots: list[int],
+    device: str,
+    dtype: torch.dtype,
+    rotated: int = 0,
 ) -> KVCache:
     """Compare queries of random tokens, and store into `kv_cache` what the reference does.
 
-    Returns what the kernel stores. The first block is given to none, so that slot -1 can be seen to
-    stay as it is.
+    rotated: as in Qwen3.5, only these features of a head are rotated, a gate follows each query
+    head, and the weights of norms are float32. Returns what the kernel stores. The first block is
+    given to none, so that slot -1 can be seen to stay as it is.
     """
     (num_kv_heads, head_dim), num_tokens = kv_cache.k.shape[2:], len(slots)
-    qkv = (torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim) * 3).to(dtype)
-    weights = tuple(torch.rand(2, head_dim).to(dtype))
-    table = rope_table(head_dim, num_positions=500, base=1e4)
+    num_parts = num_heads * (2 if rotated else 1) + 2 * num_kv_heads
+    qkv = (torch.randn(num_tokens, num_parts * head_dim) * 3).to(dtype)
+    weights = tuple(torch.rand(2, head_dim).to(torch.float32 if rotated else dtype))
+    table = rope_table(rotated or head_dim, num_positions=500, base=1e4)
     positions = torch.randint(500, (num_tokens,))
     stored = on(device, copy.deepcopy(kv_cache))
     q = rope.qk_norm_rope_store(
@@ -86,6 +94,7 @@ def store_by_both(
         torch.tensor(slots, device=device),
         behind_first_block(stored),
         EPS,
+        rotated > 0,
     )
     expected = qk_norm_rope_store(
         qkv,
@@ -98,6 +107,7 @@ def store_by_both(
         slot_mapping=torch.tensor(slots),
         kv_cache=behind_first_block(kv_cache),
         eps=EPS,
+        gated=rotated > 0,
     )
     kept = torch.tensor(slots) >= 0
     assert_near(q.cpu()[kept], expected[kept])
@@ -121,6 +131,18 @@ def test_qk_norm_rope_store(
     num_heads, num_kv_heads, slots = heads
     expected = KVCache(*torch.full((2, 7, 16, num_kv_heads, head_dim), torch.nan).to(dtype))
     stored = store_by_both(expected, num_heads, slots, device, dtype)
+    assert_near(stored.k, expected.k)
+    assert_near(stored.v, expected.v)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "rotated"), [(256, 64), (64, 32)])
+def test_a_part_of_each_head_is_rotated(
+    head_dim: int, rotated: int, device: str, dtype: torch.dtype
+) -> None:
+    slots = [5, -1, 80]
+    expected = KVCache(*torch.full((2, 7, 16, 2, head_dim), torch.nan).to(dtype))
+    stored = store_by_both(expected, 12, slots, device, dtype, rotated)
     assert_near(stored.k, expected.k)
     assert_near(stored.v, expected.v)
 

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 import torch
 
+from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.plan import BatchPlan
@@ -16,6 +17,7 @@ from penstock.protocol.messages.sampling import SamplingParams
 from penstock.services.worker.launched_step import LaunchedStep, StepOutput
 from penstock.services.worker.memory.state_memory import kept_states
 from tests.engine import Engine
+from tests.models.hybrid import save_hybrid
 from tests.models.toy.family import PARALLEL, registered
 from tests.models.toy.model import save_checkpoint
 from tests.models.toy.plain import generate
@@ -29,9 +31,13 @@ def families() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("toy"))
+@pytest.fixture(scope="module", params=["toy", "Qwen3.5"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    if request.param == "toy":
+        return save_checkpoint(folder)
+    save_hybrid(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +53,15 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    return [generate(folder, prompt, NUM_OUT) for prompt in prompts]
+    return plain(folder, prompts)
+
+
+def plain(folder: Path, prompts: list[list[int]], num_out: int = NUM_OUT) -> list[list[int]]:
+    """Return the tokens of a plain loop; of Qwen3.5 those of an engine with one request a time."""
+    if not read_model_config(folder).is_hybrid:
+        return [generate(folder, prompt, num_out) for prompt in prompts]
+    engine = engine_of(folder, enable_prefix_caching=False)
+    return [outputs(engine, [prompt], num_out)[0] for prompt in prompts]
 
 
 def engine_of(folder: Path, **options: object) -> Engine:
@@ -55,8 +69,11 @@ def engine_of(folder: Path, **options: object) -> Engine:
     return Engine(Config(model=str(folder), **given))  # type: ignore[arg-type]
 
 
-def outputs(engine: Engine, prompts: list[list[int]], **run: object) -> list[list[int]]:
-    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_OUT, ignore_eos=True)
+def outputs(
+    engine: Engine, prompts: list[list[int]], num_out: int = NUM_OUT, **run: object
+) -> list[list[int]]:
+    """Return the likeliest tokens."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
     sequences = [engine.add(f"{n}", prompt, sampling) for n, prompt in enumerate(prompts)]
     engine.run(**run)  # type: ignore[arg-type]
     return [sequence.output_token_ids for sequence in sequences]
@@ -111,7 +128,7 @@ def test_the_tokens_of_a_plain_loop(
     assert num_state_blocks_in_use(engine) == 0
     if "num_blocks" in options:
         assert engine.scheduler.num_preemptions
-    if "speculative_method" in options:
+    if "speculative_method" in options and not engine.model.is_hybrid:
         drafts = engine.scheduler.draft_scheduler
         assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
 
@@ -259,7 +276,7 @@ def test_sequences_at_a_checkpoint_that_is_hidden_do_not_share_what_they_write(
         return plan
 
     engine.scheduler.schedule = schedule_and_hide  # type: ignore[method-assign]
-    assert outputs(engine, prompts) == [generate(folder, prompt, NUM_OUT) for prompt in prompts]
+    assert outputs(engine, prompts) == plain(folder, prompts)
 
 
 def test_a_burst_finds_the_prefix_that_its_first_request_computes(folder: Path) -> None:
@@ -279,3 +296,32 @@ def test_a_burst_finds_the_prefix_that_its_first_request_computes(folder: Path) 
 
     engine.run(add_burst)
     assert [sequence.num_cached_tokens for sequence in burst] == [0, *[384] * 11]
+
+
+def test_bits_of_logprobs(folder: Path, prompts: list[list[int]]) -> None:
+    """The order of arithmetic depends on a token's place in its sequence only."""
+    sampling = SamplingParams(seed=1, logprobs=2, max_tokens=NUM_OUT, ignore_eos=True)
+
+    def logprobs(engine: Engine) -> list[object]:
+        sequences = [engine.add(f"{n}", prompt, sampling) for n, prompt in enumerate(prompts)]
+        engine.run()
+        return [sequence.logprobs for sequence in sequences]
+
+    expected = logprobs(engine_of(folder, max_num_seqs=1, enable_prefix_caching=False))
+    options = {"max_num_seqs": 6, "max_num_batched_tokens": 70, "num_blocks": 16}
+    engine = engine_of(folder, **options)
+    for _ in range(2):
+        assert logprobs(engine) == expected
+    assert engine.scheduler.num_preemptions
+
+
+def test_sampled_tokens_are_not_found_by_others(folder: Path) -> None:
+    """Their keys and values are not those of a prompt, which is computed in chunks."""
+    engine, random = engine_of(folder), Random(3)
+    prompt = [random.randrange(1, 264) for _ in range(130)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True)
+    first = engine.add("first", prompt, sampling)
+    engine.run()
+    second = engine.add("second", [*first.token_ids, 5, 6, 7], sampling)
+    engine.run()
+    assert second.num_cached_tokens == 128

@@ -1,0 +1,152 @@
+"""Qwen3.5, 3.6 and 3.8, the text part, and Qwen3-Next.
+
+Three of four layers are gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464), which
+keeps a recurrent state. The others are grouped-query attention with a gate for each feature of its
+output, and RoPE on a quarter of each head. Norms multiply by 1 + weight. The second half of a layer
+is SwiGLU, or a mixture of experts with one that all tokens have.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from penstock.kernels.attention.backends import AttentionBackend
+from penstock.kernels.layouts.forward_batch import ForwardBatch
+from penstock.kernels.layouts.kv_cache import KVCache
+from penstock.kernels.recurrent.delta_rule import gated_delta_rule, gated_rms_norm
+from penstock.models.architecture import Architecture, Layer
+from penstock.models.layers import MLP, Attention, MoE, format_of
+from penstock.models.parallel import (
+    ColumnParallelLinear,
+    Parameter,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from penstock.models.tensor_parallel import TensorParallel
+from penstock.protocol.checkpoint import ModelConfig
+
+
+class DeltaNet(nn.Module):
+    """Gated DeltaNet (`penstock.kernels.recurrent.delta_rule`); a rank has a share of the heads."""
+
+    def __init__(self, layer: Layer, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        is_joined, out = layer.has("in_proj_qkvz"), layer.pick("out_proj")
+        qkvz = layer.pick(*(["in_proj_qkvz"] if is_joined else ["in_proj_qkv", "in_proj_z"]))
+        ba = layer.pick(*(["in_proj_ba"] if is_joined else ["in_proj_b", "in_proj_a"]))
+        self.qkvz_proj = ColumnParallelLinear(tp, qkvz, format_of(config, qkvz))
+        self.ba_proj = ColumnParallelLinear(tp, ba)
+        self.conv, self.a_log, self.dt_bias = (
+            Parameter(tp, layer.pick(name)) for name in ("conv1d", "A_log", "dt_bias")
+        )
+        (norm,) = layer.pick("norm")
+        self.norm = RMSNorm(tp, norm, config.rms_norm_eps)
+        self.out_proj = RowParallelLinear(tp, out, format_of(config, out))
+        self.num_key_heads = qkvz[0].axes[0].units_of_rank(self.qkvz_proj.ranks)
+        num_channels = len(self.conv.weight)
+        self.sizes = num_channels, sum(self.qkvz_proj.sizes) - num_channels
+
+    def forward(
+        self, residual: Tensor, norm: RMSNorm, batch: ForwardBatch, state: Sequence[Tensor]
+    ) -> Tensor:
+        """Return residual [num_tokens, hidden_size] plus the layer's output for its norm."""
+        qkv, z = self.qkvz_proj(residual, norm).split(self.sizes, 1)
+        out = gated_delta_rule(
+            qkv,
+            self.ba_proj(residual, norm),
+            self.conv.weight.squeeze(1),
+            self.a_log.weight,
+            self.dt_bias.weight,
+            num_key_heads=self.num_key_heads,
+            batch=batch,
+            state=state,
+        )
+        out = gated_rms_norm(out, z.view(out.shape), self.norm.weight, self.norm.eps)
+        return self.out_proj(out.flatten(1), residual)  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    """Attention or DeltaNet, and MLP, each with a preceding norm and the residual stream."""
+
+    def __init__(
+        self,
+        mixer: Layer,
+        mlp: Layer,
+        shared: Layer | None,
+        config: ModelConfig,
+        tp: TensorParallel,
+        attend: AttentionBackend,
+        expert_parallel: bool,
+    ) -> None:
+        super().__init__()
+        norms = *mixer.pick("input_layernorm"), *mlp.pick("post_attention_layernorm")
+        self.input_layernorm, self.post_attention_layernorm = (
+            RMSNorm(tp, norm, config.rms_norm_eps) for norm in norms
+        )
+        self.has_state = bool(mixer.state)
+        if self.has_state:
+            self.linear_attn = DeltaNet(mixer, config, tp)
+        else:
+            self.self_attn = Attention(mixer, config, tp, attend)
+        if shared:
+            self.mlp: nn.Module = MoE(mlp, config, tp, expert_parallel, shared)
+        else:
+            self.mlp = MLP(mlp, config, tp)
+
+    def forward(
+        self,
+        residual: Tensor,
+        batch: ForwardBatch,
+        rope: Tensor,
+        states: Iterator[Sequence[Tensor]],
+        caches: Iterator[KVCache],
+    ) -> Tensor:
+        """Return the residual stream after this layer; takes its state or its cache."""
+        if self.has_state:
+            residual = self.linear_attn(residual, self.input_layernorm, batch, next(states))
+        else:
+            norm = self.input_layernorm
+            residual = self.self_attn(residual, norm, batch, rope, next(caches))
+        return self.mlp(residual, self.post_attention_layernorm)  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Layers between token ids and hidden states."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        architecture: Architecture,
+        tp: TensorParallel,
+        attend: AttentionBackend,
+        expert_parallel: bool,
+    ) -> None:
+        super().__init__()
+        (embedding,), (norm,) = (architecture.of_kind(kind) for kind in ("embedding", "norm"))
+        self.embed_tokens = VocabParallelEmbedding(tp, embedding.weights[0])
+        shared = iter(architecture.of_kind("shared expert"))
+        halves = architecture.of_kind("attention", "delta"), architecture.of_kind("mlp", "experts")
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                mixer,
+                mlp,
+                next(shared) if mlp.kind == "experts" else None,
+                config,
+                tp,
+                attend,
+                expert_parallel,
+            )
+            for mixer, mlp in zip(*halves, strict=True)
+        )
+        self.norm = RMSNorm(tp, norm.weights[0], config.rms_norm_eps)
+
+    def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
+        """Return the residual stream after the last layer; kv_caches: one per attention layer."""
+        if batch.states is None:
+            raise ValueError("batch.states: got None, expected the state blocks of the rows")
+        residual = self.embed_tokens(batch.input_ids)
+        states, caches = iter(batch.states.layers), iter(kv_caches)
+        for layer in self.layers:
+            residual = layer(residual, batch, rope, states, caches)
+        return residual  # type: ignore[no-any-return]
