@@ -25,6 +25,9 @@ END_FUNCTION = "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 # texts that end a value; models sometimes leave `</parameter>` out
 VALUE_ENDS = (END_PARAMETER, f"\n{PARAMETER}", f"\n{END_FUNCTION}")
+# texts that may follow a value, after white space: before others, `</parameter>` is part of a value
+_AFTER_VALUE = (PARAMETER, END_PARAMETER, END_FUNCTION, CLOSING)
+FORCED_VALUE_END = f"\n{END_PARAMETER}\n"  # the end of a value in the grammar of a forced call
 _MAX_NAME = 256
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,256})>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,256})>\n?")
@@ -302,9 +305,11 @@ class XmlReader:
     The function's schema determines the JSON types of the arguments.
     """
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], is_forced: bool = False) -> None:
+        """Start a call. is_forced: it follows a grammar, in which values have one end."""
         self.is_done = self.is_refused = False
         self._schemas = schemas
+        self._find_end = _find_forced_end if is_forced else _find_end
         self._arguments = ArgumentSchema({})
         self._read = self._read_function
         self._separator = "{"  # text before the next argument
@@ -340,11 +345,12 @@ class XmlReader:
 
     def _finish_value(self, text: str, is_cut: bool) -> list[Event]:
         is_text = self._read == self._read_text
-        value = text[: min(tag_start(text, end) for end in VALUE_ENDS)]
-        if is_cut:
+        length, has_ended = self._find_end(text)
+        value = text[:length]
+        if is_cut and has_ended is False:
             return [Arguments(_in_string(value) if is_text else value)] if value else []
         last = f'{_in_string(value)}"' if is_text else self._value(value)
-        return [Arguments(last + "}")]
+        return [Arguments(last if is_cut else last + "}")]
 
     def _read_function(self, text: str) -> tuple[list[Event], str]:
         if begun := _FUNCTION.match(text):
@@ -381,14 +387,15 @@ class XmlReader:
 
     def _read_text(self, text: str) -> tuple[list[Event], str]:
         """Send a string up to its end, without the line break before it."""
-        if (length := _value_length(text)) is not None:
+        length, has_ended = self._find_end(text)
+        if has_ended:
             self._read = self._read_value_end
             return [Arguments(f'{_in_string(text[:length])}"')], text[length:]
-        length = min(tag_start(text, end) for end in VALUE_ENDS)
         return ([Arguments(_in_string(text[:length]))] if length else []), text[length:]
 
     def _read_value(self, text: str) -> tuple[list[Event], str]:
-        if (length := _value_length(text)) is None:
+        length, has_ended = self._find_end(text)
+        if not has_ended:
             return [], text
         self._read = self._read_value_end
         return [Arguments(self._value(text[:length]))], text[length:]
@@ -416,13 +423,29 @@ def _is_begun(start: str) -> bool:
     return any(tag.startswith(start) for tag in (PARAMETER, END_FUNCTION, CLOSING))
 
 
-def _value_length(text: str) -> int | None:
-    """Return the length of a value; None if its end has not arrived yet."""
-    ends = [(at, tag) for tag in VALUE_ENDS if (at := text.find(tag)) >= 0]
-    if not ends:
-        return None
-    end, tag = min(ends)
-    return len(text[:end].removesuffix("\n")) if tag == END_PARAMETER else end
+def _find_end(text: str) -> tuple[int, bool | None]:
+    """Return the length of a value, and whether its end has arrived; None if more text shows it.
+
+    Before the end, return the length of the text that belongs to the value for certain.
+    """
+    begin = 0
+    while ends := [(at, tag) for tag in VALUE_ENDS if (at := text.find(tag, begin)) >= 0]:
+        at, tag = min(ends)
+        if tag != END_PARAMETER:
+            return at, True
+        begin = at + len(tag)
+        after = text[begin:].lstrip()
+        if after.startswith(_AFTER_VALUE):
+            return len(text[:at].removesuffix("\n")), True
+        if any(tag.startswith(after) for tag in _AFTER_VALUE):
+            return len(text[:at].removesuffix("\n")), None
+    return min(tag_start(text, end) for end in VALUE_ENDS), False
+
+
+def _find_forced_end(text: str) -> tuple[int, bool | None]:
+    """Return the same for a value that follows a grammar."""
+    at = text.find(FORCED_VALUE_END)
+    return (tag_start(text, FORCED_VALUE_END), False) if at < 0 else (at, True)
 
 
 def _in_string(text: str) -> str:

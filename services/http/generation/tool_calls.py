@@ -196,5 +196,6 @@ def make_parser(form: FormatName, schemas: Schemas, is_forced: bool = False) -> 
     if form == "json":
         return BareCallParser(is_forced)
     if form == "qwen3_coder":
-        return TaggedCallParser(partial(XmlReader, schemas), (OPENING, FUNCTION), is_forced)
+        reader = partial(XmlReader, schemas, is_forced)
+        return TaggedCallParser(reader, (OPENING, FUNCTION), is_forced)
     return TaggedCallParser(partial(JsonReader, in_tags=True), (OPENING,), is_forced)

@@ -5,7 +5,7 @@ Grammars are in llguidance's dialect of Lark, for each format of calls.
 
 import re
 from collections.abc import Mapping
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 from penstock.protocol.messages.structured import maps_in
@@ -17,13 +17,16 @@ from penstock.services.http.generation.schema import (
     NamedTool,
     Tool,
 )
-from penstock.services.http.generation.tool_call_readers import VALUE_ENDS
+from penstock.services.http.generation.tool_call_readers import FORCED_VALUE_END
 from penstock.services.http.shared.app_state import ToolFormat
 from penstock.services.http.shared.errors import invalid
 
 # Qwen3's style in training; models would generate much white space if it were free
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_END_VALUE = '"\\n</parameter>\\n"'
+_END_VALUE = encoded(FORCED_VALUE_END)
+# the empty line after `</think>`, as chat templates show it. Without it, the prompt of a later
+# request would differ from this answer's tokens, so that the rest is not in the prefix cache.
+_BEGIN = '"\\n\\n"?'
 
 
 def forced_call(request: ChatRequest, form: ToolFormat) -> str | None:
@@ -92,7 +95,7 @@ def call_grammar(form: ToolFormat, functions: list[Function], is_one: bool) -> s
         quote = "" if form.tags_are_tokens else '"'
         opening, closing = (f"{quote}{tag}{quote}" for tag in ("<tool_call>", "</tool_call>"))
         tagged = f'tool_call: {opening} "\\n" call "\\n" {closing}'
-    start = "start: tool_call" if is_one else 'start: tool_call ("\\n" tool_call)*'
+    start = f"start: {_BEGIN} tool_call" + ("" if is_one else ' ("\\n" tool_call)*')
     return "\n".join([start, tagged, call, *rules])
 
 
@@ -130,10 +133,9 @@ def _unreadable(schema: Mapping[str, Any]) -> tuple[str, str] | None:
     parts |= {name: {name: schema[name]} for name in ("$defs", "definitions") if name in schema}
     for path, part in parts.items():
         texts = chain.from_iterable(map(_choices, maps_in(part)))
-        for text, end in product(texts, VALUE_ENDS):
-            if end in text:
-                problem = f"got a value with {end!r}, which ends a <parameter>; expected none"
-                return f"parameters.{path}", problem
+        if any(FORCED_VALUE_END in f"{text}\n" for text in texts):
+            problem = "got a value with a line '</parameter>', which ends it; expected none"
+            return f"parameters.{path}", problem
     return None
 
 
@@ -155,7 +157,7 @@ def _xml(rule: str, function: Function) -> list[str]:
         name = f"{rule}_p{number}"
         rules += _xml_parameter(name, key, value, defs)
         parts.append(name if key in required else f"{name}?")
-    if not properties:
+    if "properties" not in schema and schema.get("additionalProperties") is not False:
         parts.append('("<parameter=" /[^<>\\n]{1,64}/ ">\\n" text)*')
     head = encoded(f"<function={function.name}>\n")
     return [f'{rule}: {head} {" ".join(parts)} "</function>"', *rules]

@@ -284,9 +284,10 @@ class ResponseEvents(ChatEvents):
                 yield self._of_part("response.content_part.done", part=part.content[0])
             case FunctionCallItem():
                 part.arguments = text
-                yield self._of_item(
-                    "response.function_call_arguments.done", name=part.name, arguments=text
-                )
+                if is_whole:  # clients run a call whose arguments are done
+                    yield self._of_item(
+                        "response.function_call_arguments.done", name=part.name, arguments=text
+                    )
         part.status = "completed" if is_whole else "incomplete"
         index = len(self._response.output) - 1
         yield self._event("response.output_item.done", output_index=index, item=part)

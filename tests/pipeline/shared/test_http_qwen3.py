@@ -69,7 +69,9 @@ def test_tool_calls(api: Api) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 def test_forced_tools(api: Api, choice: Any) -> None:
     fields = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False}
-    (call,) = api.chat(**fields).choices[0].message.tool_calls
+    answer = api.chat(**fields).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    (call,) = answer.message.tool_calls
     assert call.function.name == "add"
     jsonschema.validate(json.loads(call.function.arguments), SCHEMA)  # type: ignore[arg-type]
 

@@ -71,6 +71,10 @@ def test_structured_outputs(given: dict[str, Any], expected: StructuredOutputs |
             "response_format.json_schema.schema: got 100012 bytes, expected up to",
         ),
         ({"tools": [LARGE_TOOL], "tool_choice": "required"}, "tools[0].function.parameters: got"),
+        (
+            {"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"},
+            "tool_choice: got a forced call and a structured output; send one",
+        ),
     ],
 )
 def test_what_is_no_grammar_is_refused(given: dict[str, Any], sentence: str) -> None:

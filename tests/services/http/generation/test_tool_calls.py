@@ -314,6 +314,9 @@ def parameter(key: str, value: str) -> str:
     return f"<parameter={key}>\n{value}\n</parameter>\n"
 
 
+LIST = {"text": "a", "list": [1]}
+
+
 @pytest.mark.parametrize(
     ("answer", "arguments", "text"),
     [
@@ -330,6 +333,15 @@ def parameter(key: str, value: str) -> str:
         (xml("<parameter=text>\na\n<parameter=number>\n5\n"), {"text": "a", "number": 5}, ""),
         (xml(f"so {parameter('text', 'a')}"), {"text": "a"}, "so"),
         ("<function=f>\n</function> then", {}, " then"),
+        (
+            xml(parameter("text", "<a>\n <parameter name='b'>1</parameter>\n</a>")),
+            {"text": "<a>\n <parameter name='b'>1</parameter>\n</a>"},
+            "",
+        ),
+        (xml(parameter("text", "\n&lt;&amp;<é🙂>\n")), {"text": "\n&lt;&amp;<é🙂>\n"}, ""),
+        (xml("<parameter=text>a</parameter>\n<parameter=list>[1]</parameter>"), LIST, ""),
+        (xml("<parameter=text>a</parameter></parameter>"), {"text": "a"}, "</parameter>"),
+        ("<tool_call>\n<function=f>\n<parameter=number>\n5\n</parameter>\n", {"number": 5}, ""),
         ("<tool_call>\n<function=f>\n<parameter=text>\na", {"text": "a"}, ""),
     ],
 )
@@ -352,6 +364,11 @@ def test_xml_that_is_no_call_is_text(answer: str) -> None:
         ("<parameter=number>", '{"number": '),
         ("<parameter=text", ""),
         ("<parameter=text>\na", '{"text": "a'),
+        ("<parameter=text>\na\n</param", '{"text": "a'),
+        ("<parameter=text>\na\n</parameter>\n<para", '{"text": "a"'),
+        ("<parameter=text>\na</parameter> b", '{"text": "a</parameter> b'),
+        ("<parameter=number>\n12\n</parameter>", '{"number": 12'),
+        (parameter("text", "a") + "</function>", '{"text": "a"}'),
     ],
 )
 def test_a_parameter_that_is_cut_off_has_begun_with_its_tag(cut: str, arguments: str) -> None:

@@ -65,7 +65,8 @@ def written(form: str, function: Function, arguments: dict[str, Any]) -> str:
 
 
 def parsed(form: str, text: str, *functions: Function) -> list[tuple[str | None, Any]]:
-    parser = make_parser(NAMES[form].name, {one.name: one.parameters or {} for one in functions})
+    schemas = {one.name: one.parameters or {} for one in functions}
+    parser = make_parser(NAMES[form].name, schemas, is_forced=True)
     answer = Answer([*parser.feed(text), *parser.finish()])
     assert not answer.text
     return [(name, json.loads(arguments)) for name, arguments in answer.calls]
@@ -77,6 +78,7 @@ def parsed(form: str, text: str, *functions: Function) -> list[tuple[str | None,
     [
         {"code": ""},
         {"code": "if a < b:\n\tprint('}')\n", "mode": "two\nlines"},
+        {"code": "</parameter>\n<a></parameter>\n</function>\n<parameter=b>\n"},
         {"code": "x", "point": {"x": -5}},
     ],
 )
@@ -89,6 +91,7 @@ def test_calls_are_let_through(
     assert parsed(form, text, ANY, DRAW) == [(DRAW.name, arguments)]
     jsonschema.validate(arguments, SCHEMA)
     assert num_accepted(tokenizer, grammar, f"{text}\n") == len(text.encode())
+    assert num_accepted(tokenizer, grammar, f"\n\n{text}") == len(text.encode()) + 3
     several = call_grammar(NAMES[form], [ANY, DRAW], is_one=False)
     text = f"{text}\n{written(form, ANY, {'key': 'value'})}"
     assert num_accepted(tokenizer, several, text) == len(text.encode()) + 1
@@ -103,6 +106,19 @@ def test_calls_are_let_through(
 def test_other_calls_are_not(tokenizer: LLTokenizer, form: str, arguments: dict[str, Any]) -> None:
     grammar = call_grammar(NAMES[form], [ANY, DRAW], is_one=True)
     text = written(form, DRAW, arguments)
+    assert num_accepted(tokenizer, grammar, text) < len(text)
+
+
+@pytest.mark.parametrize("schema", [{"properties": {}}, {"additionalProperties": False}])
+def test_a_function_without_arguments_gets_none(
+    tokenizer: LLTokenizer, schema: dict[str, Any]
+) -> None:
+    """A model that may write parameters of any name may never end."""
+    function = Function(name="now", parameters={"type": "object"} | schema)
+    grammar = call_grammar(NAMES["qwen3_coder"], [function], is_one=True)
+    text = written("qwen3_coder", function, {})
+    assert num_accepted(tokenizer, grammar, text) == len(text) + 1
+    text = written("qwen3_coder", function, {"a": "1"})
     assert num_accepted(tokenizer, grammar, text) < len(text)
 
 
@@ -147,7 +163,7 @@ def with_property(schema: Any, name: str = "p", **fields: Any) -> Function:
 
 
 PATTERN = {"type": "string", "pattern": "a"}
-INNER = {"P": {"properties": {"q": {"const": ["</parameter>"]}}}}
+INNER = {"P": {"properties": {"q": {"const": "\n</parameter>"}}}}
 UNSUITABLE: list[tuple[str, Function, str | None]] = [
     ("hermes", Function(name="f", parameters={"type": "array"}), "parameters.type"),
     ("json", Function(name="f", parameters={"type": "string"}), "parameters.type"),
@@ -160,8 +176,9 @@ UNSUITABLE: list[tuple[str, Function, str | None]] = [
         "parameters.properties.p.anyOf[0].pattern",
     ),
     ("hermes", Function(name="a>b", parameters=SCHEMA), None),
-    ("qwen3_coder", with_property({"const": "a</parameter>"}), "parameters.properties.p"),
-    ("qwen3_coder", with_property({"enum": ["a", "\n<parameter=b"]}), "parameters.properties.p"),
+    ("qwen3_coder", with_property({"const": "a\n</parameter>"}), "parameters.properties.p"),
+    ("qwen3_coder", with_property({"enum": ["", "\n</parameter>\n"]}), "parameters.properties.p"),
+    ("qwen3_coder", with_property({"enum": ["a</parameter>", "\n<parameter=b"]}), None),
     ("qwen3_coder", with_property({"$ref": "#/$defs/P"}, **{"$defs": INNER}), "parameters.$defs"),
     ("qwen3_coder", with_property({"type": "string"}, "a>b"), "parameters.properties"),
     ("hermes", with_property({"const": "</parameter>"}), None),

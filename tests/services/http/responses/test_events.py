@@ -139,6 +139,11 @@ def test_an_answer_that_is_cut_off_is_incomplete(text: str, kinds: list[str]) ->
     assert [(item["type"], item["status"]) for item in response["output"]] == [
         (kind, "incomplete") for kind in kinds
     ]
+    events = events_of(request(tools=[TOOL], tool_choice="required"))
+    found = streamed(events, list(text), reply_of(text, "length"))
+    ends = [one["type"] for one in found if one["type"].endswith(".done")]
+    assert "response.function_call_arguments.done" not in ends  # clients would run the call
+    assert ends[-1] == "response.output_item.done"
 
 
 def test_an_answer_without_text_has_a_piece() -> None:
