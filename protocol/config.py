@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -46,6 +46,9 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     hub, or its folder's"""
     trust_request_chat_template: bool = False
     """accept a `chat_template` in requests, which is a program that a tokenizer runs"""
+    default_chat_template_kwargs: str = ""
+    """variables of the chat template unless a request sets them, as a JSON map, such as
+    `{"preserve_thinking": true}`"""
     tool_call_parser: Literal["auto", "hermes", "qwen3_coder", "json"] = "auto"
     """format of the model's tool calls; auto: taken from its chat template"""
     tp: Processes = 1
@@ -209,6 +212,11 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         if not self.allowed_origins.startswith("["):
             return [self.allowed_origins] if self.allowed_origins else []
         return msgspec.json.decode(self.allowed_origins, type=list[str])
+
+    @property
+    def template_defaults(self) -> dict[str, Any]:
+        """The map in `default_chat_template_kwargs`. Raises msgspec.DecodeError."""
+        return msgspec.json.decode(self.default_chat_template_kwargs or "{}", type=dict[str, Any])
 
     @property
     def run_folder(self) -> Path:

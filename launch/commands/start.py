@@ -226,6 +226,11 @@ def _check_model(config: Config) -> ModelConfig:
     if config.device == "cuda" and config.backend == "local":
         check_gpus(config)
     check_tiers(config)
+    try:
+        _ = config.template_defaults
+    except msgspec.DecodeError as error:
+        got = f"got {config.default_chat_template_kwargs!r}, expected a JSON map"
+        raise LaunchError(f"--default-chat-template-kwargs: {got}: {error}") from error
     with _refusing_model():
         model = read_model_config(config.model_folder, config.quantization)
     try:

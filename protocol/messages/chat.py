@@ -60,7 +60,7 @@ Conversation = Annotated[list[Message], Meta(min_length=1)]
 
 def chat_messages(messages: list[Message]) -> list[ChatMessage]:
     """Return messages for the chat template. Raises MessageError."""
-    return [
+    made = [
         ChatMessage(
             role=message.role,
             content=_text(message, f"messages[{number}].content"),
@@ -71,6 +71,32 @@ def chat_messages(messages: list[Message]) -> list[ChatMessage]:
         )
         for number, message in enumerate(messages)
     ]
+    for number, message in enumerate(made):
+        if message.tool_calls and len(message.tool_calls) > 1:
+            _sort_results(made, number, [str(call["id"]) for call in message.tool_calls])
+    return made
+
+
+def _sort_results(messages: list[ChatMessage], number: int, calls: list[str]) -> None:
+    """Sort the results after a message into the order of its calls. Raises MessageError.
+
+    Templates of Qwen do not show the ids: the model finds the result of a call by its place.
+    Results without ids, and calls of which none has a result, stay as they are.
+    """
+    begin = end = number + 1
+    while end < len(messages) and messages[end].role == "tool":
+        end += 1
+    found = [message.tool_call_id or "" for message in messages[begin:end]]
+    if not found or not all(calls) or not all(found):
+        return
+    for place, call in enumerate(calls):
+        if found.count(call) != 1 or calls.count(call) != 1:
+            problem = f"got {call!r:.200}, expected one tool message with its result after the call"
+            raise MessageError(f"messages[{number}].tool_calls[{place}].id", problem)
+    if len(found) > len(calls):
+        problem = "got a result of no call of the assistant's message before, expected none"
+        raise MessageError(f"messages[{begin}].tool_call_id", problem)
+    messages[begin:end] = [messages[begin + found.index(call)] for call in calls]
 
 
 def _reasoning(message: Message) -> str | None:
@@ -79,8 +105,11 @@ def _reasoning(message: Message) -> str | None:
     return message.reasoning if given is None else given
 
 
-def _text(message: Message, path: str) -> str:
-    """Return the text of a message. path: path of its content. Raises MessageError."""
+def _text(message: Message, path: str) -> str | list[str]:
+    """Return the text of a message, or of its parts. path: path of its content.
+
+    Raises MessageError.
+    """
     content = message.content
     if content is None and message.role != "assistant":
         raise MessageError(path, "got null, expected a string or a list of text parts")
@@ -90,18 +119,14 @@ def _text(message: Message, path: str) -> str:
         if part.type not in _TEXTS:
             sentence = f"got {part.type!r}, expected 'text': the model reads text only"
             raise MessageError(f"{path}[{number}].type", sentence)
-    return "\n".join(part.refusal if part.type == "refusal" else part.text for part in content)
+    texts = [part.refusal if part.type == "refusal" else part.text for part in content]
+    return texts if len(texts) > 1 else "".join(texts)
 
 
 def _template_call(call: ToolCall) -> dict[str, Any]:
-    """Return a call with `arguments` as a map; invalid JSON stays text."""
+    """Return a call with `arguments` as JSON, which has integers that MessagePack lacks."""
     arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            decoded = msgspec.json.decode(arguments or "{}")
-            msgspec.msgpack.encode(decoded)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError):
-            decoded = None
-        arguments = decoded if isinstance(decoded, dict) else arguments
+    if not isinstance(arguments, str):
+        arguments = msgspec.json.encode(arguments).decode()
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": call.type, "function": function}

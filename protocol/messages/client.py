@@ -68,10 +68,10 @@ class ChatMessage(Struct, kw_only=True, omit_defaults=True, forbid_unknown_field
     """One message of a conversation, as the chat template sees it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str
+    content: str | list[str]  # the text, or the texts of several parts, which the template joins
     name: str | None = None
     reasoning_content: str | None = None  # reasoning of an assistant's message
-    # calls of an assistant: as in OpenAI's API, but `arguments` is a map, as templates expect
+    # calls of an assistant, as in OpenAI's API; `arguments` may be JSON or a map
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None  # id of the call that a tool's message answers
 

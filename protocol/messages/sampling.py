@@ -39,8 +39,8 @@ class Pooling(Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=Tr
 class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     """Parameters of sampling one request's tokens, and of its end.
 
-    `None` for `temperature`, `top_k`, `top_p`, `min_p` or `repetition_penalty` means the model's
-    own default, from its `generation_config.json`.
+    `None` for `temperature`, `top_k`, `top_p`, `min_p`, `presence_penalty` or `repetition_penalty`
+    means the model's own default, from its `generation_config.json`.
     """
 
     n: Annotated[int, Meta(ge=1, le=MAX_N, description="number of answers to the prompt")] = 1
@@ -61,8 +61,8 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
         Share | None, Meta(description="minimum probability, relative to the top token's")
     ] = None
     presence_penalty: Annotated[
-        Penalty, Meta(description="subtracted from the logits of tokens in the output")
-    ] = 0.0
+        Penalty | None, Meta(description="subtracted from the logits of tokens in the output")
+    ] = None
     frequency_penalty: Annotated[
         Penalty, Meta(description="subtracted from a token's logit per occurrence in the output")
     ] = 0.0

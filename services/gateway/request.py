@@ -384,7 +384,7 @@ def estimated_tokens(message: WorkRequest) -> int:
         return 0
     if isinstance(message.prompt, list):
         return len(message.prompt)
-    texts = [message.prompt or "", *(turn.content for turn in message.messages or [])]
+    texts = [message.prompt or "", *("".join(turn.content) for turn in message.messages or [])]
     return max(1, sum(len(text.encode()) for text in texts) // TEXT_BYTES)
 
 

@@ -161,7 +161,7 @@ class OutputConfig(Struct, kw_only=True):
     """Form of the answer."""
 
     format: JsonOutputFormat | None = None
-    effort: str | None = None  # changes nothing
+    effort: str | None = None  # `reasoning_effort` of the chat template
 
 
 class MessagesFields(Struct, kw_only=True):
@@ -240,9 +240,8 @@ def chat_request(request: AnyRequest, max_model_len: int) -> ChatRequest:
         raise ApiError(400, sentence, "thread", "thread_unsupported_request")
     thinks = request.thinking is not None and request.thinking.type != "disabled"
     max_tokens = max_model_len if request.max_tokens is None else request.max_tokens
-    output_format = request.output_format
-    if request.output_config and request.output_config.format:
-        output_format = request.output_config.format
+    output = request.output_config or OutputConfig()
+    output_format = output.format or request.output_format
     return ChatRequest(
         model=request.model,
         messages=_messages(request),
@@ -256,6 +255,7 @@ def chat_request(request: AnyRequest, max_model_len: int) -> ChatRequest:
         tools=_tools(request),
         **_tool_choice(request),
         chat_template_kwargs={"enable_thinking": thinks},
+        reasoning_effort=output.effort,
         include_reasoning=thinks,
         continue_final_message=isinstance(request.messages[-1], AssistantTurn),
         response_format=_response_format(output_format) if output_format else None,
@@ -266,6 +266,8 @@ def name_in_messages(request: AnyRequest, name: str) -> str:
     """Return Anthropic's name for a field of ChatRequest."""
     if found := re.match(r"tools\[(\d+)\](\.function)?", name):
         name = f"tools[{_kept(request)[int(found[1])]}]{name[found.end() :]}"
+    if name.startswith("messages["):  # of messages that were joined or split
+        return "messages"
     return _NAMES.get(name, re.sub(r"^(tools\[\d+\])\.parameters", r"\1.input_schema", name))
 
 
@@ -334,14 +336,12 @@ def _call(block: ToolUseBlock) -> ToolCall:
 
 
 def _inputs(role: Any, blocks: list[TextBlock | ToolResultBlock]) -> list[Message]:
-    """Return messages for texts and results of calls, in their order."""
-    messages = []
-    for _, group in groupby(blocks, type):
-        same = list(group)
-        messages += [_result(block) for block in same if isinstance(block, ToolResultBlock)]
-        if texts := [block for block in same if isinstance(block, TextBlock)]:
-            messages.append(Message(role=role, content=_text(texts)))
-    return messages or [Message(role=role, content="")]
+    """Return messages for results of calls, which must follow their calls, and for the texts."""
+    messages = [_result(block) for block in blocks if isinstance(block, ToolResultBlock)]
+    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    if texts or not messages:
+        messages.append(Message(role=role, content=_text(texts)))
+    return messages
 
 
 def _result(block: ToolResultBlock) -> Message:

@@ -15,7 +15,10 @@ from penstock.services.http.generation.schema import (
     TokenizeBody,
     TokenizeResult,
 )
-from penstock.services.http.generation.to_generate_request import template_tools
+from penstock.services.http.generation.to_generate_request import (
+    template_tools,
+    template_variables,
+)
 from penstock.services.http.shared.access import caller
 from penstock.services.http.shared.app_state import AppState, Models, Operation, Texts
 from penstock.services.http.shared.errors import fields_as_sent, json_response
@@ -38,6 +41,7 @@ async def tokenize(state: AppState, body: TokenizeBody) -> Response:
     fields = {name: getattr(body, name, None) for name in PromptFields.__struct_fields__}
     fields["messages"] = chat_messages(body.messages) if body.messages else None
     fields["tools"] = template_tools(body.tools)
+    fields["chat_template_kwargs"] = template_variables(body)
     given = {name: value for name, value in fields.items() if value is not None}
     given["return_token_strs"] = body.return_token_strs
     reply = await state.client.tokenize(**given, client=caller.get().client)

@@ -4,12 +4,16 @@ Chat templates are Jinja templates of a checkpoint, written for the environment 
 (`apply_chat_template`). This module has an equal environment, without transformers and torch.
 """
 
+import contextlib
 import functools
 import json
 import logging
 import signal
+from collections.abc import Mapping
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import msgspec
@@ -21,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.messages.client import ChatMessage, ErrorReply, PromptFields
 from penstock.protocol.tokenizer_file import choose_template, read_chat_templates
+from penstock.protocol.transport.channel import DECODE_ERRORS
 from penstock.services.tokenizer.child import added_memory, end_child, start_child
 
 log = logging.getLogger("tokenizer")
@@ -60,6 +65,11 @@ LIMITS = f"takes more than {MAX_RENDER_SECONDS:g} s or {MAX_RENDER_BYTES >> 20} 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 # variable in templates of models that generate `<think>`, unless the prompt has empty reasoning
 REASONING_SWITCH = "enable_thinking"
+REASONING_EFFORT = "reasoning_effort"  # variable of the amount of reasoning
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")  # its values in OpenAI's API
+# only key of arguments that are not a JSON object, for templates that need an object
+INVALID_JSON = "INVALID_JSON"
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 # A marker after a final message that is continued: the text before the marker is the prompt.
 _END_OF_FINAL_MESSAGE = "\ue000end of the final message\ue001"
 
@@ -86,9 +96,13 @@ def _end(*_: object) -> NoReturn:
 class ChatTemplate:
     """The chat templates of a checkpoint. A checkpoint without templates serves prompts only."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read the templates. Must run in the main thread, which gets the time limit's signal."""
+    def __init__(self, folder: Path, defaults: Mapping[str, Any] = NO_DEFAULTS) -> None:
+        """Read the templates. Must run in the main thread, which gets the time limit's signal.
+
+        defaults: variables of the template, unless a request sets them.
+        """
         signal.signal(signal.SIGVTALRM, _end)
+        self._defaults = defaults
         try:
             config = _tokenizer_config(folder / "tokenizer_config.json")
             sources = read_chat_templates(folder)
@@ -113,14 +127,19 @@ class ChatTemplate:
         if own is None and request.chat_template is None:
             names = f" but {', '.join(sorted(self._templates))}" * bool(self._templates)
             raise PromptError("messages", f"the model has no chat template{names}; give a prompt")
-        continues, kwargs = request.continue_final_message, request.chat_template_kwargs
+        continues = request.continue_final_message
+        kwargs = {**self._defaults, **request.chat_template_kwargs}
         if taken := sorted(NOT_FOR_CLIENTS & kwargs.keys()):
             text = f"chat_template_kwargs: got {taken[0]}, which it can't set; leave it out"
             raise PromptError("chat_template_kwargs", text)
         adds_prompt = request.add_generation_prompt
-        messages = [_as_map(message) for message in request.messages or []]
+        if request.chat_template is not None:
+            own = None
+        if own is not None and (effort := kwargs.get(REASONING_EFFORT)) in EFFORTS:
+            kwargs[REASONING_EFFORT] = _known_effort(own, effort)
+        messages = [_as_map(message, own) for message in request.messages or []]
         if continues and messages:
-            messages[-1]["content"] += _END_OF_FINAL_MESSAGE
+            _add_text(messages[-1], _END_OF_FINAL_MESSAGE)
         variables = {
             **self._special_tokens,
             **kwargs,
@@ -129,11 +148,100 @@ class ChatTemplate:
             "documents": kwargs.get("documents"),
             "add_generation_prompt": not continues if adds_prompt is None else adds_prompt,
         }
-        if own is not None and request.chat_template is None:
-            text = _render_own(own, variables)
-        else:
+        if own is None:
             text = _render_in_child(request.chat_template or "", variables)
+        else:
+            text = _render_adapted(own, variables)
         return _cut(text) if continues else text
+
+
+def _render_adapted(template: Template, variables: dict[str, Any]) -> str:
+    """Render messages, adapted if the template refuses them. Raises PromptError.
+
+    Agents do not know what the templates of Qwen3.5 and later refuse.
+    """
+    try:
+        return _render_own(template, variables)
+    except PromptError as error:
+        if error.__cause__ is None:  # a limit
+            raise
+        refusal = error
+    given = variables["messages"]
+    with_objects = _with_objects(given)
+    for messages in with_objects, _with_one_system(with_objects):
+        if messages != given:
+            with contextlib.suppress(PromptError):
+                return _render_own(template, variables | {"messages": messages})
+    raise refusal
+
+
+def _with_objects(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which arguments that are not an object are the value of INVALID_JSON."""
+    return [
+        message | {"tool_calls": [_with_object(call) for call in calls]}
+        if (calls := message.get("tool_calls"))
+        else message
+        for message in messages
+    ]
+
+
+def _with_one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with at most one system message, the first.
+
+    The first system messages are joined. Later ones become messages of the user at their places, so
+    that the prompt before them stays in the prefix cache.
+    """
+    first = list(takewhile(lambda message: message["role"] == "system", messages))
+    others = messages[len(first) :]
+    text = "\n\n".join(filter(None, map(_text_of, first)))
+    return [
+        *(first if len(first) < 2 else [first[0] | {"content": text}]),
+        *(one | {"role": "user"} if one["role"] == "system" else one for one in others),
+    ]
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    return call | {"function": function | {"arguments": {INVALID_JSON: text}}}
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _add_text(message: dict[str, Any], text: str) -> None:
+    if isinstance(message["content"], str):
+        message["content"] += text
+    else:
+        message["content"][-1]["text"] += text
+
+
+@functools.lru_cache
+def _known_effort(template: Template, effort: str) -> str:
+    """Return the nearest effort that the template takes, preferably a higher one."""
+    place = EFFORTS.index(effort)
+    nearest = [*EFFORTS[place:], *reversed(EFFORTS[:place])]
+    taken = (name for name in nearest if _trial(template, **{REASONING_EFFORT: name}))
+    return next(taken, effort)
+
+
+@functools.lru_cache
+def _takes_parts(template: Template) -> bool:
+    """Return whether the template joins the parts of a content itself."""
+    parts = [{"type": "text", "text": text} for text in ("\ue000", "\ue001")]
+    return "\ue000\ue001" in _trial(template, content=parts)
+
+
+def _trial(template: Template, content: Any = "a", **variables: Any) -> str:
+    """Return the rendering of one message, or an empty text if the template refuses it."""
+    messages = [{"role": "user", "content": content}]
+    try:
+        return _render_own(template, {"messages": messages, "tools": None, **variables})
+    except PromptError:
+        return ""
 
 
 def _render_in_child(source: str, variables: dict[str, Any]) -> str:
@@ -230,9 +338,31 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
 
 
-def _as_map(message: ChatMessage) -> dict[str, Any]:
-    """Return the set fields, always with a role and a content, which templates concatenate."""
-    return {"role": message.role, "content": message.content, **msgspec.to_builtins(message)}
+def _as_map(message: ChatMessage, template: Template | None) -> dict[str, Any]:
+    """Return the set fields, always with a role and a content, which templates concatenate.
+
+    Arguments of calls in JSON become maps. Parts of the content stay parts if the template joins
+    them, as with transformers; otherwise line breaks join them, as in vLLM.
+    """
+    made = {"role": message.role, "content": message.content, **msgspec.to_builtins(message)}
+    if isinstance(message.content, list):
+        parts = [{"type": "text", "text": text} for text in message.content]
+        takes_parts = template is not None and _takes_parts(template) and parts
+        made["content"] = parts if takes_parts else "\n".join(message.content)
+    for call in made.get("tool_calls") or ():
+        function = call.get("function", call)
+        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+            function["arguments"] = _decoded(text)
+    return made
+
+
+def _decoded(arguments: str) -> Any:
+    """Return JSON arguments as a map; other text stays text."""
+    try:
+        decoded = msgspec.json.decode(arguments or "{}")
+    except DECODE_ERRORS:
+        return arguments
+    return decoded if isinstance(decoded, dict) else arguments
 
 
 class _Generation(Extension):

@@ -37,7 +37,8 @@ class TokenizerProcess:
         config = process.config
         model = read_model_config(config.model_folder)
         max_model_len = model.context(config.max_model_len)
-        self.tokenizer = Tokenizer(config.model_folder, max_model_len)
+        defaults = config.template_defaults
+        self.tokenizer = Tokenizer(config.model_folder, max_model_len, defaults)
         context, endpoints = process.context, process.endpoints
         self.gateway = context.connect(
             zmq.DEALER,

@@ -5,6 +5,7 @@ fastokens encodes a hundred times as fast as `tokenizers`, and is used if its id
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from penstock.protocol.messages.client import (
 )
 from penstock.protocol.messages.pipeline import TokenizeRequest
 from penstock.protocol.messages.structured import Reasoning
-from penstock.services.tokenizer.chat_template import ChatTemplate, PromptError
+from penstock.services.tokenizer.chat_template import NO_DEFAULTS, ChatTemplate, PromptError
 
 try:
     import fastokens
@@ -92,7 +93,10 @@ _TURN, _END_OF_TURN = "<|im_start|>assistant\n", "<|im_end|>"
 class Tokenizer:
     """A checkpoint's tokenizer and chat template."""
 
-    def __init__(self, folder: Path, max_model_len: int) -> None:
+    def __init__(
+        self, folder: Path, max_model_len: int, template_defaults: Mapping[str, Any] = NO_DEFAULTS
+    ) -> None:
+        """Read the files. template_defaults: as `defaults` of ChatTemplate. Raises ModelError."""
         path = folder / "tokenizer.json"
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a single text gains nothing from threads
         try:
@@ -102,7 +106,7 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self._fast = load_fast_encoder(path, self.backend)
-        self._chat_template = ChatTemplate(folder)
+        self._chat_template = ChatTemplate(folder, template_defaults)
         self._max_model_len = max_model_len
 
     def encode(self, request: TokenizeRequest) -> tuple[list[int], Reasoning]:

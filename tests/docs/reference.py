@@ -100,8 +100,8 @@ def sampling_parameters() -> str:
         "Sampling parameters",
         "Fields of requests over ZeroMQ and HTTP, of `SamplingParams` in programs, and, as options "
         "(`--max-tokens`), of `launch ask` and `launch chat`. `null` in `temperature`, `top_k`, "
-        "`top_p`, `min_p` and `repetition_penalty` means the value of the model's "
-        "`generation_config.json`.",
+        "`top_p`, `min_p`, `presence_penalty` and `repetition_penalty` means the value of the "
+        "model's `generation_config.json`.",
         table("field | description | type and limits | default", rows),
         "## Notes",
         "- **EOS** ids: those of `generation_config.json` or `config.json`, and the tokenizer's.",

@@ -222,7 +222,11 @@ def test_defaults_of_a_model_that_samples() -> None:
     sampling = SamplingParams(top_p=0.5)
     GenerationConfig(do_sample=True, temperature=0.6, top_k=20, top_p=0.9).fill(sampling)
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 0.5)
-    assert sampling.min_p == 0
+    assert (sampling.min_p, sampling.presence_penalty) == (0, 0)
+    penalised, own = SamplingParams(), SamplingParams(presence_penalty=0.0)
+    for one in (penalised, own):
+        GenerationConfig(do_sample=True, presence_penalty=1.5, top_k=20).fill(one)
+    assert (penalised.presence_penalty, own.presence_penalty, own.temperature) == (1.5, 0, 1)
 
 
 def test_a_model_that_does_not_sample_is_greedy_unless_asked() -> None:

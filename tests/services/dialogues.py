@@ -44,6 +44,8 @@ class Dialogues:
             body["tools"] = [self._tool() for _ in range(self.random.randint(0, 3))]
         if chance() < 0.5:
             body["chat_template_kwargs"] = {"enable_thinking": self._one(True, False)}
+            if chance() < 0.3:
+                body["chat_template_kwargs"]["preserve_thinking"] = self._one(True, False)
         return body
 
     def text(self) -> str:
@@ -121,12 +123,15 @@ class Dialogues:
         return self.random.choice(choices)
 
 
-def for_transformers(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `apply_chat_template`: plain contents, and arguments as maps."""
+def for_transformers(body: dict[str, Any], *, joins_parts: bool) -> dict[str, Any]:
+    """Return the arguments of `apply_chat_template`, with arguments of calls as maps.
+
+    joins_parts: for templates that do not know parts of a content.
+    """
     messages = []
     for one in body["messages"]:
         message = dict(one)
-        if isinstance(one["content"], list):
+        if joins_parts and isinstance(one["content"], list):
             message["content"] = "\n".join(part["text"] for part in one["content"])
         if one["role"] == "developer":
             message["role"] = "system"

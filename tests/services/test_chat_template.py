@@ -260,3 +260,85 @@ def test_rendering_takes_no_more_than_its_time(
     with pytest.raises(PromptError, match=r"took more than 0\.05 s to render"):
         one.render(PromptFields(messages=MESSAGES, tools=tools))
     assert render(template(tmp_path, "{{ messages[0].role }}"), MESSAGES) == "system"
+
+
+AGENT = (Path(__file__).parent / "chat_templates" / "agent.jinja").read_text()
+ASKED = ChatMessage(role="user", content="2 + 3?")
+
+
+def said(*messages: ChatMessage, source: str = AGENT, folder: Path, **kwargs: Any) -> str:
+    return render(template(folder, source), list(messages), kwargs=kwargs)
+
+
+def called(arguments: str) -> ChatMessage:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return ChatMessage(role="assistant", content="", tool_calls=[call])
+
+
+def test_parts_are_joined_by_a_template_that_can(tmp_path: Path) -> None:
+    """As with transformers; templates that only know texts get lines, as in vLLM."""
+    message = ChatMessage(role="user", content=["a", "b"])
+    assert "<|im_start|>user\nab<|im_end|>" in said(message, folder=tmp_path)
+    joined = render(template(tmp_path, "{{ messages[0].content | trim }}"), [message])
+    assert joined == "a\nb"
+    answer = ChatMessage(role="assistant", content=["so", "5 "])
+    made = template(tmp_path, AGENT)
+    assert render(made, [ASKED, answer], continue_final_message=True).endswith("</think>\n\nso5 ")
+    own = render(made, [message], chat_template="{{ messages[0].content }}")
+    assert own == "a\nb"
+
+
+def test_system_messages_of_agents(tmp_path: Path) -> None:
+    """Codex sends instructions and a developer message; hooks send system messages later."""
+    first = [ChatMessage(role="system", content="one"), ChatMessage(role="developer", content="2")]
+    late = ChatMessage(role="system", content="hurry")
+    joined = ChatMessage(role="system", content="one\n\n2")
+    as_user = ChatMessage(role="user", content="hurry")
+    text = said(*first, ASKED, late, folder=tmp_path)
+    assert text == said(joined, ASKED, as_user, folder=tmp_path)
+    before = render(template(tmp_path, AGENT), [*first, ASKED], add_generation_prompt=False)
+    assert text.startswith(before)
+    every = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    unchanged = said(*first, late, folder=tmp_path, source=every)
+    assert unchanged == "[system:one][system:2][system:hurry]"
+    with pytest.raises(PromptError, match="refused them: no question"):
+        said(*first, folder=tmp_path)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "cut', "[1]", "5"])
+def test_arguments_that_are_no_object(tmp_path: Path, arguments: str) -> None:
+    """A call that `max_tokens` cut off comes back in every later request."""
+    text = said(ASKED, called(arguments), folder=tmp_path)
+    assert f"<function=f>\n<parameter=INVALID_JSON>\n{arguments}\n</parameter>\n" in text
+    shown = "{{ messages[1].tool_calls[0].function.arguments }}"
+    assert said(ASKED, called(arguments), folder=tmp_path, source=shown) == arguments
+
+
+def test_arguments_that_messagepack_lacks(tmp_path: Path) -> None:
+    text = said(ASKED, called('{"a": 100000000000000000000000000, "b": [1.5]}'), folder=tmp_path)
+    assert "<parameter=a>\n100000000000000000000000000\n</parameter>\n" in text
+    assert "<parameter=b>\n[1.5]\n</parameter>\n" in text
+    assert "<function=f>\n</function>" in said(ASKED, called(""), folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("effort", "shown"),
+    [("minimal", "low"), ("low", "low"), ("high", "xhigh"), ("xhigh", "xhigh"), ("max", "xhigh")],
+)
+def test_efforts(tmp_path: Path, effort: str, shown: str) -> None:
+    """The nearest one that the template knows, preferably a higher one."""
+    assert f"Effort: {shown}<" in said(ASKED, folder=tmp_path, reasoning_effort=effort)
+    assert "Effort" not in said(ASKED, folder=tmp_path, reasoning_effort="medium")
+    any_effort = said(
+        ASKED, folder=tmp_path, source="{{ reasoning_effort }}", reasoning_effort=effort
+    )
+    assert any_effort == effort
+    with pytest.raises(PromptError, match="unknown effort huge"):
+        said(ASKED, folder=tmp_path, reasoning_effort="huge")
+
+
+def test_defaults_of_variables(tmp_path: Path) -> None:
+    template(tmp_path, AGENT)
+    made = ChatTemplate(tmp_path, {"enable_thinking": False})
+    assert render(made, [ASKED]).endswith("<think>\n\n</think>\n\n")
+    assert render(made, [ASKED], kwargs={"enable_thinking": True}).endswith("<think>\n")

@@ -23,6 +23,7 @@ from tests.services.conftest import WithTemplate
 from tests.services.dialogues import Dialogues, for_transformers
 
 TEMPLATES = ["qwen3", "qwen3_older", "qwen3_instruct_2507", "qwen3_thinking_2507", "qwen3_coder"]
+TEMPLATES += ["agent"]  # like those of Qwen3.5 to 3.8
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>"]
 
 
@@ -60,7 +61,9 @@ def test_token_ids_are_those_of_transformers(
         body = dialogues.body()
         try:
             text = theirs.apply_chat_template(
-                chat_template=source, tokenize=False, **for_transformers(body)
+                chat_template=source,
+                tokenize=False,
+                **for_transformers(body, joins_parts=name != "agent"),
             )
         except (TemplateError, TypeError, ValueError):  # so do we refuse it
             with pytest.raises(PromptError):

@@ -141,7 +141,8 @@ class ChatRequest(ApiRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False  # the answer continues the last message
     include_reasoning: bool = True
-    reasoning_effort: str | None = None  # `none`: no thinking; other values change nothing
+    # `none`: no thinking; other values are the template's variable of this name
+    reasoning_effort: str | None = None
 
 
 class CompletionRequest(ApiRequest, kw_only=True):
@@ -163,6 +164,7 @@ class TokenizeBody(Struct, kw_only=True):
     return_token_strs: bool = False
     tools: Tools = field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    reasoning_effort: str | None = None
     chat_template: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

@@ -11,6 +11,7 @@ from penstock.services.http.generation.schema import (
     ApiRequest,
     ChatRequest,
     CompletionRequest,
+    TokenizeBody,
     Tool,
 )
 from penstock.services.http.generation.tool_grammar import (
@@ -45,8 +46,7 @@ def chat_fields(request: ChatRequest, form: ToolFormat = HERMES) -> dict[str, An
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs", f"got {request.top_logprobs}, expected logprobs: true, too")
     fields["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
-    if request.reasoning_effort == "none":
-        fields["chat_template_kwargs"] = {"enable_thinking": False, **request.chat_template_kwargs}
+    fields["chat_template_kwargs"] = template_variables(request)
     if request.tool_choice != "none":
         fields["tools"] = template_tools(offered_tools(request))
     if grammar := forced_call(request, form):
@@ -89,6 +89,13 @@ def prompts_of(
 def template_tools(tools: list[Tool]) -> list[dict[str, Any]] | None:
     """Return tools for the chat template."""
     return msgspec.to_builtins(tools) if tools else None
+
+
+def template_variables(request: ChatRequest | TokenizeBody) -> dict[str, Any]:
+    """Return the variables of the chat template."""
+    effort = request.reasoning_effort
+    given = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return {**(given if effort else {}), **request.chat_template_kwargs}
 
 
 def truncated(fields: dict[str, Any], max_model_len: int) -> dict[str, Any]:

@@ -151,6 +151,8 @@ def name_in_responses(tools: OfferedTools, name: str) -> str:
     """Return the name of a field of ChatRequest in the Responses API."""
     if found := re.match(r"tools\[(\d+)\]", name):
         name = tools.paths[int(found[1])] + name[found.end() :]
+    if name.startswith("messages["):  # of items that were joined
+        return "input"
     if name.startswith("tool"):
         return name.replace(".allowed_tools.", ".").replace(".function.", ".")
     return _RENAMED.get(name, name)

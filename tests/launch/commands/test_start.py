@@ -98,6 +98,7 @@ def test_fewer_open_files_than_are_needed(
 
 YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
 REACHED = "may be reached from other machines: "
+TEMPLATE = "default_chat_template_kwargs"
 NO_ADDRESS = "expected an address of this machine or its name"
 
 
@@ -121,6 +122,10 @@ NO_ADDRESS = "expected an address of this machine or its name"
             for host in ("nosuchhost.invalid", "/run/x.sock", "a" * 70 + ".b")
         ),
         ({}, {"allowed_origins": "[1"}, "--allowed-origins: got '[1', expected "),
+        *(
+            ({}, {TEMPLATE: text}, f"--default-chat-template-kwargs: got {text!r}, expected a JSON")
+            for text in ("[]", "{a}")
+        ),
     ],
 )
 def test_what_is_refused_before_anything_starts(

@@ -20,6 +20,7 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
     AbortRequest,
     GenerateRequest,
+    PromptFields,
     Reply,
     Request,
     TokenizePromptRequest,
@@ -143,6 +144,65 @@ def test_strings_of_tokens(serve: Serve) -> None:
         body = {"prompt": " a", "return_token_strs": True}
         assert client.post("/tokenize", json=body).json()["token_strs"] == ["Ġa"]
         assert "token_strs" not in client.post("/tokenize", json={"prompt": "a"}).json()
+
+
+CALLED = {"id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}
+ASKED: list[Any] = [
+    {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [CALLED]},
+    {"role": "tool", "content": "2", "tool_call_id": "c"},
+]
+USE = {"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}
+ASKED_OF_MESSAGES: list[Any] = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, USE]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "2"}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("count", "answer", "body"),
+    [
+        (
+            "/tokenize",
+            "/v1/chat/completions",
+            {
+                "messages": ASKED,
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+                "reasoning_effort": "low",
+                "chat_template_kwargs": {"preserve_thinking": True},
+            },
+        ),
+        (
+            "/v1/messages/count_tokens",
+            "/v1/messages",
+            {
+                "messages": ASKED_OF_MESSAGES,
+                "tools": [{"name": "f", "input_schema": {}}],
+                "thinking": {"type": "adaptive"},
+                "output_config": {"effort": "high"},
+                "max_tokens": 9,
+            },
+        ),
+    ],
+)
+def test_the_same_prompt_is_counted(
+    serve: Serve, count: str, answer: str, body: dict[str, Any]
+) -> None:
+    """Clients reckon the room of an answer with this count."""
+    served = serve(two_pieces)
+    with served.client() as client:
+        for path in (count, answer):
+            assert client.post(path, json=body).status_code == 200
+    *_, counted, answered = served.asked.heard
+    assert isinstance(counted, TokenizePromptRequest)
+    assert isinstance(answered, GenerateRequest)
+    for name in PromptFields.__struct_fields__:
+        assert getattr(counted, name) == getattr(answered, name), name
+    assert counted.messages
+    assert counted.messages[-2].reasoning_content == "hm"
+    assert "reasoning_effort" in counted.chat_template_kwargs
 
 
 def test_large_bodies_leave_turns_to_other_requests(

@@ -80,7 +80,7 @@ def test_a_conversation_with_tools() -> None:
         },
         {"role": "system", "content": "be quick"},
     ]
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
     assert templated(messages, system=[{"type": "text", "text": "be kind"}]) == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "1+1\nplease"},
@@ -144,6 +144,10 @@ def test_thinking(thinking: Any, thinks: bool) -> None:
     """Clients that do not ask for thinking do not expect its blocks."""
     asked = chat(thinking=thinking)
     assert asked.chat_template_kwargs == {"enable_thinking": thinks}
+    assert asked.reasoning_effort is None
+    effort = chat(thinking=thinking, output_config={"effort": "max"})
+    kwargs = {"enable_thinking": thinks, "reasoning_effort": "max"}
+    assert chat_fields(effort)["chat_template_kwargs"] == kwargs
     assert asked.include_reasoning == thinks
 
 
@@ -214,6 +218,10 @@ def said(role: str, *content: Any) -> dict[str, Any]:
         ({"top_p": 2}, "top_p: got 2"),
         ({"thinking": {"type": "maybe"}}, "thinking.type: got 'maybe', expected 'adaptive' or"),
         (said("user", IMAGE), "messages[0].content[0].type: got 'image', expected 'text' or"),
+        (
+            said("user", RESULT | {"content": [IMAGE]}),
+            "messages[0].content[0].content[0].type: got 'image', expected 'text'",
+        ),
         (said("assistant", RESULT), "messages[0].content[0].type: got 'tool_result', expected"),
         (said("assistant", CALL), "messages: got tool_use at the end, expected its tool_result"),
         (
@@ -325,6 +333,7 @@ LAST = "expected the id of a tool_use in the assistant's last message, once"
             "expected its tool_result",
         ),
         ([calls("a", "a")], "messages[0].content[1].id: got 'a' again", "expected another id"),
+        ([*HELLO, calls("a", "b"), results("b")], "messages: got 'a'", "expected one tool message"),
     ],
 )
 def test_a_call_has_one_result(messages: Any, place: str, sentence: str) -> None:

@@ -71,7 +71,7 @@ def test_parts_are_text() -> None:
 
 def test_reasoning_text_and_calls_are_one_message() -> None:
     text = {"role": "assistant", "content": "so"}
-    function = {"name": "f", "arguments": {"a": 1}}
+    function = {"name": "f", "arguments": '{"a": 1}'}
     call = {"id": "c", "type": "function", "function": function}
     answer = {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": [call]}
     result = {"role": "tool", "content": "2", "tool_call_id": "c"}
@@ -79,6 +79,7 @@ def test_reasoning_text_and_calls_are_one_message() -> None:
     both = messages(USER, CALL, CALL | {"call_id": "d"}, OUTPUT | {"call_id": "d"}, OUTPUT)
     assert [one["role"] for one in both] == ["user", "assistant", "tool", "tool"]
     assert [one["id"] for one in both[1]["tool_calls"]] == ["c", "d"]
+    assert [one["tool_call_id"] for one in both[2:]] == ["c", "d"]
     after = messages(USER, CALL, text, THOUGHT, CALL, OUTPUT)
     assert [one.get("content") for one in after] == ["hi", "", "so", "", "2"]
 
@@ -109,7 +110,8 @@ def test_forms_of_the_text() -> None:
 def test_other_options() -> None:
     off = chat_fields(chat(reasoning={"effort": "none", "summary": "auto"}))
     assert off["chat_template_kwargs"] == {"enable_thinking": False}
-    assert not chat_fields(chat(reasoning={"effort": "high"}))["chat_template_kwargs"]
+    high = chat_fields(chat(reasoning={"effort": "high"}))
+    assert high["chat_template_kwargs"] == {"reasoning_effort": "high"}
     assert chat_fields(chat(client_metadata={"turn_id": "x"}))
     assert chat_fields(chat(truncation="auto"))["truncate_prompt_tokens"] == -1
     assert chat_fields(chat(top_logprobs=0))["logprobs"] is None
@@ -158,6 +160,7 @@ def allowed(mode: str, tool: Any) -> dict[str, Any]:
         ({"input": [USER, OUTPUT]}, "input[1].call_id"),
         ({"input": [OUTPUT, CALL]}, "input[0].call_id"),
         ({"input": [CALL, {**OUTPUT, "output": None}]}, "input[1].output"),
+        ({"input": [CALL, CALL | {"call_id": "d"}, OUTPUT]}, "input"),
         ({"input": [CALL, {**OUTPUT, "output": [IMAGE]}]}, "input[1].output[0].type"),
         ({"input": [{**CALL, "arguments": None}]}, "input[0].arguments"),
         ({"input": [{**CALL, "arguments": {"a": 1}}]}, "input[0].arguments"),
