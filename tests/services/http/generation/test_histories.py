@@ -3,6 +3,7 @@
 Otherwise the model would read other calls than it wrote, and the prefix cache would miss.
 """
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,32 @@ def test_what_was_generated_comes_back(
     for result in RESULTS:
         expected += f"\n<tool_response>\n{result.strip()}\n</tool_response>"
     assert rendered(later, tmp_path).startswith(expected + "<|im_end|>\n")
+
+
+def test_the_prompts_of_forty_turns_only_grow(tmp_path: Path) -> None:
+    """So that each turn computes its own tokens alone: results of calls, or a question."""
+    (tmp_path / "chat_template.jinja").write_bytes(TEMPLATE.read_bytes())
+    draw = random.Random(8)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, USER]
+    before = ""
+    for turn in range(40):
+        request = chat({"messages": messages})
+        prompt = rendered(request, tmp_path)
+        assert prompt.startswith(before)
+        calls = [draw.choice([*ANSWERS.values()]) for _ in range(draw.randrange(3))]
+        text = draw.choice(["", "So:\n\n1. <a>", "größer 🙂"]) if calls else f"Done {turn}."
+        answer = "\n\n".join(filter(None, [text, "\n".join(calls)]))
+        generated = f"Turn {turn}.\n\nHm </th\n</think>\n\n{answer}"
+        pieces = deltas([tagged(generated)], starts_reasoning=True)
+        choice = msgspec.to_builtins(ChatChoice(0, request, FORM).whole(reply_of(pieces, "stop")))
+        messages.append(choice["message"])
+        made = choice["message"].get("tool_calls", [])
+        results = [
+            {"role": "tool", "content": f"{turn}: ok\n", "tool_call_id": one["id"]} for one in made
+        ]
+        messages += results or [{"role": "user", "content": f"And {turn}?"}]
+        before = f"{prompt}{generated}<|im_end|>\n<|im_start|>user\n"
+    assert rendered(chat({"messages": messages}), tmp_path).startswith(before)
 
 
 @pytest.mark.parametrize("api", APIS)
