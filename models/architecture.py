@@ -137,11 +137,13 @@ class State(NamedTuple):
     `STATE_WINDOW` of `penstock.protocol.messages.plan` (see `penstock.kernels.layouts.states`).
     """
 
-    axes: tuple[Axis, ...]  # adjacent axes of the first dimension, each divided among the ranks
+    axes: tuple[Axis, ...]  # adjacent axes of dimension `dim`, each divided among the ranks
     shape: tuple[int, ...]  # shape of the other dimensions
+    dim: int = 0
 
     def shape_of_rank(self, ranks: Ranks) -> tuple[int, ...]:
-        return sum(axis.part(ranks).length for axis in self.axes), *self.shape
+        length = sum(axis.part(ranks).length for axis in self.axes)
+        return *self.shape[: self.dim], length, *self.shape[self.dim :]
 
 
 class Heads(NamedTuple):
@@ -423,8 +425,8 @@ def delta_net(name: str, config: ModelConfig, norm: Weight) -> Layer:
     )
     states = (
         State((heads,), (key_dim, value_dim)),
-        State(channels, (kernel - 1,)),
-        State(channels, (STATE_WINDOW,)),
+        State(channels, (kernel - 1,), dim=1),
+        State(channels, (STATE_WINDOW,), dim=1),
         State((heads,), (STATE_WINDOW, 2)),
     )
     return Layer("delta", weights, state=states)

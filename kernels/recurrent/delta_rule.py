@@ -32,8 +32,8 @@ class State(NamedTuple):
     """The state of a layer, float32; the first dimension is the block."""
 
     recurrent: Tensor  # [blocks, value_heads, key_dim, value_dim]
-    inputs: Tensor  # [blocks, channels, kernel - 1]: last inputs of the convolution, oldest first
-    window_inputs: Tensor  # [blocks, channels, window]: inputs of the window's tokens
+    inputs: Tensor  # [blocks, kernel - 1, channels]: last inputs of the convolution, oldest first
+    window_inputs: Tensor  # [blocks, window, channels]: inputs of the window's tokens
     window_gates: Tensor  # [blocks, value_heads, window, 2]: beta and g of the window's tokens
 
 
@@ -56,27 +56,33 @@ def gated_delta_rule(
     key_dim] each, values [value_heads * value_dim]. Rows may be apart. gates: [num_tokens, 2 *
     value_heads]: b, then a; beta = sigmoid(b), g = -exp(a_log) * softplus(a + dt_bias).
     conv_weight: [channels, kernel]. a_log, dt_bias: float32 [value_heads]. state: tensors of
-    `State`.
+    `State`. On a GPU, `value_dim` is `key_dim`, a power of two.
     """
     layer = State(*state)
     num_heads, key_dim, value_dim = layer.recurrent.shape[1:]
     num_channels = 2 * num_key_heads * key_dim + num_heads * value_dim
     check_tensor("qkv", qkv, (-1, num_channels))
     check_tensor("gates", gates, (len(qkv), 2 * num_heads), qkv.dtype)
-    check_tensor("conv_weight", conv_weight, (num_channels, layer.inputs.shape[2] + 1), qkv.dtype)
+    check_tensor("conv_weight", conv_weight, (num_channels, layer.inputs.shape[1] + 1), qkv.dtype)
     check_tensor("a_log", a_log, (num_heads,), torch.float32)
     check_tensor("dt_bias", dt_bias, (num_heads,), torch.float32)
     if num_heads % num_key_heads:
         raise ValueError(
             f"num_key_heads: got {num_key_heads}, expected a divisor of {num_heads} value heads"
         )
+    if qkv.is_cuda:
+        from penstock.kernels.recurrent import triton_delta_rule
+
+        tensors = qkv, gates, conv_weight, a_log, dt_bias
+        launch = triton_delta_rule.gated_delta_rule
+        return launch(*tensors, num_key_heads=num_key_heads, batch=batch, state=state)
     sequences = list(_sequences(batch))
     inputs = _inputs(qkv, sequences, layer)
     q, k, v = _convolved(inputs, conv_weight, num_key_heads, key_dim, value_dim)
     beta, g = _gates(gates, a_log, dt_bias)
     out = qkv.new_empty(len(qkv), num_heads, value_dim)
     scratch = torch.empty_like(layer.recurrent[0]), torch.empty_like(layer.recurrent[0])
-    num_before, begin = layer.inputs.shape[2], 0
+    num_before, begin = layer.inputs.shape[1], 0
     for sequence in sequences:
         end = begin + sequence.num_window + sequence.num_tokens
         of_step = slice(sequence.begin, sequence.end)
@@ -94,8 +100,16 @@ def gated_delta_rule(
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute `rms_norm(x) * silu(z)` for x, z [num_tokens, heads, size] and weight [size]."""
+    """Compute `rms_norm(x) * silu(z)` for x, z [num_tokens, heads, size] and weight [size].
+
+    On a GPU x is contiguous, and so are the tokens of z.
+    """
     check_tensor("z", z, tuple(x.shape), x.dtype)
+    check_tensor("weight", weight, (x.shape[2],), x.dtype)
+    if x.is_cuda:
+        from penstock.kernels.recurrent import triton_gated_norm
+
+        return triton_gated_norm.gated_rms_norm(x, z, weight, eps)
     normed = rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
     return (normed * _silu(z.float())).to(x.dtype)
 
@@ -149,15 +163,15 @@ def _sequences(batch: ForwardBatch) -> Iterator[_Sequence]:
 
 def _inputs(qkv: Tensor, sequences: list[_Sequence], layer: State) -> Tensor:
     """Return the convolution's inputs: before each sequence's window, of its window and tokens."""
-    zeros = layer.inputs.new_zeros(layer.inputs.shape[2], qkv.shape[1])
+    zeros = layer.inputs.new_zeros(layer.inputs.shape[1], qkv.shape[1])
     pieces = []
     for sequence in sequences:
         if sequence.read < 0:
             pieces.append(zeros)
         else:
-            pieces.append(layer.inputs[sequence.read].t())
+            pieces.append(layer.inputs[sequence.read])
             if num := sequence.num_window:
-                pieces.append(layer.window_inputs[sequence.read, :, :num].t())
+                pieces.append(layer.window_inputs[sequence.read, :num])
         pieces.append(qkv[sequence.begin : sequence.end].float())
     return torch.cat(pieces)
 
@@ -209,12 +223,12 @@ def _store_inputs(
 ) -> None:
     """Store the inputs before the state's position, and the window of a decoding sequence."""
     written, num_tokens = sequence.written, sequence.num_tokens
-    num_before = layer.inputs.shape[2]
+    num_before = layer.inputs.shape[1]
     if not sequence.decodes:
-        layer.inputs[written] = inputs[-num_before:].t()
+        layer.inputs[written] = inputs[-num_before:]
         return
-    layer.inputs[written] = inputs[-num_before - num_tokens : -num_tokens].t()
-    layer.window_inputs[written, :, :num_tokens] = inputs[-num_tokens:].t()
+    layer.inputs[written] = inputs[-num_before - num_tokens : -num_tokens]
+    layer.window_inputs[written, :num_tokens] = inputs[-num_tokens:]
     of_step = slice(sequence.begin, sequence.end)
     layer.window_gates[written, :, :num_tokens, 0] = beta[of_step].t()
     layer.window_gates[written, :, :num_tokens, 1] = g[of_step].t()

@@ -21,6 +21,7 @@ from penstock.kernels.attention.triton_decode import DecodeAttention
 from penstock.kernels.bench.timing import graph_us, l2_bytes
 from penstock.kernels.elementwise import quantize
 from penstock.kernels.layouts.kv_cache import KVCache
+from tests.gpu.copy_rate import copy_rate
 
 HEAD_DIM = 128
 FLASH_BLOCK_SIZE = 256
@@ -135,14 +136,6 @@ def points() -> Iterator[DecodePoint]:
             point = DecodePoint(*heads, batch, context, block_size)
             if point.kv_bytes <= MAX_KV_BYTES:
                 yield point
-
-
-def copy_rate() -> float:
-    """Return bytes per microsecond that a copy kernel reads and writes."""
-    source = torch.zeros(1 << 28, dtype=torch.float32, device="cuda")
-    target = torch.empty_like(source)
-    # A graph runs a copy on the copy engine, which is slower.
-    return 2 * source.nbytes / graph_us([lambda: torch.neg(source, out=target)], REPEATS, MIN_US)
 
 
 def measure(point: DecodePoint, rate: float, fp8: bool) -> dict[str, float | None]:

@@ -51,6 +51,7 @@ def record(launches: Any) -> None:
         else:
             _all(is_fp8)
             _elementwise()
+            _recurrent()
         launches.case = "packed"
         for one in product((8, 4), (32, 128), (1, 128, 64)) if not is_fp8 else ():
             _packed(*one)
@@ -238,6 +239,31 @@ def _elementwise() -> None:
     triton_elementwise.quantize(numbers(64, 2 * 25600), None, 0.0, True)
     inbox = ints(inbox_size(1 << 20, 2))
     PushAllReduce(inbox, [0, 1 << 24], 0, 1 << 20)(x, x)
+
+
+def _recurrent() -> None:
+    """Launch the gated delta rule of Qwen3.5-27B and its norm, in decode and in mixed steps."""
+    from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
+    from penstock.kernels.layouts.states import StateStep
+    from penstock.kernels.recurrent.triton_delta_rule import gated_delta_rule
+    from penstock.kernels.recurrent.triton_gated_norm import gated_rms_norm
+
+    key_heads, heads, size = 16, 48, 128
+    channels = (2 * key_heads + heads) * size
+    shapes = (heads, size, size), (3, channels), (8, channels), (heads, 8, 2)
+    state = [torch.empty(64, *shape) for shape in shapes]
+    for rows, num_decode, tokens, tiles in ((1, 1, 1, 0), (64, 64, 64, 0), (64, 60, 2048, 40)):
+        step = StateStep([state], *(longs(rows) for _ in range(6)))
+        batch = ForwardBatch(
+            BatchShape(rows, tokens, num_decode, tiles, 128, 2048, 4096),
+            *(longs(tokens), longs(tokens), longs(tokens), ints(rows + 1), ints(rows + 1)),
+            *(ints(rows), ints(num_decode), ints(tiles, 2), ints(rows, 64), step),
+        )
+        inputs = numbers(tokens, channels), numbers(tokens, 2 * heads), numbers(channels, 4)
+        gates = torch.empty(heads), torch.empty(heads)
+        gated_delta_rule(*inputs, *gates, num_key_heads=key_heads, batch=batch, state=state)
+    x = numbers(64, heads, size)
+    gated_rms_norm(x, x, numbers(size), 1e-6)
 
 
 def _others() -> None:

@@ -27,6 +27,7 @@ from penstock.kernels.linear.tile_sizes import GemmShape, candidates
 from penstock.kernels.linear.triton_fp8_gemm import tile_of, tile_shared_bytes
 from penstock.kernels.linear.tuning_tables import packaged_tables
 from penstock.kernels.packed.triton_packed import PackedTile, packed_shared_bytes
+from penstock.kernels.recurrent.triton_chunks import ChunkTuning
 from penstock.kernels.triton_moe import (
     FP8_TUNINGS,
     NARROW,
@@ -197,6 +198,9 @@ def estimate(report: dict[str, Any]) -> int | None:
             )
             number = 1 + constants["SWIGLU"]
             return packed_shared_bytes(constants["BITS"], number, packed)
+        case "_walk_kernel":
+            chunks = ChunkTuning(stages, constants["VALUES"], warps)
+            return chunks.shared_bytes(constants["SIZE"])
         case "_block_product":
             return tile_shared_bytes((constants["BM"], constants["BN"], warps, stages))
     return None
