@@ -209,7 +209,7 @@ class StructuredOutputs(Struct, kw_only=True, omit_defaults=True, forbid_unknown
 
 
 # names of Qwen's special tokens
-_NAME = re.compile(r"<\|\w+\|>|</?(?:think|tool_call|tool_response)>")
+_NAME = re.compile(r"<\|\w+\|>|</?(?:think|tool_call|tool_response)>|<tts_\w+>")
 # a string or a regex in Lark, or a string in JSON. The last quote or slash may be missing:
 # otherwise the search would begin again within the text, and take quadratic time.
 _TEXT = re.compile(r'"((?:[^"\\\n]|\\.)*+)"?|/((?:[^/\\\n]|\\.)++)/?')

@@ -81,6 +81,7 @@ def schema_of(**fields: Any) -> dict[str, Any]:
         ({"choice": ["a</think>b"]}, True),
         ({"regex": "a(<tool_call>|b)"}, True),
         ({"json": {"properties": {"<|im_end|>": {}}}}, True),
+        ({"choice": ["<tts_pad>"]}, True),  # of Qwen3.5's vocabulary
         ({"json": {"enum": ["<b>x</b>"]}}, False),
         ({"grammar": 'start: <tool_call> "\\"x" </tool_call>'}, False),
         ({"grammar": 'start: "\\"" "<think>"'}, True),
