@@ -41,9 +41,9 @@ def test_messages_of_openai() -> None:
     asked, called = _messages(
         [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call]}]
     )
-    assert asked == ChatMessage(role="user", content="17+\n25=")
+    assert asked == ChatMessage(role="user", content=["17+", "25="])  # joined as the template does
     assert called.tool_calls
-    assert called.tool_calls[0]["function"]["arguments"] == {"a": 1}
+    assert called.tool_calls[0]["function"]["arguments"] == '{"a": 1}'  # a map for the template
 
 
 @pytest.mark.parametrize("prompts", [5, None, 1.5])
