@@ -20,10 +20,9 @@ from penstock.kernels.recurrent.triton_chunks import apply_chunks
 from penstock.kernels.recurrent.triton_inputs import Inputs, num_decoding, prepare
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
-# A warp has 16 values of each key: 4 threads with 16 bytes, times 8 keys.
-VALUES, KEYS = tl.constexpr(16), tl.constexpr(8)
+# A program is one warp: other numbers of warps were slower, and would add in another order.
+LANES, PER_LANE, VALUES = 32, 4, 32  # threads; values of a key in a thread, and in a program
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-FEW_ROWS = 4  # up to this number of rows, a program has one warp
 
 
 def gated_delta_rule(
@@ -65,25 +64,23 @@ def apply_tokens(
     out: Tensor,
     *,
     tail: bool = False,
-    num_warps: int | None = None,
 ) -> None:
     """Apply tokens one after another, and write their outputs and the states.
 
     tail: apply the sampled tokens of rows that prefill, instead of the rows that decode.
-    num_warps: a power of two up to the head's values / 16; changes only the speed.
     """
     (num_tokens, num_heads, size), shape = out.shape, batch.shape
     rows = shape.num_rows if tail else shape.num_decode
-    parts = size // VALUES.value
-    warps = num_warps or min(parts, 1 if rows <= FEW_ROWS else 2)
+    values = min(VALUES, size)
+    keys = LANES * PER_LANE // values
     channels = inputs.vectors.shape[1]
     window = (len(inputs.vectors) - num_tokens) // shape.num_rows
-    _recurrent_kernel[(parts // warps, num_heads, rows)](
+    _recurrent_kernel[(size // values, num_heads, rows)](
         inputs.vectors, inputs.gates, recurrent, out, batch.cu_seqlens_q, batch.positions,
         batch.context_lens, batch.decode_lens, step.read, step.written, step.first, step.last,
         step.window, step.prompt_end, num_tokens, shape.num_decode,
-        (channels // size - num_heads) // 2, num_heads, size, window, warps, tail,
-        num_warps=warps, enable_fp_fusion=False, **LAUNCH,
+        (channels // size - num_heads) // 2, num_heads, size, window, values, keys, tail,
+        num_warps=1, enable_fp_fusion=False, **LAUNCH,
     )  # fmt: skip
 
 
@@ -93,9 +90,9 @@ def _recurrent_kernel(
     decode_lens_ptr, read_ptr, written_ptr, first_ptr, last_ptr, window_ptr, prompt_end_ptr,
     num_tokens, num_decode,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    WARPS: tl.constexpr, TAIL: tl.constexpr,
+    VALUES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Apply the tokens of one sequence to VALUES * WARPS values of one head in each program."""
+    """Apply the tokens of one sequence to VALUES values of one head in each program."""
     launch_dependents()
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if TAIL:
@@ -111,11 +108,10 @@ def _recurrent_kernel(
         wait()
         return
     written = tl.load(written_ptr + row)
+    # [SIZE / KEYS, KEYS, VALUES]: a thread adds the first dimension, the warp the second
     keys = tl.arange(0, SIZE // KEYS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
-    values = part * (WARPS * VALUES)
-    values += tl.arange(0, WARPS)[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
-    # [keys / KEYS, WARPS, KEYS, VALUES]: a thread adds the first dimension, a warp the third
-    offsets = keys[:, None, :, None] * SIZE + values[None, :, None, :] + head * (SIZE * SIZE)
+    values = part * VALUES + tl.arange(0, VALUES)
+    offsets = keys[:, :, None] * SIZE + values[None, None, :] + head * (SIZE * SIZE)
     s = tl.load(state_ptr + tl.maximum(read, 0) * (HEADS * SIZE * SIZE) + offsets, read >= 0, 0)
     new_ptr = state_ptr + tl.maximum(written, 0) * (HEADS * SIZE * SIZE) + offsets
     if not TAIL:
@@ -126,20 +122,25 @@ def _recurrent_kernel(
     q, k, v, beta, g = _token(
         slot, vectors_ptr, gates_ptr, head, keys, values, KEY_HEADS, HEADS, SIZE
     )
-    for index in range(end):
-        if not TAIL:
-            tl.store(new_ptr, s, (index == window) & (written >= 0))
-        following = tl.minimum(index + 1, end - 1)  # loaded while this token is applied
-        slot = tl.where(following < window, slots, begin) + following
+    for index in range(window):
+        slot = tl.where(index + 1 < window, slots, begin) + index + 1
         after = _token(slot, vectors_ptr, gates_ptr, head, keys, values, KEY_HEADS, HEADS, SIZE)
-        decay, key, query = tl.exp(g), k[:, None, :, None], q[:, None, :, None]
-        delta = tl.fma(-_product(s, key), decay, v) * beta
-        if index >= window:
-            answer = tl.fma(delta, tl.sum(tl.sum(q * k, 0), 0), _product(s, query) * decay)
-            to_ptr = out_ptr + ((begin + index).to(tl.int64) * HEADS + head) * SIZE + values
-            tl.store(to_ptr, answer.to(out_ptr.dtype.element_ty))
+        decay = tl.exp(g)
+        delta = tl.fma(-_product(s, k), decay, v) * beta
+        s = tl.fma(k[:, :, None], delta[None, None, :], s * decay)
+        q, k, v, beta, g = after
+    if not TAIL:
+        tl.store(new_ptr, s, written >= 0)
+    for index in range(window, end):
+        slot = begin + tl.minimum(index + 1, end - 1)
+        after = _token(slot, vectors_ptr, gates_ptr, head, keys, values, KEY_HEADS, HEADS, SIZE)
+        decay = tl.exp(g)
+        delta = tl.fma(-_product(s, k), decay, v) * beta
+        answer = tl.fma(delta, tl.sum(tl.sum(q * k, 0), 0), _product(s, q) * decay)
+        to_ptr = out_ptr + ((begin + index).to(tl.int64) * HEADS + head) * SIZE + values
+        tl.store(to_ptr, answer.to(out_ptr.dtype.element_ty))
         if TAIL or index + 1 < end:
-            s = tl.fma(key, delta[None, :, None, :], s * decay)
+            s = tl.fma(k[:, :, None], delta[None, None, :], s * decay)
         q, k, v, beta, g = after
     if TAIL:
         tl.store(new_ptr, s, written >= 0)
@@ -181,12 +182,13 @@ def _tail(
 
 @triton.jit
 def _product(s, vector):
-    """Return the product of the state and a vector of keys: float32 [WARPS, VALUES]."""
+    """Return the product of the state and a vector of keys: float32 [VALUES]."""
+    vector = vector[:, :, None]
     if INTERPRETED:  # which is slow at reductions that it does not know
-        return tl.sum(tl.sum(s * vector, 0), 1)
+        return tl.sum(tl.sum(s * vector, 0), 0)
     else:
         sums, _ = tl.reduce((s, tl.broadcast_to(vector, s.shape)), 0, _add_product)
-        return tl.sum(sums, 1)
+        return tl.sum(sums, 0)
 
 
 @triton.jit

@@ -35,7 +35,6 @@ MODELS = {"27B": Sizes(16, 48, 128), "35B-A3B": Sizes(16, 32, 128)}
 ROWS = (1, 16, 64, 256)
 WINDOWS = ((1, 1), (4, 3))
 """(tokens of a row, tokens of the window before it)"""
-WARPS = (1, 2, 4, 8)
 PROMPTS = ((1, 8192), (8, 1024))
 """(rows, tokens of each)"""
 TUNINGS = [
@@ -134,27 +133,15 @@ def measure_decode(name: str, sizes: Sizes, rate: float) -> None:
         whole = graph_us([case.run for case in cases])
         inputs = graph_us([case.prepare for case in cases])
         prepared = [(case, case.prepare(), case.out) for case in cases]
-        by_warps = {
-            warps: graph_us(
-                [
-                    partial(
-                        apply_tokens,
-                        given,
-                        case.batch,
-                        case.step,
-                        case.state[0],
-                        out,
-                        num_warps=warps,
-                    )
-                    for case, given, out in prepared
-                ]
-            )
-            for warps in WARPS
-        }
-        parts = ", ".join(f"{warps}: {us:.1f}" for warps, us in by_warps.items())
+        tokens_us = graph_us(
+            [
+                partial(apply_tokens, given, case.batch, case.step, case.state[0], out)
+                for case, given, out in prepared
+            ]
+        )
         print(
             f"{name} {num:3} rows, window {tokens}, {accepted} before: {whole:6.1f} µs "
-            f"({moved / whole / rate:4.0%}); inputs {inputs:.1f}, tokens by warps {parts}",
+            f"({moved / whole / rate:4.0%}); inputs {inputs:.1f}, tokens {tokens_us:.1f}",
             flush=True,
         )
 
