@@ -93,11 +93,7 @@ def _inputs_kernel(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr,
     TILE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Compute one head's queries, keys or values with gates, of a run of tokens.
-
-    A run: a row's window, with the tokens of its sequence if it decodes, or RUN tokens of a row
-    that prefills. A token's *place* counts from the first token of the row's window.
-    """
+    """Compute one head's queries, keys or values with gates, of a run of tokens (see `_run`)."""
     launch_dependents()
     wait()
     group, run = tl.program_id(0), tl.program_id(1)
@@ -117,38 +113,36 @@ def _inputs_kernel(
     old_window_ptr = window_ptr + read * (WINDOW * channels) + columns
     new_window_ptr = window_ptr + (written * WINDOW - window) * channels + columns
     qkv_ptr += (begin - window).to(tl.int64) * qkv_stride + columns
-    places = place + tl.arange(0, RUN)
+    places = place + tl.arange(0, RUN)  # count from the first token of the row's window
     exists, is_new, token = places < place + num, places >= window, begin - window + places
     slot = tl.where(is_new, token, num_tokens + row * WINDOW + places).to(tl.int64)
     at, there, keeps = places[:, None], exists[:, None], written >= 0
-    x0 = _input(at - 3, there, read, window, qkv_ptr, qkv_stride, old_ptr, old_window_ptr, channels)
-    x1 = _input(at - 2, there, read, window, qkv_ptr, qkv_stride, old_ptr, old_window_ptr, channels)
-    x2 = _input(at - 1, there, read, window, qkv_ptr, qkv_stride, old_ptr, old_window_ptr, channels)
-    x3 = _input(at, there, read, window, qkv_ptr, qkv_stride, old_ptr, old_window_ptr, channels)
+    source = there, read, window, qkv_ptr, qkv_stride, old_ptr, old_window_ptr, channels
+    x0, x1 = _input(at - 3, source), _input(at - 2, source)
+    x2, x3 = _input(at - 1, source), _input(at, source)
     x = _convolve(x0, x1, x2, x3, weight_ptr + columns * 4)
-    in_loop = exists  # tokens that are applied one by one
+    alone = exists  # tokens that are applied one by one
     if group < 2 * KEY_HEADS:
         scale = tl.where(group < KEY_HEADS, SIZE**-0.5, 1.0)
-        x *= (1 / tl.sqrt(tl.sum(x * x, 1) + EPSILON) * scale)[:, None]
+        x *= (scale / tl.sqrt(tl.sum(x * x, 1) + EPSILON))[:, None]
         if narrow_ptr is not None:
             to_ptr = narrow_ptr + slot[:, None] * (2 * KEY_HEADS * SIZE) + columns
             tl.store(to_ptr, x.to(tl.float16), there & is_new[:, None] & ~decodes)
             sampled = tl.load(positions_ptr + token, exists & is_new, 0)
-            in_loop &= decodes | ~is_new | (sampled >= tl.load(prompt_end_ptr + row))
+            alone &= decodes | ~is_new | (sampled >= tl.load(prompt_end_ptr + row))
     else:
         _gates(
             slot, exists, is_new, places, window, read, written, keeps & decodes,
             group - 2 * KEY_HEADS, gates_ptr, gates_stride, a_log_ptr, dt_bias_ptr,
             window_gates_ptr, gates_out_ptr, HEADS, WINDOW,
         )  # fmt: skip
-    tl.store(vectors_ptr + slot[:, None] * channels + columns, x, in_loop[:, None])
+    tl.store(vectors_ptr + slot[:, None] * channels + columns, x, alone[:, None])
     tl.store(new_window_ptr + at * channels, x3, there & is_new[:, None] & (keeps & decodes))
     # the inputs before the state's position: before the tokens of a decoding row, or after a chunk
     keeps = there & keeps & (at == tl.where(decodes, window, window + end - begin - 1))
-    new_ptr += at * 0  # in the shape of the tile
-    tl.store(new_ptr, tl.where(decodes, x0, x1), keeps)
-    tl.store(new_ptr + channels, tl.where(decodes, x1, x2), keeps)
-    tl.store(new_ptr + 2 * channels, tl.where(decodes, x2, x3), keeps)
+    kept = tl.where(decodes, x0, x1), tl.where(decodes, x1, x2), tl.where(decodes, x2, x3)
+    for index in tl.static_range(3):
+        tl.store(new_ptr + (at * 0 + index) * channels, kept[index], keeps)
 
 
 @triton.jit
@@ -158,7 +152,11 @@ def _run(
     RUN: tl.constexpr,
 ):  # fmt: skip
     """Return a run's row, the place of its first token, its number of tokens, and whether the row
-    decodes."""
+    decodes.
+
+    A run: a row's window, with the tokens of its sequence if it decodes; or RUN tokens of a row
+    that prefills.
+    """
     if run < num_rows:
         row, place = run, 0
         decodes = tl.load(decode_lens_ptr + row, row < num_decode, 0) > 0
@@ -190,15 +188,13 @@ def num_decoding(row, positions_ptr, decode_lens_ptr, written_ptr, first_ptr, la
 
 
 @triton.jit
-def _input(
-    places, there, read, window, qkv_ptr, qkv_stride, old_ptr, old_window_ptr,
-    CHANNELS: tl.constexpr,
-):  # fmt: skip
+def _input(places, source):
     """Return inputs: three of the block that is read, then of the window, then of the step."""
+    there, read, window, qkv_ptr, qkv_stride, old_ptr, old_window_ptr, channels = source
     of_block = there & (places < 0) & (read >= 0)
     of_window = there & (places >= 0) & (places < window)
-    x = tl.load(old_ptr + (places + 3) * CHANNELS, of_block, 0)
-    x += tl.load(old_window_ptr + places * CHANNELS, of_window, 0)
+    x = tl.load(old_ptr + (places + 3) * channels, of_block, 0)
+    x += tl.load(old_window_ptr + places * channels, of_window, 0)
     step = tl.load(qkv_ptr + places * qkv_stride, there & (places >= 0) & (places >= window), 0)
     return x + step.to(tl.float32)
 
