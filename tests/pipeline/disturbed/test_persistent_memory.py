@@ -116,8 +116,9 @@ def shared_memory(pid: int) -> set[int]:
     maps = Path(f"/proc/{pid}/maps").read_text()
     found = {int(number) for number in re.findall(r"(\d+) +/memfd:penstock", maps)}
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        if str(descriptor.readlink()).startswith("/memfd:penstock"):
-            found.add(descriptor.stat().st_ino)
+        with contextlib.suppress(FileNotFoundError):  # closed after it was listed
+            if str(descriptor.readlink()).startswith("/memfd:penstock"):
+                found.add(descriptor.stat().st_ino)
     return found
 
 
