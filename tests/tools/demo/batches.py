@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -110,6 +110,13 @@ BUCKETS = (
 )
 
 
+def buckets_of(num_tokens: int) -> tuple[Bucket, ...]:
+    """Return the buckets with this number of tokens in each batch."""
+    return tuple(
+        replace(bucket, num_rows=max(1, num_tokens // bucket.num_tokens)) for bucket in BUCKETS
+    )
+
+
 def draw_batch(rng: random.Random, bucket: Bucket) -> Batch:
     """Return a bucket's batch of random training dialogues."""
     fitting = (dialogue for dialogue in _dialogues(rng, bucket) if _fits(dialogue, bucket))
@@ -131,10 +138,12 @@ def collate(dialogues: list[Dialogue], num_tokens: int) -> Batch:
     return Batch(token_ids, targets)
 
 
-def training_batches(seed: int, num_workers: int) -> Iterator[list[Batch]]:
+def training_batches(
+    seed: int, num_workers: int, buckets: tuple[Bucket, ...] = BUCKETS
+) -> Iterator[list[Batch]]:
     """Yield one batch of each bucket a step, without end."""
     loader: DataLoader[list[Batch]] = DataLoader(
-        _Steps(seed),
+        _Steps(seed, buckets),
         batch_size=None,
         num_workers=num_workers,
         prefetch_factor=3 if num_workers else None,
@@ -145,14 +154,14 @@ def training_batches(seed: int, num_workers: int) -> Iterator[list[Batch]]:
 class _Steps(IterableDataset[list[Batch]]):
     """The endless series of one worker process."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, buckets: tuple[Bucket, ...]) -> None:
+        self._seed, self._buckets = seed, buckets
 
     def __iter__(self) -> Iterator[list[Batch]]:
         worker = get_worker_info()
         rng = random.Random(f"{self._seed}/{worker.id if worker else 0}")
         while True:
-            yield [draw_batch(rng, bucket) for bucket in BUCKETS]
+            yield [draw_batch(rng, bucket) for bucket in self._buckets]
 
 
 def _dialogues(rng: random.Random, bucket: Bucket) -> Iterator[Dialogue]:

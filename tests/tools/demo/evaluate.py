@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import Qwen3ForCausalLM
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.tools.demo.batches import collate
 from tests.tools.demo.dialogues import IGNORED, Dialogue, Format, plain, random_chat
-from tests.tools.demo.model_files import CHECKPOINT_FOLDER, load_model
+from tests.tools.demo.hybrid import CHUNK, Hybrid, Pass
+from tests.tools.demo.model_files import CHECKPOINT_FOLDER, load_trained, logits_of
 from tests.tools.demo.tasks import (
     DEFAULT_SIZES,
     MAX_COUNTED,
@@ -29,6 +31,7 @@ from tests.tools.demo.tasks import (
 )
 
 SEED = 2024
+MAX_DRAFTS = 3
 LONG_ROOM = 3000  # tokens of history that still leave room for the longest answers measured
 
 
@@ -80,7 +83,7 @@ _FORMATTERS: dict[Format, Callable[[random.Random, Example], Dialogue]] = {
 }
 
 
-def evaluate(model: Qwen3ForCausalLM, fraction: float, batch_tokens: int) -> Iterator[Score]:
+def evaluate(model: nn.Module, fraction: float, batch_tokens: int) -> Iterator[Score]:
     """Yield the score of each row and format, on a fraction of the examples."""
     for row in ROWS:
         smaller = replace(row, num_examples=max(1, round(row.num_examples * fraction)))
@@ -88,17 +91,11 @@ def evaluate(model: Qwen3ForCausalLM, fraction: float, batch_tokens: int) -> Ite
             yield _score(model, smaller, format_name, batch_tokens)
 
 
-def _score(model: Qwen3ForCausalLM, row: Row, format_name: Format, batch_tokens: int) -> Score:
-    rng = random.Random(f"{SEED}/{row.label}/{format_name}")
-    examples = [
-        make_example(rng, row.task, row.sizes, held_out=True) for _ in range(row.num_examples)
-    ]
-    dialogues = [_FORMATTERS[format_name](rng, example) for example in examples]
-    longest = max(len(dialogue.token_ids) for dialogue in dialogues)
+def _score(model: nn.Module, row: Row, format_name: Format, batch_tokens: int) -> Score:
+    examples, dialogues = _held_out(row, format_name)
     margins: list[float] = []
-    num_rows = max(1, batch_tokens // longest)
-    for start in range(0, len(dialogues), num_rows):
-        margins += answer_margins(model, dialogues[start : start + num_rows])
+    for batch in _batches(dialogues, batch_tokens):
+        margins += answer_margins(model, batch)
     right = [margin for margin in margins if margin > 0]
     wrong = [
         example.prompt for example, margin in zip(examples, margins, strict=True) if margin <= 0
@@ -106,13 +103,30 @@ def _score(model: Qwen3ForCausalLM, row: Row, format_name: Format, batch_tokens:
     return Score(row, format_name, len(right), min(right, default=0.0), wrong)
 
 
+def _held_out(row: Row, format_name: Format) -> tuple[list[Example], list[Dialogue]]:
+    """Return the examples of a row, and their dialogues."""
+    rng = random.Random(f"{SEED}/{row.label}/{format_name}")
+    examples = [
+        make_example(rng, row.task, row.sizes, held_out=True) for _ in range(row.num_examples)
+    ]
+    return examples, [_FORMATTERS[format_name](rng, example) for example in examples]
+
+
+def _batches(dialogues: list[Dialogue], batch_tokens: int) -> Iterator[list[Dialogue]]:
+    longest = max(len(dialogue.token_ids) for dialogue in dialogues)
+    num_rows = max(1, batch_tokens // longest)
+    for start in range(0, len(dialogues), num_rows):
+        yield dialogues[start : start + num_rows]
+
+
 @torch.inference_mode()
-def answer_margins(model: Qwen3ForCausalLM, dialogues: list[Dialogue]) -> list[float]:
+def answer_margins(model: nn.Module, dialogues: list[Dialogue]) -> list[float]:
     """Return the smallest margin in each dialogue's last answer: negative if it is wrong."""
     last_answers = [_with_last_answer_only(dialogue) for dialogue in dialogues]
     longest = max(len(dialogue.token_ids) for dialogue in dialogues)
-    batch = collate(last_answers, longest).to(model.device)
-    logits = model(batch.token_ids, use_cache=False).logits
+    device = next(model.parameters()).device
+    batch = collate(last_answers, longest).to(device)
+    logits = logits_of(model, batch.token_ids)
     is_answer = batch.targets != IGNORED
     right_tokens = batch.targets.clamp(min=0).unsqueeze(-1)
     right_logits = logits.gather(-1, right_tokens).squeeze(-1)
@@ -128,6 +142,80 @@ def _with_last_answer_only(dialogue: Dialogue) -> Dialogue:
         start -= 1
     labels = [IGNORED] * start + dialogue.labels[start:]
     return Dialogue(dialogue.token_ids, labels)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Drafts of the MTP layer that are the model's next tokens, in the answers of one row."""
+
+    row: Row
+    format: Format
+    num_accepted: list[int]  # of places where the first, the first two … drafts are right
+    num_places: list[int]  # where the answer is long enough for these drafts
+
+    @property
+    def shares(self) -> list[float]:
+        """The shares of places at which the first, the first two … drafts are right."""
+        pairs = zip(self.num_accepted, self.num_places, strict=True)
+        return [accepted / max(1, places) for accepted, places in pairs]
+
+
+def measure_drafts(model: Hybrid, fraction: float, batch_tokens: int) -> Iterator[Drafts]:
+    """Yield the accepted drafts of each row and format, on a fraction of the examples."""
+    for row in ROWS:
+        smaller = replace(row, num_examples=max(1, round(row.num_examples * fraction)))
+        for format_name in row.formats:
+            _, dialogues = _held_out(smaller, format_name)
+            total = torch.zeros(2, MAX_DRAFTS, dtype=torch.long)
+            for batch in _batches(dialogues, batch_tokens):
+                total += accepted_drafts(model, batch)
+            yield Drafts(smaller, format_name, *total.tolist())
+
+
+@torch.inference_mode()
+def accepted_drafts(model: Hybrid, dialogues: list[Dialogue]) -> Tensor:
+    """Return the numbers of places where all of the first drafts are right, and of places.
+
+    Int64 [2, MAX_DRAFTS]. A place is a token of a last answer after which drafts are made. A draft
+    is right if the model itself, after the right tokens, gives the same token. The next tokens are
+    those of the answer, so drafts after a wrong one do not count.
+    """
+    longest = max(len(dialogue.token_ids) for dialogue in dialogues)
+    last_answers = [_with_last_answer_only(dialogue) for dialogue in dialogues]
+    batch = collate(last_answers, longest + -longest % CHUNK).to(model.device)
+    hidden = model.hidden(batch.token_ids)
+    is_answer = batch.targets != IGNORED
+    own = model.logits(hidden).argmax(-1).view(is_answer.shape)  # row p: token p + 1
+    passes: list[Pass] = []
+    accepted = torch.ones_like(is_answer)
+    numbers = []
+    for number in range(1, MAX_DRAFTS + 1):
+        passes.append(model.mtp_pass(batch.token_ids, hidden, passes))
+        drafts = model.logits(passes[-1].hidden).argmax(-1).view(is_answer.shape)
+        # Row p has the draft of token p + 2 that follows from token p + 2 - number.
+        is_right = (drafts == _earlier(own, 1)) & _earlier(is_answer, 1)
+        accepted = is_right & (functional.pad(accepted[:, :-1], (1, 0)) if number > 1 else True)
+        places = _earlier(is_answer, 1).clone()
+        places[:, : number - 1] = False
+        places[:, number - 1 :] &= is_answer[:, : is_answer.shape[1] - number + 1]
+        accepted = accepted & places
+        numbers.append(torch.stack([accepted.sum(), places.sum()]))
+    return torch.stack(numbers, 1).cpu()
+
+
+def _earlier(x: Tensor, distance: int) -> Tensor:
+    """Return the columns moved to the left; zeros follow."""
+    return functional.pad(x[:, distance:], (0, distance))
+
+
+def print_drafts(measured: Iterator[Drafts]) -> None:
+    """Print the shares of accepted drafts as a Markdown table."""
+    print("| task | format | drafts | first | first two | first three |")
+    print("|---|---|--:|--:|--:|--:|", flush=True)
+    for drafts in measured:
+        shares = " | ".join(f"{share:.1%}" for share in drafts.shares)
+        label, number = drafts.row.label, drafts.num_places[0]
+        print(f"| {label} | {drafts.format} | {number} | {shares} |", flush=True)
 
 
 def print_table(scores: Iterator[Score], num_wrong_shown: int) -> None:
@@ -157,7 +245,9 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--show-wrong", type=int, default=0, help="wrong prompts shown per row")
     args = parser.parse_args()
-    model = load_model(args.checkpoint).to(args.device)
+    model = load_trained(args.checkpoint).to(args.device)
+    if isinstance(model, Hybrid):
+        print_drafts(measure_drafts(model, args.fraction, args.batch_tokens))
     print_table(evaluate(model, args.fraction, args.batch_tokens), args.show_wrong)
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from penstock.protocol.tokenizer_file import byte_characters
-
 NUM_BYTES = 256
 END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
@@ -55,6 +53,8 @@ CHAT_TEMPLATE = """\
 
 def build_tokenizer() -> Tokenizer:
     """Return the tokenizer: byte-level BPE without a single merge."""
+    from penstock.protocol.tokenizer_file import byte_characters  # not needed by the training
+
     vocab = {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
