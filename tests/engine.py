@@ -2,6 +2,7 @@
 
 import gc
 import queue
+import threading
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -12,10 +13,16 @@ from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.pipeline import TokenizedRequest
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.messages.worker import GrammarCompiled, WorkerAssignment
+from penstock.protocol.messages.worker import (
+    CopyBlocks,
+    FolderRequest,
+    GrammarCompiled,
+    WorkerAssignment,
+)
 from penstock.protocol.tokenizer_file import read_eos_token_ids
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
+from penstock.services.scheduler.blocks.offload_index import FolderIndex, OffloadIndex
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.worker.launched_step import LaunchedStep
@@ -25,9 +32,10 @@ PLANS = msgspec.msgpack.Decoder(BatchPlan)
 
 
 class Engine:
-    """Scheduler and worker of one pipeline with `tp` 1, in this process."""
+    """Scheduler and worker of one pipeline with `tp` 1, in this process, with their tiers."""
 
     def __init__(self, config: Config) -> None:
+        self.config = config
         gc.collect()  # an earlier engine that is freed during a capture may invalidate it
         self.model = read_model_config(config.model_folder)
         self.runner = load(config, WorkerAssignment(1, "g", 0, 1, ""), lambda: None)
@@ -39,6 +47,25 @@ class Engine:
         self.scheduler = Scheduler(config, max_model_len, blocks)
         self.eos_token_ids = frozenset(read_eos_token_ids(config.model_folder))
         self._steps: list[LaunchedStep] = []
+        self.num_files = 0  # reported files
+        self._news = threading.Event()
+        if (offload := self.runner.offload) and offload.folder:
+            offload.folder.notify = self._news.set
+            offload.folder.start()
+        self.use_tiers()
+
+    def use_tiers(self) -> None:
+        """Let the scheduler use empty host slots, and the files of the folder."""
+        offload = self.runner.offload
+        if not offload:
+            return
+        if offload.pinning:
+            offload.pinning.join()
+        per_step = max(1, self.config.max_num_batched_tokens // self.runner.block_size)
+        index = OffloadIndex(offload.num_slots, per_step, num_pieces=offload.num_pieces)
+        self.scheduler.block_manager.use_offload(index)
+        if offload.folder:
+            index.use_folder(FolderIndex(self.scheduler.epoch, 1))
 
     def add(
         self,
@@ -59,15 +86,39 @@ class Engine:
         while True:
             between_steps()
             self._compile_grammars()
-            while plan := self.scheduler.schedule():
-                decoded = PLANS.decode(msgspec.msgpack.encode(plan))
-                steps.append(self.runner.launch(decoded))
+            self.take_reports()
+            while messages := self.scheduler.next_messages():
+                for message in messages:
+                    self._send(message)
+            if not steps and self.scheduler.num_waiting:
+                assert self._news.wait(60), "no files came"
+                self._news.clear()
+                continue
             if not steps:
                 return
             number = self.scheduler.in_flight[0].number
             step = steps.pop(0)
             token_ids = pack(step.token_ids())
             self.scheduler.update(SampledTokens(0, number, token_ids, *step.output()))
+
+    def _send(self, message: BatchPlan | CopyBlocks | FolderRequest) -> None:
+        """Let the worker work on a message."""
+        if isinstance(message, BatchPlan):
+            self._steps.append(self.runner.launch(PLANS.decode(msgspec.msgpack.encode(message))))
+            return
+        assert self.runner.offload
+        if isinstance(message, CopyBlocks):
+            self.runner.offload.copy(message)
+        else:
+            self.runner.offload.work(message)
+
+    def take_reports(self) -> None:
+        """Tell the scheduler of files."""
+        folder = self.runner.offload and self.runner.offload.folder
+        while folder and (report := folder.take_report()):
+            report.epoch, report.rank = self.scheduler.epoch, 0
+            self.num_files += len(report.added)
+            self.scheduler.block_manager.on_report(report)
 
     def lose_workers(self) -> None:
         """Lose the results of the plans in flight, as if the worker had died. Its memory remains.

@@ -146,7 +146,9 @@ class SchedulerStatus(Struct, kw_only=True, tag="scheduler_status"):
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0  # tokens computed again after a preemption or failure
     num_offload_hits: int = 0  # tokens whose KV was copied back from the host tier
-    num_offloaded_blocks: int = 0  # KV blocks in the host tier
+    num_offloaded_blocks: int = 0  # host slots in use, of KV blocks and pieces of state blocks
+    num_files: int = 0  # files of the folder tier that a rank has
+    num_unsaved_blocks: int = 0  # blocks, slots and files that are to be written to the folder tier
     block_size: int = 0  # tokens per KV block; 0: not known yet
     step_tokens: Histogram | None = None  # tokens of each step that computed any
     # median and 99th percentile of the GPU's wait between two steps; 0 on CPUs

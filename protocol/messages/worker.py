@@ -38,6 +38,7 @@ class WorkerState(Struct, array_like=True, tag=True):
     # before the first plan of an epoch, int32 [num_state_blocks, 2]: positions (first and last)
     # after which a sequence can continue from each block; -1: none
     kept_states: bytes = b""
+    num_pieces: int = 0  # host slots that a state block takes
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):
@@ -66,7 +67,8 @@ class CopyBlocks(Struct, PackedLists, array_like=True, tag=True):
     """Scheduler → workers: copies between KV blocks and host slots, ahead of a plan.
 
     Each list is int32 [num_copies, 2], in order: (block, slot) of a copy to the host, or
-    (block, -1 - slot) of a copy from the host.
+    (block, -1 - slot) of a copy from the host. A slot takes a KV block or a piece of a state block.
+    In place of a block, -1 - n is the piece n of all state blocks.
     """
 
     item_bytes: ClassVar = {"blocking": 8, "overlapped": 8}
@@ -80,19 +82,21 @@ class CopyBlocks(Struct, PackedLists, array_like=True, tag=True):
 
 
 class FolderRequest(Struct, PackedLists, array_like=True, tag=True):
-    """Scheduler → workers: operations on files of KV blocks, by the hashes of prefixes."""
+    """Scheduler → workers: operations on files of the folder tier, by the hashes of prefixes."""
 
-    item_bytes: ClassVar = {"slots": 4}
+    item_bytes: ClassVar = {"slots": 4, "stored_slots": 4}
 
     epoch: int
     fetched: list[bytes] = []  # files to read into host slots
     slots: bytes = b""  # int32 [num_fetched], reserved until the files are reported
     removed: list[bytes] = []  # files to remove, because their content may be wrong
     lists: bool = False  # forget earlier requests, and report all files as added
+    stored: list[bytes] = []  # files to write from host slots
+    stored_slots: bytes = b""  # int32 [num_stored]
 
 
 class FolderReport(Struct, array_like=True, tag=True):
-    """Worker → scheduler: changes of the files of KV blocks, by the hashes of prefixes."""
+    """Worker → scheduler: changes of files of the folder tier, by the hashes of prefixes."""
 
     epoch: int
     rank: int
@@ -100,6 +104,7 @@ class FolderReport(Struct, array_like=True, tag=True):
     removed: list[bytes] = []
     fetched: list[bytes] = []  # files that were read into their host slots
     failed: list[bytes] = []  # files that were requested, but are missing or wrong
+    unwritten: list[bytes] = []  # files that were to be written, but are not there
 
 
 class CompileGrammars(Struct, array_like=True, tag=True):

@@ -222,6 +222,9 @@ class Gateway:
     def _end_if_drained(self) -> None:
         if self.ledger or any(model.queries or model.router.awaits_claims for model in self.models):
             return
+        folders = [model for model in self.models if model.config.kv_offload_folder]
+        if not all(model.router.has_saved() for model in folders):
+            return
         self.has_drained = True
         end = partial(signal.raise_signal, signal.SIGTERM)
         if len(self.connections):

@@ -38,6 +38,8 @@ class Replica:
         self.requests: dict[str, Request] = {}
         self.num_assigned = 0  # requests assigned since the gateway's start
         self.num_missed = 0  # heartbeats since the last status
+        # whether its status was asked for at the end of a drain, and says that all blocks are saved
+        self.is_asked = self.has_saved = False
         self.num_absent = 0  # latest consecutive reports of the supervisor without this scheduler
 
     def load(self) -> tuple[int, int]:
@@ -134,6 +136,14 @@ class Router:
         self._replicas[replica].first_attempt = first_attempt
         self._to_schedulers[replica].send(GatewayStarted(first_attempt))
 
+    def has_saved(self) -> bool:
+        """Return whether what ended requests have left is in files. Ask the schedulers, once."""
+        for replica in self._replicas:
+            if not replica.is_asked:
+                replica.is_asked = True
+                self.announce_gateway(replica.index, replica.first_attempt)
+        return all(replica.has_saved or replica.is_silent for replica in self._replicas)
+
     def record_status(self, status: SchedulerStatus) -> bool | None:
         """Record a status. Return whether the scheduler has restarted; None for an old status."""
         if status.replica >= len(self._replicas):
@@ -146,6 +156,7 @@ class Router:
         if before and (is_new or _runs_soon(before)) and not _runs_soon(status):
             self._prefixes.forget(replica.index)
         replica.status, replica.num_missed = status, 0
+        replica.has_saved = replica.is_asked and not status.num_unsaved_blocks
         return is_new
 
     def record_running(self, running: Collection[int]) -> None:

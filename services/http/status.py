@@ -77,7 +77,11 @@ _OF_SCHEDULER = {
         "num_offload_hits",
         "Tokens whose KV was copied back from the host tier.",
     ),
-    "kv_offload_blocks": (GaugeMetricFamily, "num_offloaded_blocks", "Blocks in the host tier."),
+    "kv_offload_blocks": (
+        GaugeMetricFamily,
+        "num_offloaded_blocks",
+        "Slots of the host tier in use.",
+    ),
     "num_steps": (CounterMetricFamily, "num_steps", "Steps of the model."),
 }
 _BY_REPLICA = ["model_name", "replica"]

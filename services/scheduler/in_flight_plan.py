@@ -33,7 +33,7 @@ class InFlightPlan(NamedTuple):
     chunk_ends: list[int]  # end position of each chunk, in the order of `chunks`
     # (published block of the chunks, number of its content); uncertain until the plan is confirmed
     published: list[tuple[int, int]]
-    checkpoints: list[tuple[int, int]]  # the same for state blocks
+    kept_states: list[tuple[int, int]]  # the same for state blocks with checkpoints
 
     @property
     def computes(self) -> bool:
@@ -98,7 +98,7 @@ class PlanBuilder:
     def add_states(self, named: list[int], checkpoints: list[tuple[int, int]]) -> None:
         """Add the state blocks that `BatchPlan.states` names, and the plan's checkpoints."""
         self._states += named
-        self.plan = self.plan._replace(checkpoints=checkpoints)
+        self.plan.kept_states.extend(checkpoints)
 
     def build(self, epoch: int, removed: list[int]) -> BatchPlan:
         appended, chunks, drafts = pack(self.appended), pack(self._chunks), pack(self.drafts)

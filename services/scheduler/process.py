@@ -285,9 +285,13 @@ class SchedulerProcess:
             self.scheduler = self.make_scheduler()
             for sequence in list(self.requests.values()):
                 self.queue(sequence, self.scheduler)
-        elif (number := self.group.num_blocks) < self.scheduler.block_manager.num_blocks:
-            raise SystemExit(f"num_blocks: the restarted workers have {number}, fewer than before")
         else:
+            for name in ("num_blocks", "num_state_blocks"):
+                number = getattr(self.group, name)
+                if number < getattr(self.scheduler.block_manager, name):
+                    raise SystemExit(
+                        f"{name}: the restarted workers have {number}, fewer than before"
+                    )
             self.end_group()
             memory = self.group.has_memory, self.group.memory_id, self.group.state_ranges
             self.scheduler.begin(self.group.epoch, *memory)
@@ -395,6 +399,9 @@ class SchedulerProcess:
         if offload := blocks.offload:
             status.num_offloaded_blocks = offload.num_blocks
             status.num_offload_hits = offload.num_loaded * blocks.block_size
+            status.num_files = offload.folder.num_files if offload.folder else 0
+        if self.config.kv_offload_folder:
+            status.num_unsaved_blocks = blocks.num_unsaved_blocks
         status.block_size = blocks.block_size
         status.step_tokens = scheduler.step_tokens
 

@@ -157,7 +157,8 @@ class Scheduler:
         """Return the next plan; None if `max_plans` are in flight or there is nothing to run.
 
         The plan of the last sequences is followed by an empty plan: a worker may keep the tokens of
-        a step until the worker has launched the next step.
+        a step until the worker has launched the next step. While nothing runs, empty plans bring
+        copies of what the folder tier lacks.
         """
         if len(self.in_flight) >= self.max_plans:
             return None
@@ -178,11 +179,14 @@ class Scheduler:
             self.draft_scheduler.add_drafts(self.running, builder, min(num_rows, budget))
         if plan.computes:
             self.step_tokens.add(self._max_tokens_per_step - budget)
-        elif not (builder.appended or (self.in_flight and self.in_flight[-1].computes)):
+        elif not (builder.appended or self._needs_empty_plan()):
             return None
         self._retire_rows(builder)
         plan.sampled.sort(key=attrgetter("slot"))
         return self._launch(builder)
+
+    def _needs_empty_plan(self) -> bool:
+        return self.in_flight[-1].computes if self.in_flight else self.block_manager.save()
 
     def _return_rows(self, builder: PlanBuilder) -> None:
         """Add rows for sequences that continue after a worker failure, with room for their tokens.
@@ -247,6 +251,7 @@ class Scheduler:
         end = self.block_manager.chunk_end(sequence, begin + budget)
         if end == begin:
             return 0  # the budget is less than a chunk that this model takes
+        builder.plan.kept_states.extend(self.block_manager.publish_loaded(sequence))
         sequence.num_planned_tokens = end
         if begin < sequence.num_lost_tokens:
             self.num_recomputed_tokens += min(end, sequence.num_lost_tokens) - begin
@@ -358,7 +363,7 @@ class Scheduler:
                 self._end_if_due(sequence)
                 if sequence.finish_reason:
                     output.finished.append(sequence)
-        self.block_manager.confirm_plan(number, plan.published, plan.checkpoints)
+        self.block_manager.confirm_plan(number, plan.published, plan.kept_states)
         return output
 
     def _fail(self, output: PlanOutput, sequence: Sequence, token_id: int, reason: str) -> None:
@@ -448,7 +453,7 @@ class Scheduler:
         self.in_flight.clear()
         self.grammars.lose()
         for plan in plans:
-            self.block_manager.hide(plan.published, plan.checkpoints)
+            self.block_manager.hide(plan.published, plan.kept_states)
         draining = [sequence for sequence in in_flight if sequence.status is Status.DRAINING]
         self._returning.update(self.running)  # the next workers have no rows
         for sequence in reversed(list(self.running)):

@@ -126,11 +126,12 @@ class Sequence:
     capacity: int = 0  # positions for which the blocks have room
     # state blocks that the next step reads and writes; -1: none, or not chosen yet
     state_blocks: tuple[int, int] = (-1, -1)
-    # number of the plan that has first written each of `state_blocks`; -1: before this epoch
+    # number of the plan that has first written each of `state_blocks`; -1: before this epoch;
+    # -2: loaded from the host, and not published yet
     state_plans: tuple[int, int] = (-1, -1)
     checkpoints: list[int] = field(default_factory=list)  # positions at which the state is kept
-    # hashes of the last planned blocks whose copies from the host are not planned yet
-    loads: deque[bytes] = field(default_factory=deque)
+    # (key, place) of copies from the host that are not planned yet: last planned blocks, checkpoint
+    loads: deque[tuple[bytes, int]] = field(default_factory=deque)
     has_fetched: bool = False  # True if files of the folder tier were requested
     # (hash, token ids) of the first full blocks, computed when needed
     full_blocks: list[tuple[bytes, bytes]] = field(default_factory=list)

@@ -105,11 +105,16 @@ class WorkerGroup:
         return 0 if 0 in ids else xxh3_64_intdigest(repr(ids).encode()) >> 1
 
     @property
-    def host_tier(self) -> tuple[int, int]:
-        """(Host slots of every rank, id of their memory); 0 slots until all ranks have slots."""
+    def host_tier(self) -> tuple[int, int, int]:
+        """(Host slots of every rank, slots of a state block, id of the memory of all ranks).
+
+        There are 0 slots until all ranks have slots.
+        """
         states = [self._states[member] for member in self.members]
-        ids = [state.host_memory_id for state in states]
-        return min(state.host_slots for state in states), xxh3_64_intdigest(repr(ids).encode()) >> 1
+        memory_id = (
+            xxh3_64_intdigest(repr([state.host_memory_id for state in states]).encode()) >> 1
+        )
+        return min(state.host_slots for state in states), states[0].num_pieces, memory_id
 
     @property
     def is_awaited(self) -> bool:

@@ -119,7 +119,7 @@ def load(
         times.end("compilation")
     runner = _make_runner(rank, model, grammars)
     if config.kv_offload_gib or config.kv_offload_folder:
-        runner.offload = make_offload(config, memory, runner.kv.tensors)
+        runner.offload = make_offload(config, memory, runner.kv.tensors, runner.states)
     times.end("KV cache")
     on_progress()
     if device.type == "cuda" and config.enable_cuda_graphs and attention.can_be_captured:
@@ -215,7 +215,10 @@ def _make_runner(rank: Rank, model: Model, grammars: Grammars | None) -> ModelRu
     is_compiled = model.compiled is not None
     facts = layout.tp_size, layout.block_size, str(kv_dtype), attention.name, is_compiled
     kept = memory.take("kv", *facts)
-    if kept and kept.manifest.num_blocks < rank.assignment.num_blocks:
+    if kept and (
+        kept.manifest.num_blocks < rank.assignment.num_blocks
+        or kept.manifest.num_state_blocks < rank.assignment.num_state_blocks
+    ):
         memory.drop("kv")
         kept = None
 

@@ -200,6 +200,7 @@ class Worker:
                 state.kept_states = b"" if self._next_step else kept_states(states)
             if offload := self._runner.offload:
                 state.host_slots, state.host_memory_id = offload.num_slots, offload.memory_id
+                state.num_pieces = offload.num_pieces
                 if offload.folder:
                     offload.folder.check_time()
         self.channel.send(state)

@@ -17,11 +17,19 @@ from tests.pipeline.conftest import Pipeline, pipeline  # noqa: F401  a fixture
 pytestmark = pytest.mark.chaos
 NUM_OUT = 100
 SAMPLING = {"temperature": 0.0, "max_tokens": NUM_OUT, "ignore_eos": True}
+FOLDER = "a folder of its own"
+SCARCE = ["--block-size", "16", "--num-blocks", "48", "--max-num-seqs", "3"]
+"""blocks for the sequences that run, and for no others"""
 OPTIONS = {
     "plain": ["--block-size", "16"],
     "spare": ["--block-size", "16", "--spare-workers", "1", "--speculative-method", "ngram"],
     "ranks": ["--block-size", "16", "--tp", "2"],
     "Qwen3.5": ["--block-size", "16", "--spare-workers", "1", "--speculative-method", "ngram"],
+    "tiers": [*SCARCE, "--kv-offload-gib", "0.05", "--kv-offload-folder", FOLDER],
+    "Qwen3.5 with tiers": [
+        *(*SCARCE, "--kv-offload-gib", "0.2", "--kv-offload-folder", FOLDER),
+        *("--spare-workers", "1", "--speculative-method", "ngram"),
+    ],
 }
 
 
@@ -39,7 +47,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    if name != "Qwen3.5":
+    if "Qwen3.5" not in name:
         return save_checkpoint(folder)
     save_hybrid(folder, is_multimodal=True)
     return folder
@@ -62,12 +70,14 @@ def served(
     folder: Path,
     name: str,
     pipeline: Callable[..., Pipeline],  # noqa: F811
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Pipeline:
     """Start a pipeline whose processes know the toy family."""
-    root = str(Path(__file__).parents[2])
+    root, tier = str(Path(__file__).parents[2]), str(tmp_path_factory.mktemp("tier"))
+    options = [tier if option == FOLDER else option for option in OPTIONS[name]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([*site.__path__, root]))
-        return pipeline("--model", str(folder), "--max-deaths", "100", *OPTIONS[name])
+        return pipeline("--model", str(folder), "--max-deaths", "100", *options)
 
 
 @pytest.mark.parametrize("victim", ["worker.1", "scheduler.1", "both"])
@@ -83,3 +93,28 @@ def test_the_tokens_of_a_plain_loop(
             for name in victims:
                 served.kill(name)
             assert [stream.result().token_ids for stream in streams] == expected
+
+
+def test_checkpoints_outlive_all_deaths_in_the_tiers(
+    served: Pipeline, name: str, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """A prompt that other requests have evicted is found up to its checkpoint."""
+    if "tiers" not in name:
+        pytest.skip("needs tiers")
+    random = Random(6)
+    with served.client() as client:
+        for prompt in prompts:
+            client.generate(prompt, max_tokens=1)
+        for kind in ("worker", "scheduler"):
+            for _ in range(8):  # evict
+                client.generate([random.randrange(1, 264) for _ in range(150)], max_tokens=2)
+            scheduler = client.status().scheduler
+            assert scheduler
+            victim = scheduler.workers[0] if kind == "worker" else "scheduler.1"
+            start = len(served.output)
+            served.kill(victim)
+            served.wait_for(r"scheduler\.1 +\| .* I workers ready", start)
+            results = [client.generate(prompt, **SAMPLING) for prompt in prompts]
+            assert [result.token_ids for result in results] == expected
+            cached = [result.usage.cached_tokens for result in results]
+            assert cached == [(len(prompt) - 1) // 64 * 64 for prompt in prompts]

@@ -7,74 +7,24 @@
 import argparse
 import json
 import random
-import threading
 import time
-from collections import deque
 from typing import Any
 
 from penstock.launch.pipeline.options import add_options, given_options
 from penstock.protocol.config import OPTIONS, Config
-from penstock.protocol.messages.packed import pack
-from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.protocol.messages.worker import CopyBlocks, FolderRequest
-from penstock.services.scheduler.blocks.offload_index import FolderIndex, OffloadIndex
 from penstock.services.scheduler.sequence import Sequence
 from tests.engine import Engine
 from tests.gpu.direct import offline_requests
 
 
 class TierEngine(Engine):
-    """An engine whose scheduler and worker have tiers."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.news = threading.Event()
-        self.config, self.num_files = config, 0
-        if (offload := self.runner.offload) and offload.folder:
-            offload.folder.notify = self.news.set
-            offload.folder.start()
-        self.forget()
+    """An engine that measures."""
 
     def forget(self) -> None:
         """Forget all KV, except that in files."""
         self.scheduler.block_manager.forget(0)
-        if offload := self.runner.offload:
-            if offload.pinning:
-                offload.pinning.join()
-            per_step = max(1, self.config.max_num_batched_tokens // self.runner.block_size)
-            index = OffloadIndex(offload.num_slots, per_step)
-            self.scheduler.block_manager.use_offload(index)
-            if offload.folder:
-                index.use_folder(FolderIndex(self.scheduler.epoch, 1))
-
-    def take_reports(self) -> None:
-        folder = self.runner.offload and self.runner.offload.folder
-        while folder and (report := folder.take_report()):
-            report.epoch, report.rank = self.scheduler.epoch, 0
-            self.num_files += len(report.added)
-            self.scheduler.block_manager.on_report(report)
-
-    def finish(self, sequences: list[Sequence]) -> None:
-        """Step until all have ended."""
-        steps: deque[Any] = deque()
-        while steps or any(one.finish_reason is None for one in sequences):
-            self.take_reports()
-            while messages := self.scheduler.next_messages():
-                for message in messages:
-                    if isinstance(message, BatchPlan):
-                        steps.append((message.step, self.runner.launch(message)))
-                    elif isinstance(message, CopyBlocks):
-                        self.runner.offload.copy(message)
-                    elif isinstance(message, FolderRequest):
-                        self.runner.offload.work(message)
-            if steps:
-                number, step = steps.popleft()
-                result = SampledTokens(0, number, pack(step.token_ids()), *step.output())
-                self.scheduler.update(result)
-            else:
-                self.news.wait(5)
-                self.news.clear()
+        self.use_tiers()
 
     def generate(self, prompts: list[tuple[list[int], int]]) -> tuple[float, list[Sequence]]:
         """Return seconds, and the sequences."""
@@ -83,7 +33,7 @@ class TierEngine(Engine):
             sampling = SamplingParams(temperature=0.0, max_tokens=num_out, ignore_eos=True)
             prompt = [token_id % self.model.vocab_size for token_id in prompt]
             sequences.append(self.add(f"{start}-{number}", prompt, sampling))
-        self.finish(sequences)
+        self.run()
         return time.perf_counter() - start, sequences
 
 
@@ -105,9 +55,9 @@ def measure_prefix(engine: TierEngine, num_tokens: int) -> None:
         engine.generate([([draw.randrange(10_000) for _ in range(num_tokens)], 2)])
     num_blocks = num_tokens // engine.runner.block_size
     while engine.runner.offload.folder and engine.num_files < 2 * num_blocks:
-        if not engine.news.wait(5):
+        if not engine._news.wait(5):
             break
-        engine.news.clear()
+        engine._news.clear()
         engine.take_reports()
     engine.forget()
     engine.generate([([1, 2, 3], 2)])

@@ -7,6 +7,7 @@ the position after which a sequence continues.
 
 import logging
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
@@ -18,6 +19,15 @@ from penstock.services.scheduler.blocks.state_blocks import StateBlocks
 from penstock.services.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
+
+
+class _Prefix(NamedTuple):
+    """The prefix of a sequence that is in the pool and its tiers."""
+
+    full_blocks: list[tuple[bytes, bytes]]  # (hash, token ids)
+    matched: list[int]  # cached blocks of the first `full_blocks`
+    loads: list[bytes]  # keys of the other blocks, and of the pieces of a checkpoint, on the host
+    num_seen: int  # number of full blocks that were found, with a checkpoint or not
 
 
 class BlockManager:
@@ -64,6 +74,14 @@ class BlockManager:
         return self.pool.num_blocks
 
     @property
+    def num_state_blocks(self) -> int:
+        return self.states.pool.num_blocks if self.states else 0
+
+    @property
+    def _pools(self) -> list[BlockPool]:
+        return [self.pool, self.states.pool] if self.states else [self.pool]
+
+    @property
     def num_free_blocks(self) -> int:
         """Number of blocks without references; some of them may hold a cached prefix."""
         return self.pool.num_free_blocks
@@ -92,20 +110,10 @@ class BlockManager:
         num_matchable = min(num_matchable, self._num_publishable(sequence, num_tokens))
         if sequence.needs_prompt_logprobs:
             num_matchable = 0  # prompt logprobs are computed with the prompt
-        full_blocks = self._full_blocks(sequence, num_matchable)
-        matched = self.pool.match(full_blocks)
-        num_seen = len(matched) * self.block_size
-        if self.states:
-            full_blocks = full_blocks[: self.states.num_restorable(full_blocks)]
-            matched = matched[: len(full_blocks)]
-        offload, rest = self.pool.offload, full_blocks[len(matched) :]
-        loads = offload.match(sequence, [hash_ for hash_, _ in rest]) if offload and rest else []
-        if loads is None:
+        found = self._find_prefix(sequence, self._full_blocks(sequence, num_matchable))
+        if found is None:
             return False
-        if self.states:  # a hit needs both the blocks and a checkpoint at their end
-            number = self.states.num_restorable(full_blocks[: len(matched) + len(loads)])
-            full_blocks, matched = full_blocks[:number], matched[:number]
-            loads = loads[: number - len(matched)]
+        matched, loads = found.matched, found.loads
         last, num_kept = (-1, 0) if loads else self._match_recovered(sequence, matched)
         tail = [last] if num_kept else []
         num_new = -(-num_tokens // self.block_size) - len(matched) - len(tail)
@@ -113,24 +121,58 @@ class BlockManager:
         if num_left < (self.watermark if keep_watermark else 0):
             return False
         sequence.has_fetched = False
-        if offload and loads:
-            sequence.loads.extend(loads)
-            offload.pin(loads)
+        if self.pool.offload:
+            self.pool.offload.pin(loads)
+        places: list[int] = []  # to which the checkpoint is copied
         if self.states:
-            self.states.allocate(sequence, full_blocks, num_seen, self._caching)
+            states, num_seen = self.states, found.num_seen * self.block_size
+            places = states.allocate(sequence, found.full_blocks, num_seen, self._caching)
         sequence.published_content = self.pool.share(matched)
         sequence.num_published_blocks = len(matched)
         for block in tail:
             self.pool.adopt(block)
         sequence.block_table = matched + tail + [self.pool.take() for _ in range(num_new)]
         sequence.capacity = len(sequence.block_table) * self.block_size
+        num_found = len(found.full_blocks)
+        places = sequence.block_table[len(matched) : num_found] + places
+        sequence.loads.extend(zip(loads, places, strict=True))
         sequence.num_prefill_tokens = num_tokens
-        num_found = len(matched) + len(loads)
         sequence.num_planned_tokens = num_found * self.block_size + num_kept
         sequence.num_computed_tokens = 0
         self._record_tail(sequence, sequence.num_planned_tokens)
         sequence.record_place = 0
         return True
+
+    def _find_prefix(
+        self, sequence: Sequence, full_blocks: list[tuple[bytes, bytes]]
+    ) -> _Prefix | None:
+        """Find the longest prefix in the pool and its tiers; None if the sequence must wait.
+
+        Of a model with recurrent state, the prefix has a checkpoint at its end.
+        """
+        tier, states = self.pool.offload, self.states
+        cached = self.pool.match(full_blocks)
+        hashes, num_seen = [hash_ for hash_, _ in full_blocks], len(cached)
+        for in_files in (not sequence.has_fetched, False):  # not all files may be available
+            number = len(full_blocks)
+            pieces: list[bytes] = []
+            if states:
+                number = len(cached)
+                if tier:
+                    number += tier.num_found(hashes[number:], in_files)
+                num_seen = max(num_seen, number)
+                number = states.num_restorable(full_blocks[:number], in_files)
+                pieces = states.missing(full_blocks[:number])
+            matched = cached[:number]
+            wanted = hashes[len(matched) : number] + pieces
+            loads = tier.match(sequence, wanted) if tier and wanted else []
+            if loads is None:
+                return None
+            if states is None:
+                number = len(matched) + len(loads)
+            if states is None or len(loads) == len(wanted):
+                return _Prefix(full_blocks[:number], matched, loads, num_seen)
+        return _Prefix([], [], [], num_seen)
 
     def _match_recovered(self, sequence: Sequence, matched: list[int]) -> tuple[int, int]:
         """Find a recovered block for the tokens after the matched blocks.
@@ -166,7 +208,7 @@ class BlockManager:
         self.pool.release(sequence.block_table)
         sequence.block_table, sequence.capacity = [], 0
         if self.pool.offload and sequence.loads:
-            self.pool.offload.unpin(sequence.loads)
+            self.pool.offload.unpin(key for key, _ in sequence.loads)
         sequence.loads.clear()
 
     def is_chunk(self, sequence: Sequence, budget: int) -> bool:
@@ -242,6 +284,16 @@ class BlockManager:
         if self.states:
             num_computed = min(num_computed, sequence.num_prompt_tokens)
         return num_computed // self.block_size
+
+    def publish_loaded(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Publish the checkpoint that a sequence has loaded, if any, before its first chunk.
+
+        Return (block, number of its content), as `publish` does.
+        """
+        if self.states is None:
+            return []
+        hash_ = self._hash_before(sequence, sequence.num_planned_tokens // self.block_size)
+        return self.states.publish_loaded(sequence, hash_)
 
     def publish(self, sequence: Sequence, num_computed: int) -> list[tuple[int, int]]:
         """Publish all full blocks whose tokens are known and computed by the plans so far.
@@ -357,6 +409,8 @@ class BlockManager:
         """Forget the copies of plans in flight. No sequence may still wait for such a copy."""
         if self.pool.offload:
             self.pool.offload.lose()
+        for pool in self._pools:  # files that were to be written may be missing
+            pool.forget_files()
 
     def forget(self, memory_id: int) -> None:
         """Clear the cache after the KV memory was replaced. No sequence may have blocks."""
@@ -367,7 +421,13 @@ class BlockManager:
     # ---- the host tier -------------------------------------------------------------------------
 
     def use_host_tier(
-        self, config: Config, replica: int, epoch: int, num_slots: int, memory_id: int
+        self,
+        config: Config,
+        replica: int,
+        epoch: int,
+        num_slots: int,
+        num_pieces: int,
+        memory_id: int,
     ) -> None:
         """Use the host tier of an epoch's workers, if all workers have a host tier."""
         if not num_slots or not self._caching:
@@ -378,7 +438,7 @@ class BlockManager:
                 log.warning("host tier: its %d blocks ended with the workers", number)
             records = BlockRecords.open(f"slots.{replica}", num_slots, 0, memory_id)
             per_step = max(1, config.max_num_batched_tokens // self.block_size)
-            index = OffloadIndex(num_slots, per_step, memory_id, records)
+            index = OffloadIndex(num_slots, per_step, memory_id, records, num_pieces)
             self.use_offload(index)
             log.info("host tier: %d blocks, %d of them in use", num_slots, index.num_blocks)
         elif self.pool.offload is None:
@@ -391,21 +451,39 @@ class BlockManager:
     def use_offload(self, offload: OffloadIndex | None) -> None:
         """Use a host tier's index, or no index while the workers have no host tier."""
         self.offload = offload or self.offload
-        self.pool.offload = offload
+        for pool in self._pools:
+            pool.offload = offload
 
     def load(self, sequence: Sequence, overlapped: bool) -> None:
         """Plan copies of KV from the host, which run with (`overlapped`) or before the step."""
         if self.pool.offload:
-            self.pool.offload.load_blocks(sequence, self.block_size, overlapped)
+            self.pool.offload.load_blocks(sequence, overlapped)
 
     def take_copies(self, epoch: int, number: int) -> CopyBlocks | None:
         """Return the copies that workers must get before a plan, if any."""
         offload = self.pool.offload
         if not offload:
             return None
-        if offload.has_blocking_stores:
-            self.pool.store_ahead(offload)
+        for pool in self._pools:
+            pool.store_ahead(offload)
         return offload.flush(epoch, number)
+
+    @property
+    def num_unsaved_blocks(self) -> int:
+        """Number of blocks, slots and files that are to be written to the folder, if any."""
+        if self.offload is None:
+            return 0
+        return self.offload.num_unsaved + sum(pool.num_unsaved for pool in self._pools)
+
+    def save(self) -> bool:
+        """Plan to write what has no file yet. Return whether a plan must bring copies for it."""
+        offload = self.pool.offload
+        if offload is None or offload.folder is None:
+            return False
+        for pool in self._pools:
+            pool.save()
+        offload.save_slots()
+        return offload.has_copies
 
     def take_folder_request(self, epoch: int) -> FolderRequest | None:
         """Return the folder request that workers must get after a plan, if any."""

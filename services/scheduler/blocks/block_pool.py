@@ -35,9 +35,13 @@ class BlockPool:
         self.hash_block = hash_block
         self.records = records
         self.offload: OffloadIndex | None = None  # index of the tier for evicted content
+        # True if content must be copied to the host before the step of the current plan
+        self._must_store = False
+        self.has_states = False  # True if these are state blocks, which are copied in pieces
         self._ref_counts = [0] * num_blocks
         self._contents: dict[int, Content] = {}
         self._cached: dict[bytes, int] = {}  # hash → block, for all `_contents`
+        self._unsaved: dict[int, None] = {}  # blocks whose content may have no file
         self._num_contents = ROOT
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         found = recover(records) if records else []
@@ -49,13 +53,14 @@ class BlockPool:
                 self._num_contents = max(self._num_contents, record.number)
                 self._contents[block] = record
                 self._cached[record.hash] = block
+        self.forget_files()
 
     def emptied(self, memory_id: int) -> "BlockPool":
         """Return a pool of as many blocks in new memory, `BlockRecords.begin`'s `memory_id`."""
         if self.records:
             self.records.begin(memory_id)
         pool = BlockPool(self.num_blocks, self.hash_block, self.records)
-        pool.offload = self.offload
+        pool.offload, pool.has_states = self.offload, self.has_states
         return pool
 
     @property
@@ -115,8 +120,8 @@ class BlockPool:
     def take(self) -> int:
         """Allocate a block and evict its content. Raises KeyError if no block is free."""
         block, _ = self._free.popitem(last=False)
-        if self.offload and (content := self._contents.get(block)):
-            self.offload.store(block, content.hash)
+        if content := self._contents.get(block):
+            self._must_store |= self._store(block, content.hash)
         self.hide([block])
         self._ref_counts[block] = 1
         if self.records:
@@ -124,12 +129,42 @@ class BlockPool:
         return block
 
     def store_ahead(self, offload: OffloadIndex) -> None:
-        """Copy the next content to be evicted while the step runs, so that no step must wait."""
-        for block in islice(self._free, 2 * offload.copies_per_step):
+        """If content was evicted, copy the next while the step runs, so that no step must wait."""
+        next_blocks = islice(self._free, 2 * offload.copies_per_step if self._must_store else 0)
+        self._must_store = False
+        for block in next_blocks:
             if not offload.has_overlap_room:
                 break
             if content := self._contents.get(block):
-                offload.store(block, content.hash, overlapped=True)
+                self._store(block, content.hash, overlapped=True)
+
+    def _store(self, block: int, hash_: bytes, overlapped: bool = False) -> bool:
+        """Plan copies of a block to the host, where they are missing. Return whether there are."""
+        offload, copies = self.offload, self._copies(block, hash_)
+        return bool(offload and sum(offload.store(*copy, overlapped) for copy in copies))
+
+    def _copies(self, block: int, hash_: bytes) -> Iterable[tuple[int, bytes]]:
+        """Return the block's number and hash, or those of its pieces."""
+        if self.offload and self.has_states:
+            return self.offload.pieces(block, hash_)
+        return [(block, hash_)]
+
+    @property
+    def num_unsaved(self) -> int:
+        """Number of blocks whose content may have to be written to a file."""
+        return len(self._unsaved)
+
+    def forget_files(self) -> None:
+        """Assume that no content has a file."""
+        self._unsaved = dict.fromkeys(self._contents)
+
+    def save(self) -> None:
+        """Plan to write content without a file, oldest first, as fast as the disk takes it."""
+        while self._unsaved and self.offload and self.offload.may_save:
+            block = next(iter(self._unsaved))
+            del self._unsaved[block]
+            for place, key in self._copies(block, self._contents[block].hash):
+                self.offload.save(place, key)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each block of a block table."""
@@ -156,6 +191,7 @@ class BlockPool:
         self._num_contents += 1
         self._contents[block] = Content(self._num_contents, parent, hash_, token_ids)
         self._cached[hash_] = block
+        self._unsaved[block] = None
         return self._num_contents
 
     def unpublish(self, hashes: Iterable[bytes]) -> None:
@@ -163,7 +199,7 @@ class BlockPool:
         hashes = list(hashes)
         self.hide(self._cached[hash_] for hash_ in hashes if hash_ in self._cached)
         if self.offload:
-            self.offload.discard(hashes)
+            self.offload.discard(key for hash_ in hashes for _, key in self._copies(0, hash_))
 
     def hide(self, blocks: Iterable[int]) -> None:
         """Hide blocks, published or not. Sequences keep hidden blocks in their tables."""
@@ -172,6 +208,7 @@ class BlockPool:
                 self.recovered.remove(block)
             if content := self._contents.pop(block, None):
                 del self._cached[content.hash]
+                self._unsaved.pop(block, None)
                 if self.records:
                     self.records.clear(block)
 

@@ -3,10 +3,15 @@
 A block is copied to the host before the pool gives the block to another sequence, and copied back
 on a hit. Workers run all copies in the order of the index: `blocking` copies between two steps,
 `overlapped` copies during the plan's step. So the index knows every slot's content without a reply.
+
+A slot has the size of a KV block. A state block is larger: it is copied in pieces, each to a slot
+of its own. The index handles pieces as it handles KV blocks.
 """
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from functools import lru_cache, partial
+from hashlib import sha256
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -33,6 +38,8 @@ class FolderIndex:
         self._all_ranks = (1 << num_ranks) - 1
         self._ranks: dict[bytes, int] = {}  # hash → bit mask of ranks that have the file
         self._reading: dict[bytes, _Reading] = {}
+        # files that are being written: hash → bit mask of ranks that have reported
+        self._writing: dict[bytes, int] = {}
 
     def __contains__(self, hash_: bytes) -> bool:
         return self._ranks.get(hash_) == self._all_ranks
@@ -49,17 +56,35 @@ class FolderIndex:
         """Record that all ranks are requested to read a file."""
         self._reading[hash_] = _Reading(slot)
 
+    @property
+    def num_files(self) -> int:
+        """Number of files that any rank has."""
+        return len(self._ranks)
+
+    @property
+    def num_writing(self) -> int:
+        return len(self._writing)
+
+    def is_writing(self, hash_: bytes) -> bool:
+        return hash_ in self._writing
+
+    def write(self, hashes: Iterable[bytes]) -> None:
+        """Record that all ranks are requested to write files."""
+        for hash_ in hashes:
+            self._writing.setdefault(hash_, 0)
+
     def remove(self, hash_: bytes) -> bool:
-        """Forget a file that may be wrong. Return whether any rank has the file."""
+        """Forget a file that may be wrong. Return whether any rank may have the file."""
         if reading := self._reading.get(hash_):
             reading.is_right = False
-        return self._ranks.pop(hash_, 0) != 0
+        return self._ranks.pop(hash_, 0) != 0 or hash_ in self._writing
 
     def on_report(self, report: FolderReport) -> Iterator[tuple[bytes, int, bool]]:
         """Record a report. Yield (hash, slot, success) of each file that all ranks have read."""
         bit = 1 << report.rank
         for hash_ in report.added:
             self._ranks[hash_] = self._ranks.get(hash_, 0) | bit
+        self._on_written(bit, (*report.added, *report.unwritten))
         for hash_ in (*report.removed, *report.failed):
             if (ranks := self._ranks.get(hash_, 0) & ~bit) == 0:
                 self._ranks.pop(hash_, None)
@@ -73,6 +98,24 @@ class FolderIndex:
                     if reading.ranks == self._all_ranks:
                         del self._reading[hash_]
                         yield hash_, reading.slot, reading.is_right
+
+    def _on_written(self, bit: int, hashes: Iterable[bytes]) -> None:
+        """Record that a rank has written files, or never will."""
+        for hash_ in hashes:
+            if hash_ in self._writing:
+                self._writing[hash_] |= bit
+                if self._writing[hash_] == self._all_ranks:
+                    del self._writing[hash_]
+
+
+def _piece_key(hash_: bytes, index: int) -> bytes:
+    """Return the key of a piece of the checkpoint after the prefix with this hash."""
+    return sha256(b"state" + pack([index]) + hash_).digest()
+
+
+@lru_cache(maxsize=1024)
+def _piece_keys(hash_: bytes, number: int) -> list[bytes]:
+    return [_piece_key(hash_, index) for index in range(number)]
 
 
 class _Entry(NamedTuple):
@@ -93,17 +136,18 @@ class OffloadIndex:
         copies_per_step: int,
         memory_id: int = 0,
         records: BlockRecords | None = None,
+        num_pieces: int = 0,
     ) -> None:
         """Make an index.
 
         copies_per_step: maximum number of copies that overlap a step. memory_id: id of the slots'
         memory. records: records of slots that workers have filled for earlier schedulers.
+        num_pieces: number of slots that a state block takes.
         """
+        self.num_pieces = num_pieces
         self.num_slots, self.memory_id = num_slots, memory_id
         self.copies_per_step = copies_per_step
-        self.num_loaded = 0  # blocks that were copied back
-        # True if a block must be copied before the step of the current plan
-        self.has_blocking_stores = False
+        self.num_loaded = 0  # KV blocks that were copied back
         self._records = records
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._pins: Counter[bytes] = Counter()  # hashes that sequences load; their slots are kept
@@ -115,6 +159,8 @@ class OffloadIndex:
         self.folder: FolderIndex | None = None
         self._request = FolderRequest(0)  # the next request
         self.num_fetched = 0  # blocks that were read from files
+        self._unsaved: list[bytes] = []  # hashes of content on the host that may have no file
+        self._spare: set[bytes] = set()  # hashes of content that `save` has copied to the host
         # (number of a plan, entries that are certain once the plan is confirmed)
         self._uncertain: deque[tuple[int, list[tuple[bytes, _Entry]]]] = deque()
         self._num_copies = ROOT
@@ -135,7 +181,7 @@ class OffloadIndex:
 
         Return None if the sequence must wait, for files or for a sequence that loads the blocks.
         """
-        if self.is_loading(hashes[0]):
+        if self.is_loading(hashes[0]) or self.is_loading(hashes[-1]):
             return None
         found = self.find(hashes)
         rest = hashes[len(found) :]
@@ -143,26 +189,54 @@ class OffloadIndex:
             return None
         if self.folder and not sequence.has_fetched:
             sequence.has_fetched = True
-            if self.fetch(rest):
+            if self.fetch(hashes):
                 return None
         return found
+
+    def pieces(self, block: int, hash_: bytes) -> Iterator[tuple[int, bytes]]:
+        """Yield the place in `CopyBlocks` and the key of each piece of a state block.
+
+        hash_: of the prefix before the checkpoint.
+        """
+        for index, key in enumerate(_piece_keys(hash_, self.num_pieces)):
+            yield -1 - block * self.num_pieces - index, key
 
     def find(self, hashes: Iterable[bytes]) -> list[bytes]:
         """Return the hashes of the longest prefix on the host."""
         return list(takewhile(self._entries.__contains__, hashes))
 
+    def num_found(self, hashes: Iterable[bytes], in_files: bool) -> int:
+        """Return the length of the longest prefix on the host or, if `in_files`, in the folder."""
+        return sum(1 for _ in takewhile(partial(self._has, in_files), hashes))
+
+    def has_checkpoint(self, hash_: bytes, in_files: bool) -> bool:
+        """Return whether all pieces are on the host or, if `in_files`, in the folder."""
+        if not self.num_pieces or not self._has(in_files, _piece_key(hash_, 0)):
+            return False
+        return all(self._has(in_files, key) for key in _piece_keys(hash_, self.num_pieces))
+
+    def _has(self, in_files: bool, hash_: bytes) -> bool:
+        """Return whether content is on the host, is being read or, if `in_files`, may be read."""
+        if hash_ in self._entries or self.folder is None:
+            return hash_ in self._entries
+        return self.folder.is_reading(hash_) or (in_files and hash_ in self.folder)
+
     def is_loading(self, hash_: bytes) -> bool:
         """Return whether a sequence is loading this block, which it will publish soon."""
         return hash_ in self._pins
 
-    def store(self, block: int, hash_: bytes, overlapped: bool = False) -> None:
-        """Plan a copy of a block to the host, unless it is there or no slot can be freed."""
+    def store(self, block: int, hash_: bytes, overlapped: bool = False) -> bool:
+        """Plan a copy of a block to the host, unless it is there or no slot can be freed.
+
+        Return whether a copy is planned.
+        """
         if hash_ in self._entries:
             self._entries.move_to_end(hash_)
         elif (slot := self._take_slot()) is not None:
             self._new[hash_] = self._enter(hash_, slot)
             (self._overlapped if overlapped else self._blocking).extend((block, slot))
-            self.has_blocking_stores |= not overlapped
+            return True
+        return False
 
     def _enter(self, hash_: bytes, slot: int) -> _Entry:
         self._num_copies += 1
@@ -183,19 +257,20 @@ class OffloadIndex:
 
     def load(self, hash_: bytes, block: int, overlapped: bool) -> None:
         """Plan a copy of a pinned slot into a block."""
-        self.num_loaded += 1
+        self.num_loaded += block >= 0
         self._loaded.append(hash_)
         copies = self._overlapped if overlapped else self._blocking
         copies.extend((block, -1 - self._entries[hash_].slot))
 
-    def load_blocks(self, sequence: Sequence, block_size: int, overlapped: bool) -> None:
+    def load_blocks(self, sequence: Sequence, overlapped: bool) -> None:
         """Plan copies of a sequence's blocks, if `overlapped` only as many as fit in the step."""
-        num_loads = len(sequence.loads)
-        begin = sequence.num_planned_tokens // block_size - num_loads
-        for block in sequence.block_table[begin : begin + num_loads]:
-            if overlapped and not self.has_overlap_room:
-                break
-            self.load(sequence.loads.popleft(), block, overlapped)
+        while sequence.loads and (not overlapped or self.has_overlap_room):
+            self.load(*sequence.loads.popleft(), overlapped)
+
+    @property
+    def has_copies(self) -> bool:
+        """True if the current plan has copies."""
+        return bool(self._blocking or self._overlapped)
 
     @property
     def has_overlap_room(self) -> bool:
@@ -209,7 +284,7 @@ class OffloadIndex:
         """
         self.unpin(self._loaded)
         self._loaded.clear()
-        if not self._blocking and not self._overlapped:
+        if not self.has_copies:
             return None
         copies = CopyBlocks(epoch, pack(self._blocking), pack(self._overlapped))
         if self._new:
@@ -218,7 +293,8 @@ class OffloadIndex:
             by_slot = {entry.slot: hash_ for hash_, entry in self._new.items()}
             slots = [*self._blocking[1::2], *self._overlapped[1::2]]
             copies.hashes = [by_slot[slot] for slot in slots if slot >= 0]
-        self._blocking, self._overlapped, self._new, self.has_blocking_stores = [], [], {}, False
+            self.folder.write(copies.hashes)
+        self._blocking, self._overlapped, self._new = [], [], {}
         return copies
 
     def confirm(self, number: int) -> None:
@@ -246,13 +322,22 @@ class OffloadIndex:
     def use_folder(self, folder: FolderIndex | None) -> None:
         """Use the files of a new worker group, which must list its files, or no files."""
         self._free += self.folder.slots if self.folder else []
+        self._unsaved = list(self._entries)
         self.folder, self._request = folder, FolderRequest(0, lists=folder is not None)
 
-    def fetch(self, hashes: Iterable[bytes]) -> bool:
-        """Request the longest prefix in the folder. Return whether any file is requested."""
+    def fetch(self, hashes: list[bytes]) -> bool:
+        """Request the longest prefix, as far as it is not on the host, from the folder.
+
+        Return whether any file is requested.
+        """
         slots = []
         for hash_ in hashes:
-            if self.folder is None or hash_ not in self.folder or hash_ in self._entries:
+            if hash_ in self._entries:  # must not make room for the files
+                self._entries.move_to_end(hash_)
+        for hash_ in hashes:
+            if hash_ in self._entries:
+                continue
+            if self.folder is None or hash_ not in self.folder:
                 break
             if self.folder.is_reading(hash_) or (slot := self._take_slot()) is None:
                 break
@@ -265,9 +350,14 @@ class OffloadIndex:
     def take_request(self, epoch: int) -> FolderRequest | None:
         """Return the request that workers must get after the plan, if any."""
         request = self._request
-        if self.folder is None or not (request.fetched or request.removed or request.lists):
+        # slots of this moment: a copy of the plan may have taken the slot of content to be written
+        request.stored = [hash_ for hash_ in request.stored if hash_ in self._entries]
+        request.stored_slots = pack(self._entries[hash_].slot for hash_ in request.stored)
+        is_empty = not (request.fetched or request.stored or request.removed or request.lists)
+        if self.folder is None or is_empty:
             return None
         self._request = FolderRequest(0)
+        self.folder.write(request.stored)
         request.epoch = epoch
         return request
 
@@ -283,6 +373,49 @@ class OffloadIndex:
             entry = self._enter(hash_, slot)
             if self._records:
                 self._records.write(slot, Content(entry.number, ROOT, hash_, b""))
+        self._use_spare()
+
+    @property
+    def num_unsaved(self) -> int:
+        """Number of files that are being written, or may have to be written from slots."""
+        return len(self._unsaved) + (self.folder.num_writing if self.folder else 0)
+
+    @property
+    def may_save(self) -> bool:
+        """True if more content may be written to files. The disk sets the pace."""
+        if self.folder is None or not self.has_overlap_room:
+            return False
+        num_writing = self.folder.num_writing + len(self._request.stored)
+        return num_writing < min(self.copies_per_step, -(-self.num_slots // 2))
+
+    def save(self, block: int, hash_: bytes) -> None:
+        """Plan to write content to a file, by way of a slot, unless there is a file.
+
+        block: as in `store`; not needed for content on the host.
+        """
+        folder = self.folder
+        if folder is None or hash_ in folder or folder.is_writing(hash_):
+            return
+        if hash_ in self._entries:
+            self._request.stored.append(hash_)
+        elif self.store(block, hash_, overlapped=True):
+            folder.write([hash_])
+            self._spare.add(hash_)
+
+    def save_slots(self) -> None:
+        """Plan to write the content of slots for which an earlier worker may not have a file."""
+        while self._unsaved and self.may_save:
+            hash_ = self._unsaved.pop()
+            if hash_ in self._entries:
+                self.save(-1, hash_)
+
+    def _use_spare(self) -> None:
+        """Let content that was saved, and is in a block and a file, be evicted first."""
+        for hash_ in list(self._spare):
+            if self.folder is None or not self.folder.is_writing(hash_):
+                self._spare.remove(hash_)
+                if hash_ in self._entries and hash_ not in self._pins:
+                    self._entries.move_to_end(hash_, last=False)
 
     def discard(self, hashes: Iterable[bytes]) -> None:
         """Forget content that may be wrong, unless a sequence is loading it."""

@@ -16,6 +16,7 @@ from penstock.services.scheduler.blocks.block_records import ROOT
 from penstock.services.scheduler.sequence import Sequence
 
 NONE = -1
+LOADED = -2  # in place of a plan's number: the block gets a checkpoint from the host
 
 
 class StateBlocks:
@@ -28,6 +29,7 @@ class StateBlocks:
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         """Use the blocks of `pool`; block_size: tokens of a KV block."""
         self.pool = pool
+        pool.has_states = True
         # positions of checkpoints are multiples of this number of tokens
         self.unit = lcm(STATE_CHUNK, block_size)
         self._block_size = block_size
@@ -38,12 +40,29 @@ class StateBlocks:
         """True if another sequence may run."""
         return 2 * (self._num_sequences + 1) <= self.pool.num_blocks
 
-    def num_restorable(self, full_blocks: list[tuple[bytes, bytes]]) -> int:
-        """Return the number of full blocks before the last checkpoint among `full_blocks`."""
-        step = self.unit // self._block_size
+    def num_restorable(self, full_blocks: list[tuple[bytes, bytes]], in_files: bool) -> int:
+        """Return the number of full blocks before the last checkpoint among `full_blocks`.
+
+        in_files: checkpoints in the folder count.
+        """
+        step, offload = self.unit // self._block_size, self.pool.offload
+
+        def has(hash_: bytes) -> bool:
+            is_there = self._find(hash_) != NONE
+            return is_there or (offload is not None and offload.has_checkpoint(hash_, in_files))
+
         last = len(full_blocks) // step * step
-        found = (n for n in range(last, 0, -step) if self._find(full_blocks[n - 1][0]) != NONE)
+        found = (n for n in range(last, 0, -step) if has(full_blocks[n - 1][0]))
         return next(found, 0)
+
+    def missing(self, full_blocks: list[tuple[bytes, bytes]]) -> list[bytes]:
+        """Return the keys of the pieces of the checkpoint after `full_blocks`.
+
+        The list is empty if the checkpoint is in a state block.
+        """
+        if not full_blocks or self._find(full_blocks[-1][0]) != NONE or not self.pool.offload:
+            return []
+        return [key for _, key in self.pool.offload.pieces(0, full_blocks[-1][0])]
 
     def allocate(
         self,
@@ -51,22 +70,28 @@ class StateBlocks:
         full_blocks: list[tuple[bytes, bytes]],
         num_seen: int,
         caching: bool,
-    ) -> None:
+    ) -> list[int]:
         """Let a sequence begin at the checkpoint after `full_blocks`, or with a state of zeros.
 
         The sequence will leave checkpoints where its prefix leaves the `num_seen` tokens that are
         already in the cache, and at the end of its prompt, before its last token.
+        Return the places to which the caller must plan copies of what is `missing`.
         """
         self._num_sequences += 1
-        block = self._find(full_blocks[-1][0]) if full_blocks else NONE
+        hash_ = full_blocks[-1][0] if full_blocks else b""
+        block, plan, places = self._find(hash_), NONE, []
         if block != NONE:
             self.pool.share([block])
-        sequence.state_blocks, sequence.state_plans = (block, NONE), (NONE, NONE)
+        elif hash_ and self.pool.offload:
+            block, plan = self.pool.take(), LOADED
+            places = [place for place, _ in self.pool.offload.pieces(block, hash_)]
+        sequence.state_blocks, sequence.state_plans = (block, NONE), (plan, NONE)
         begin = len(full_blocks) * self._block_size
         end = min(len(sequence.token_ids) - 1, sequence.num_prompt_tokens)
         ends = {num_seen // self.unit, end // self.unit}
         ends = ends if caching else set()
         sequence.checkpoints = sorted(end * self.unit for end in ends if end * self.unit > begin)
+        return places
 
     def free(self, sequence: Sequence) -> None:
         """Release the blocks of a sequence that was allocated."""
@@ -98,6 +123,17 @@ class StateBlocks:
                 named.extend((sequence.slot, read, written))
             sequence.state_blocks, sequence.state_plans = (written, read), (plan, read_plan)
         return named
+
+    def publish_loaded(self, sequence: Sequence, hash_: bytes) -> list[tuple[int, int]]:
+        """Publish the checkpoint that a sequence has loaded, if any, when it begins to compute.
+
+        Parameters and result as in `publish`.
+        """
+        block, _ = sequence.state_blocks
+        if sequence.state_plans[0] != LOADED:
+            return []
+        sequence.state_plans = NONE, NONE
+        return [(block, self.pool.publish(block, ROOT, hash_, b""))]
 
     def publish(self, sequence: Sequence, hash_: bytes) -> tuple[int, int]:
         """Keep the state that the current plan writes as a checkpoint.

@@ -239,8 +239,10 @@ class KvFolder:
     def store(self, hashes: Sequence[bytes], slots: Sequence[int], wait: Wait) -> None:
         """Queue the content of slots to be written. Skip blocks while the queue is full."""
         for hash_, slot in zip(hashes, slots, strict=True):
-            with suppress(Full):
+            try:
                 self._writes.put_nowait(_Transfer(hash_, slot, self._numbers[slot], wait))
+            except Full:
+                self._end_write(hash_, is_written=False)
 
     def fetch(self, hashes: Sequence[bytes], slots: Sequence[int], wait: Wait) -> None:
         """Queue files to be read into slots. Nothing else may use the slots until the report."""
@@ -322,19 +324,31 @@ class KvFolder:
     def _write_all(self) -> None:
         while True:
             write = self._writes.get()
-            with self._lock:
-                exists = write.hash in self._files or write.hash in self._doomed
-            if exists or not self._is_right(write):
-                continue
-            write.wait()
+            is_written = False
             with self._logging_errors():
-                self._remove_excess()  # if the removal fails, do not write
-                if self._write(write):
-                    with self._lock:
-                        self._files[write.hash] = None
-                        self._news.added.append(write.hash)
+                is_written = self._write_once(write)
+            self._end_write(write.hash, is_written)
+            with self._logging_errors():
                 self._remove_excess()
-            self.notify()
+
+    def _write_once(self, write: _Transfer) -> bool:
+        """Write a file that is not there. Return whether the file is there. Raises OSError."""
+        with self._lock:
+            if write.hash in self._files or write.hash in self._doomed:
+                return write.hash in self._files
+        if not self._is_right(write):
+            return False
+        write.wait()
+        self._remove_excess()  # if the removal fails, do not write
+        return self._write(write)
+
+    def _end_write(self, hash_: bytes, is_written: bool) -> None:
+        """Report whether a file is there."""
+        with self._lock:
+            if is_written:
+                self._files.setdefault(hash_)
+            (self._news.added if is_written else self._news.unwritten).append(hash_)
+        self.notify()
 
     def _write(self, write: _Transfer) -> bool:
         """Write as `KvFiles.write` does. On a full disk, remove the oldest files and retry."""

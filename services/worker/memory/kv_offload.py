@@ -1,7 +1,8 @@
-"""The host tier of the KV cache: slots in host memory, and copies between slots and KV blocks.
+"""The host tier of the KV cache: slots in host memory, and copies between slots and blocks.
 
-The scheduler has the index of the slots: `penstock.services.scheduler.blocks.offload_index`. For a
-GPU, the slots are pinned, and copies have their own stream.
+A slot takes a KV block or a piece of a state block. The scheduler has the index of the slots:
+`penstock.services.scheduler.blocks.offload_index`. For a GPU, the slots are pinned, and copies have
+their own stream.
 """
 
 import hashlib
@@ -9,16 +10,18 @@ import logging
 import mmap
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.layouts.states import States
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import DISTRIBUTION, Config
 from penstock.protocol.messages.packed import unpack
+from penstock.protocol.messages.plan import STATE_CHUNK, STATE_WINDOW
 from penstock.protocol.messages.worker import CopyBlocks, FolderRequest
 from penstock.services.worker.memory.kv_folder import MAGIC, KvFolder
 from penstock.services.worker.memory.persistent_memory import PersistentMemory
@@ -33,7 +36,14 @@ class KvOffload:
 
     folder: KvFolder | None = None
 
-    def __init__(self, kv: Sequence[Tensor], host: Tensor, num_slots: int, memory_id: int) -> None:
+    def __init__(
+        self,
+        kv: Sequence[Tensor],
+        host: Tensor,
+        num_slots: int,
+        memory_id: int,
+        states: States | None = None,
+    ) -> None:
         """Use `host` for slots. On a GPU, pin the slots in a thread.
 
         kv: tensors of the KV cache, [num_layers, 2, num_blocks, ...].
@@ -47,6 +57,8 @@ class KvOffload:
             part = self._host[:, begin : begin + num_bytes].view(words.dtype)
             self._slots.append(part.view(num_slots, *words.shape[:2], -1))
             begin += -(-num_bytes // 16) * 16
+        # of each piece of a state block: views [num_state_blocks, words] and the words of a slot
+        self._pieces = _pieces(states, self._host.view(torch.int32)) if states else []
         self.memory_id = memory_id
         self.num_slots = 0  # 0 until the slots are pinned
         self.pinning: threading.Thread | None = None
@@ -61,6 +73,11 @@ class KvOffload:
             self.pinning.start()
         else:
             self.num_slots = num_slots
+
+    @property
+    def num_pieces(self) -> int:
+        """Number of slots that a state block takes."""
+        return len(self._pieces)
 
     def use_folder(self, config: Config, memory: PersistentMemory, *facts: object) -> None:
         """Add the folder tier, for KV with these facts of its layout. Raises ModelError."""
@@ -86,6 +103,7 @@ class KvOffload:
             self.folder.restart()
         self.folder.remove(request.removed)
         self.folder.fetch(request.fetched, unpack(request.slots), self._end())
+        self.folder.store(request.stored, unpack(request.stored_slots), self._end())
 
     def clear(self) -> None:
         """Cancel folder requests, because another scheduler uses the slots from now on."""
@@ -131,15 +149,23 @@ class KvOffload:
         """Run packed (block, slot) copies on the current stream."""
         numbers = iter(unpack(packed))
         for block, slot in zip(numbers, numbers, strict=True):
-            for words, slots in zip(self._kv, self._slots, strict=True):
-                there = words[:, :, block]
+            for there, here in self._places(block, max(slot, -1 - slot)):
                 if slot < 0:
-                    here = slots[-1 - slot]
                     there.copy_(here.to(self._device, non_blocking=True))
                 elif self._stream is None:
-                    slots[slot].copy_(there)
+                    here.copy_(there)
                 else:
-                    slots[slot].copy_(there.contiguous(), non_blocking=True)
+                    here.copy_(there.contiguous(), non_blocking=True)
+
+    def _places(self, block: int, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each tensor of a block, or of a piece of a state block, with its part of a slot."""
+        if block >= 0:
+            for words, slots in zip(self._kv, self._slots, strict=True):
+                yield words[:, :, block], slots[slot]
+            return
+        state, piece = divmod(-1 - block, self.num_pieces)
+        for words, slots in self._pieces[piece]:
+            yield words[state], slots[slot]
 
     def _pin(self, num_slots: int) -> None:
         """Pin the slots, PINNED_AT_ONCE bytes at a time."""
@@ -164,13 +190,38 @@ def _words(tensor: Tensor) -> Tensor:
     return raw.view(wide)
 
 
+def _pieces(states: States, host: Tensor) -> list[list[tuple[Tensor, Tensor]]]:
+    """Cut the content of a state block, its positions last, into pieces of the size of a slot.
+
+    host: the slots, int32 [num_slots, words of a slot].
+    Return for each piece pairs of [num_state_blocks + 1, words] and [num_slots, words], with equal
+    numbers of words.
+    """
+    tensors = [tensor for layer in states.layers for tensor in layer]
+    pieces: list[list[tuple[Tensor, Tensor]]] = []
+    size = host.shape[1]
+    room = 0
+    for tensor in (*tensors, states.positions):
+        rest = tensor.flatten(1).view(torch.int32)
+        while rest.shape[1]:
+            if not room:
+                pieces.append([])
+                room = size
+            number = min(room, rest.shape[1])
+            pieces[-1].append((rest[:, :number], host[:, size - room : size - room + number]))
+            rest, room = rest[:, number:], room - number
+    return pieces
+
+
 def slot_bytes(kv: Sequence[Tensor]) -> int:
     """Return the size of a slot in bytes, in whole pages."""
     num_bytes = sum(-(-tensor[:, :, 0].nbytes // 16) * 16 for tensor in kv)
     return -(-num_bytes // PAGE) * PAGE
 
 
-def make_offload(config: Config, memory: PersistentMemory, kv: Sequence[Tensor]) -> KvOffload:
+def make_offload(
+    config: Config, memory: PersistentMemory, kv: Sequence[Tensor], states: States | None = None
+) -> KvOffload:
     """Return the host tier, in the last worker's memory or in new memory. Raises ModelError."""
     size = slot_bytes(kv)
     num_slots = int(config.kv_offload_gib * 2**30 / size)
@@ -180,8 +231,12 @@ def make_offload(config: Config, memory: PersistentMemory, kv: Sequence[Tensor])
             "for one block"
         )
     facts: list[object] = [(str(tensor.dtype), tensor.shape[:2], tensor.shape[3:]) for tensor in kv]
+    if states:
+        tensors = [tensor for layer in states.layers for tensor in layer]
+        facts += [(str(tensor.dtype), tensor.shape[1:]) for tensor in tensors]
+        facts += [STATE_CHUNK, STATE_WINDOW]
     host, memory_id = _host_memory(config, memory.on_host(), num_slots * size, facts)
-    offload = KvOffload(kv, host, num_slots, memory_id)
+    offload = KvOffload(kv, host, num_slots, memory_id, states)
     if config.kv_offload_folder:
         offload.use_folder(config, memory, *facts)
     return offload

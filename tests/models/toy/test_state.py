@@ -117,6 +117,16 @@ def num_state_blocks_in_use(engine: Engine) -> int:
             },
             id="all",
         ),
+        pytest.param(
+            {
+                "speculative_method": "ngram",
+                "num_blocks": 16,
+                "max_num_seqs": 3,
+                "max_num_batched_tokens": 80,
+                "kv_offload_gib": 0.1,
+            },
+            id="host tier",
+        ),
     ],
 )
 def test_the_tokens_of_a_plain_loop(
@@ -126,6 +136,8 @@ def test_the_tokens_of_a_plain_loop(
     for _ in range(2):  # the second time with a full prefix cache
         assert outputs(engine, prompts) == expected
     assert num_state_blocks_in_use(engine) == 0
+    if offload := engine.scheduler.block_manager.offload:
+        assert offload.num_loaded
     if "num_blocks" in options:
         assert engine.scheduler.num_preemptions
     if "speculative_method" in options and not engine.model.is_hybrid:
@@ -149,6 +161,25 @@ def test_a_hit_needs_blocks_and_a_checkpoint(folder: Path) -> None:
         engine.run()
         cached.append(sequence.num_cached_tokens)
     assert cached == [0, 128, 0, 128, 64]
+
+
+def test_checkpoints_in_the_tiers(folder: Path) -> None:
+    """They come back with their blocks."""
+    random, sampling = Random(4), SamplingParams(temperature=0.0, max_tokens=9)
+    prompts = [[random.randrange(1, 264) for _ in range(140)] for _ in range(8)]
+
+    def answers(engine: Engine, name: str) -> tuple[list[list[int]], list[int]]:
+        sequences = []
+        for number, prompt in enumerate(prompts):
+            sequences.append(engine.add(f"{name} {number}", prompt, sampling))
+            engine.run()
+        outputs = [sequence.output_token_ids for sequence in sequences]
+        return outputs, [sequence.num_cached_tokens for sequence in sequences]
+
+    engine = engine_of(folder, num_blocks=20, kv_offload_gib=0.1, max_num_seqs=2)
+    expected, cached = answers(engine, "first")
+    assert cached == [0] * 8
+    assert answers(engine, "from the host") == (expected, [128] * 8)
 
 
 class LateSteps:

@@ -518,3 +518,17 @@ def test_nothing_is_left_of_ten_thousand_requests(start_gateway: Start) -> None:
         harness.run_heartbeats(2)
         assert harness.is_empty()
         assert harness.scheduler_messages()
+
+
+def test_a_drain_waits_until_blocks_are_in_files(start_gateway: Start, ended: list[int]) -> None:
+    """A report from before the end of the last request says nothing about its blocks."""
+    harness = start_gateway(kv_offload_folder="folder")
+    harness.report()
+    harness.scheduler_messages()
+    harness.model.is_draining = True
+    harness.run_once()
+    assert GatewayStarted(harness.ledger.first_attempt) in harness.scheduler_messages()
+    harness.report(num_unsaved_blocks=3)
+    assert not ended
+    harness.report()
+    assert ended

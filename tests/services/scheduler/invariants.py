@@ -61,7 +61,7 @@ def check_offload(pool: BlockPool, sequences: list[Sequence]) -> None:
         slots = [entry.slot for entry in offload._entries.values()]
         slots += offload.folder.slots if offload.folder else []
         assert sorted(slots + offload._free) == list(range(offload.num_slots))
-        pins = Counter(hash_ for sequence in sequences for hash_ in sequence.loads)
+        pins = Counter(hash_ for sequence in sequences for hash_, _ in sequence.loads)
         assert offload._pins == pins + Counter(offload._loaded)
         assert set(pins) <= set(offload._entries)
 

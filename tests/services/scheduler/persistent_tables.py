@@ -22,10 +22,11 @@ class PersistentTables:
         num_blocks: int,
         num_slots: int,
         num_state_blocks: int,
+        num_pieces: int,
         hash_block: Hash,
     ) -> None:
         """hash_block: without a host tier. With `kv_offload_folder`, there are files, too."""
-        self._config, self._num_slots = config, num_slots
+        self._config, self._num_slots, self._num_pieces = config, num_slots, num_pieces
         self.hash_block = own_hash if num_slots or num_state_blocks else hash_block
         self._of_blocks = num_blocks, config.block_size
         self._of_slots = num_slots, 0
@@ -58,7 +59,7 @@ class PersistentTables:
             records = MortalRecords(self._slots, *self._of_slots, life=life)
             records.begin(kv)
             per_step = max(1, self._config.max_num_batched_tokens // self._config.block_size)
-            offload = OffloadIndex(self._num_slots, per_step, kv, records)
+            offload = OffloadIndex(self._num_slots, per_step, kv, records, self._num_pieces)
         scheduler.block_manager.use_offload(offload)
         if self._config.kv_offload_folder:
             offload.use_folder(FolderIndex(scheduler.epoch, 1))

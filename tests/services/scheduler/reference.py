@@ -127,6 +127,7 @@ class ReferenceWorker:
         epoch: int,
         computes_once: bool,
         num_state_blocks: int = 0,
+        num_pieces: int = 1,
     ) -> None:
         self.config = config
         self.states = ReferenceStates(num_state_blocks)
@@ -137,7 +138,7 @@ class ReferenceWorker:
         self.num_steps = 0
         self.rows: dict[int, Row] = {}
         self.memory: Cells = [None] * (num_blocks * config.block_size)
-        self.host = ReferenceHost(self.memory, config.block_size)
+        self.host = ReferenceHost(self.memory, config.block_size, self.states, num_pieces)
         self._numbers: dict[tuple[int, int], int] = {}
         self._writes: list[tuple[set[int], set[int]]] = []
         """cells and known blocks that each plan has written"""
@@ -154,8 +155,8 @@ class ReferenceWorker:
             self.known_blocks -= known_blocks
             for cell in () if is_whole else cells:
                 self.memory[cell] = GARBAGE
-        self.host.inherit(dead.host, num_confirmed, is_whole)
         self.states.inherit(dead.states, num_confirmed, is_whole)
+        self.host.inherit(dead.host, num_confirmed, is_whole)
 
     def run(self, frame: bytes, copies: CopyBlocks | None = None) -> bytes:
         """One step, after copies: an encoded `BatchPlan` in, encoded `SampledTokens` out."""

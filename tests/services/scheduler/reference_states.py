@@ -18,11 +18,17 @@ class StateContent(NamedTuple):
         return self.first + len(self.prefixes) - 1
 
 
+Piece = tuple[StateContent | None, int]
+"""A part of a content, with its index"""
+
+
 class ReferenceStates:
     """State blocks, written as `penstock.kernels.layouts.states` says."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks: list[StateContent | None] = [None] * num_blocks
+        self._loaded: list[dict[int, Piece]] = [{} for _ in range(num_blocks)]
+        """pieces that were copied to each block since it was written"""
         self._pairs: dict[int, tuple[int, int]] = {}
         """slot → blocks that its next step reads and writes"""
         self._before: list[list[StateContent | None]] = []
@@ -59,6 +65,7 @@ class ReferenceStates:
         first = start if decodes else len(prefixes)
         assert not decodes or len(prefixes) - start <= STATE_WINDOW
         self.blocks[written] = StateContent(first, numbers[first:])
+        self._loaded[written] = {}
         self._pairs[slot] = written, read
 
     def end(self) -> None:
@@ -78,6 +85,14 @@ class ReferenceStates:
             old if old is new else None
             for old, new in zip(dead._before[number], after, strict=True)
         ]
+
+    def load(self, block: int, index: int, piece: Piece, num_pieces: int) -> None:
+        """Copy a piece to a block, which has a state when all pieces are of the same state."""
+        pieces = self._loaded[block]
+        pieces[index] = piece
+        content, _ = piece
+        is_whole = all(pieces.get(n) == (content, n) for n in range(num_pieces))
+        self.blocks[block] = content if is_whole else None
 
     def ranges(self) -> list[tuple[int, int]]:
         """Return what `WorkerGroup.state_ranges` would tell."""

@@ -54,6 +54,7 @@ class Simulation:
         keeps_memory: bool = False,
         num_host_slots: int = 0,
         num_state_blocks: int = 0,
+        num_pieces: int = 1,
         **options: object,
     ) -> None:
         defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
@@ -63,8 +64,8 @@ class Simulation:
         self.limit = min(max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
         self.num_watermark_blocks, self.num_host_slots = num_watermark_blocks, num_host_slots
-        self.num_state_blocks = num_state_blocks
-        sizes = num_blocks, num_host_slots, num_state_blocks
+        self.num_state_blocks, self.num_pieces = num_state_blocks, num_pieces
+        sizes = num_blocks, num_host_slots, num_state_blocks, num_pieces
         self.kept = PersistentTables(self.config, *sizes, hash_block)
         self.kv = 1
         """id of the worker's memory"""
@@ -99,7 +100,7 @@ class Simulation:
         """of workers while a sequence was at risk, since its last token"""
 
     def _new_worker(self, epoch: int) -> ReferenceWorker:
-        sizes = self.computes_once, self.num_state_blocks
+        sizes = self.computes_once, self.num_state_blocks, self.num_pieces
         worker = ReferenceWorker(self.config, self.num_blocks, epoch, *sizes)
         worker.host.slots *= self.num_host_slots
         return worker
@@ -179,7 +180,12 @@ class Simulation:
         return has_some
 
     def answer(self, fails: bool = False) -> bool:
-        return self.worker.host.answer(self.scheduler, fails)
+        """Let the worker do what a folder request says, if it has any."""
+        try:
+            return self.worker.host.answer(self.scheduler, fails)
+        except SchedulerDiedError:
+            self.restart_scheduler()
+            return True
 
     @property
     def has_result(self) -> bool:

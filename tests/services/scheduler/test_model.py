@@ -70,6 +70,7 @@ def simulations(
         enable_prefix_caching=draw(st.integers(0, 7)) > 0,
         keeps_memory=draw(st.booleans()),
         num_host_slots=draw(num_host_slots),
+        num_pieces=draw(st.integers(1, 3)),
         kv_offload_folder=draw(st.sampled_from(["", "folder"])),
     )
 
@@ -104,11 +105,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Hypothesis plays the clients, the network and the faults."""
 
     num_plans = 1
+    num_host_slots: st.SearchStrategy[int] = NONE
     num_state_blocks: st.SearchStrategy[int] = NONE
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        sizes = simulations(self.num_plans, num_state_blocks=self.num_state_blocks)
+        sizes = simulations(self.num_plans, self.num_host_slots, self.num_state_blocks)
         self.sim = data.draw(sizes)
 
     def pick(self, index: int) -> Sequence:
@@ -269,7 +271,8 @@ def test_scheduler_against_reference(num_plans: int) -> None:
 class StateMachine(SchedulerMachine):
     """A model with recurrent state, whose worker often dies in mid-step and keeps its memory."""
 
-    num_state_blocks = st.integers(2, 24)
+    num_host_slots = st.sampled_from([0, 0, 2, 5, 12, 60])
+    num_state_blocks = st.integers(2, 4) | st.integers(2, 24)
 
     @rule(
         base=st.sampled_from(BASES),

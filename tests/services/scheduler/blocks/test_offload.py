@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
-from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.packed import pack, unpack
 from penstock.protocol.messages.worker import CopyBlocks, FolderReport
+from penstock.services.scheduler.blocks import state_blocks
 from penstock.services.scheduler.blocks.block_records import HASH_BYTES, BlockRecords
 from penstock.services.scheduler.blocks.offload_index import FolderIndex, OffloadIndex
 from tests.services.scheduler.builders import long_prompt
@@ -298,3 +299,280 @@ def test_a_salt_that_spells_a_block_does_not_make_its_hash(folder: str) -> None:
     victim = sim.add(prompt, max_tokens=2)
     sim.run()  # the reference worker checks every key that is read
     assert victim.num_cached_tokens == 8
+
+
+# ---- Content that was never evicted is written to files while nothing runs -------------------
+
+
+def saved(sim: Simulation) -> dict[bytes, object]:
+    """Return the files when nothing is left to do."""
+    sim.run()
+    while sim.step() or sim.scheduler.in_flight:
+        pass
+    assert sim.scheduler.block_manager.num_unsaved_blocks == 0
+    return dict(sim.worker.host.files)
+
+
+def test_blocks_that_were_never_evicted_are_written() -> None:
+    sim = Simulation(num_blocks=40, num_host_slots=4, kv_offload_folder="folder")
+    first = sim.add(long_prompt(29), max_tokens=1)
+    assert set(saved(sim)) == {hash_ for hash_, _ in first.full_blocks[:7]}
+
+
+def test_nothing_is_saved_while_a_request_runs() -> None:
+    """Its steps do not wait for copies that can wait."""
+    sim = Simulation(num_blocks=40, num_host_slots=40, kv_offload_folder="folder")
+    sim.add(long_prompt(17), max_tokens=1)
+    sim.add([1], max_tokens=20, ignore_eos=True)
+    while sim.scheduler.running:
+        sim.send()
+        assert sim.scheduler.copies is None
+        if sim.has_result:
+            sim.receive()
+    assert len(saved(sim)) == 9
+
+
+def test_saved_content_is_evicted_from_the_host_first() -> None:
+    """It is in a block and in a file; other content is in a file only."""
+    sim = Simulation(num_blocks=16, max_model_len=24, num_host_slots=4, kv_offload_folder="folder")
+    sim.add(long_prompt(9), max_tokens=1)
+    saved(sim)
+    index = offload_of(sim)
+    first = list(index._entries)
+    index.store(1, A)
+    index.store(2, B)
+    index.store(3, C)
+    assert [hash_ in index._entries for hash_ in first] == [False, True]
+
+
+def test_the_disk_sets_the_pace() -> None:
+    """A slot is not used again before it is written."""
+    index = make_index(8)
+    index.use_folder(FolderIndex(1, num_ranks=2))
+    assert index.may_save
+    for number in range(2):
+        index.save(number, bytes([number]) * HASH_BYTES)
+    plan(index, 0)
+    assert not index.may_save
+    index.on_report(FolderReport(1, 0, added=[A, B]))
+    assert not index.may_save
+    index.on_report(FolderReport(1, 1, added=[A], unwritten=[B]))
+    assert index.may_save
+    assert index.num_unsaved == 0
+
+
+def test_a_slot_is_written_with_the_content_that_it_has_then() -> None:
+    """A copy of the same plan may take the slot."""
+    index = make_index(1)
+    index.store(7, A)
+    plan(index, 0)
+    index.confirm(0)
+    index.use_folder(FolderIndex(1, num_ranks=1))
+    assert index.num_unsaved == 1
+    index.save_slots()
+    index.store(8, B)
+    plan(index, 1)
+    request = index.take_request(1)
+    assert request
+    assert request.stored == []
+
+
+@pytest.mark.parametrize("of_scheduler", [False, True])
+def test_what_was_not_written_before_a_death_is_written_after_it(of_scheduler: bool) -> None:
+    sim = Simulation(num_blocks=8, num_host_slots=32, kv_offload_folder="folder")
+    sim.add(long_prompt(17), max_tokens=1)
+    sim.run()
+    fill(sim)
+    before = saved(sim)
+    sim.worker.host.files.clear()  # as if no thread had written one
+    if of_scheduler:
+        sim.restart_scheduler()
+    else:
+        sim.restart(keeps_memory=True)
+    assert saved(sim) == before
+
+
+# ---- Checkpoints of the recurrent state: they take several slots, and come back with their blocks
+
+
+@pytest.fixture
+def chunks_of_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_blocks, "STATE_CHUNK", 4)
+
+
+def with_states(num_host_slots: int = 40, **options: object) -> Simulation:
+    """Return a simulation of one sequence at a time, with room for no checkpoint beside it."""
+    sizes = {"num_blocks": 8, "num_state_blocks": 2, "num_pieces": 3} | options
+    return Simulation(num_host_slots=num_host_slots, **sizes)  # type: ignore[arg-type]
+
+
+def cached(sim: Simulation, prompt: list[int], **sampling: object) -> int:
+    """Return the tokens of a prompt that were found. The reference worker checks their state."""
+    sequence = sim.add(prompt, **{"max_tokens": 2} | sampling)
+    sim.run()
+    return sequence.num_cached_tokens
+
+
+@pytest.mark.usefixtures("chunks_of_4")
+def test_an_evicted_checkpoint_comes_back_from_the_host() -> None:
+    sim = with_states()
+    assert cached(sim, long_prompt(17)) == 0
+    fill(sim)
+    assert cached(sim, long_prompt(17)) == 16
+    assert offload_of(sim).num_loaded == 4, "of KV blocks"
+
+
+@pytest.mark.usefixtures("chunks_of_4")
+def test_a_checkpoint_on_the_host_continues_blocks_of_the_workers() -> None:
+    sim = with_states(num_blocks=40)
+    cached(sim, long_prompt(17))
+    fill(sim)
+    assert cached(sim, long_prompt(17)) == 16
+    assert offload_of(sim).num_loaded == 0
+
+
+@pytest.mark.usefixtures("chunks_of_4")
+def test_a_loaded_checkpoint_is_loaded_once() -> None:
+    """Requests that come meanwhile wait for it, and begin at its state block."""
+    sim = with_states(num_host_slots=100, num_state_blocks=8)
+    cached(sim, long_prompt(17))
+    for first in range(50, 60):
+        cached(sim, [first, *long_prompt(16)])
+    sequences = [sim.add([*long_prompt(16), last], max_tokens=2) for last in (50, 51, 52)]
+    copies = []
+    while any(sequence.finish_reason is None for sequence in sequences):
+        if sim.send() and sim.scheduler.copies:
+            both = sim.scheduler.copies.blocking + sim.scheduler.copies.overlapped
+            copies += [block for block, slot in pairs(both) if slot < 0]
+        if sim.has_result:
+            sim.receive()
+    assert sorted(block for block in copies if block < 0) == sorted(set(copies))[:3]
+    assert [sequence.num_cached_tokens for sequence in sequences] == [16, 16, 16]
+
+
+@pytest.mark.usefixtures("chunks_of_4")
+@pytest.mark.parametrize("index", range(3))
+def test_a_checkpoint_needs_all_its_pieces(index: int) -> None:
+    sim = with_states()
+    first = sim.add(long_prompt(17), max_tokens=1)
+    sim.run()
+    cached(sim, long_prompt(9))
+    fill(sim)
+    pieces = list(offload_of(sim).pieces(0, first.full_blocks[3][0]))
+    offload_of(sim).discard([pieces[index][1]])
+    assert cached(sim, long_prompt(17)) == 8
+
+
+@pytest.mark.usefixtures("chunks_of_4")
+def test_a_checkpoint_needs_its_blocks() -> None:
+    sim = with_states()
+    first = sim.add(long_prompt(17), max_tokens=1)
+    sim.run()
+    cached(sim, long_prompt(9))
+    fill(sim)
+    offload_of(sim).discard([first.full_blocks[2][0]])
+    assert cached(sim, long_prompt(17)) == 8
+
+
+@pytest.mark.usefixtures("chunks_of_4")
+@pytest.mark.parametrize("of_scheduler", [False, True])
+def test_checkpoints_on_the_host_outlive_workers_and_scheduler(of_scheduler: bool) -> None:
+    sim = with_states()
+    cached(sim, long_prompt(17))
+    fill(sim)
+    sim.step()
+    if of_scheduler:
+        sim.restart_scheduler()
+    else:
+        sim.restart(keeps_memory=True)
+    assert cached(sim, long_prompt(17)) == 16
+
+
+@pytest.mark.usefixtures("chunks_of_4")
+@pytest.mark.parametrize("loses_scheduler", [False, True])
+@pytest.mark.parametrize("num_steps", range(1, 6))
+def test_deaths_while_a_checkpoint_is_copied(num_steps: int, loses_scheduler: bool) -> None:
+    """A torn state is never read: the reference worker checks each."""
+    sim = with_states(max_num_batched_tokens=12, num_state_blocks=4, num_blocks=12)
+    cached(sim, long_prompt(17))
+    fill(sim)
+    sim.add([9, *long_prompt(6)], max_tokens=12, ignore_eos=True)
+    sim.step()
+    sequence = sim.add(long_prompt(17), max_tokens=9, ignore_eos=True)
+    for _ in range(num_steps):
+        sim.send()
+    if loses_scheduler:
+        sim.restart_scheduler(loses_worker=True)
+    else:
+        sim.restart(keeps_memory=True)
+    sim.run()
+    assert sequence.num_cached_tokens in (0, 16)
+    fill(sim)
+    assert cached(sim, long_prompt(17)) == 16
+
+
+@pytest.mark.usefixtures("chunks_of_4")
+def test_a_checkpoint_comes_from_files_after_everything_was_lost() -> None:
+    sim = with_states(num_host_slots=12, kv_offload_folder="folder")
+    cached(sim, long_prompt(17))
+    fill(sim)
+    files = sim.worker.host.files
+    sim.restart(keeps_memory=False)
+    sim.worker.host.files = files
+    sim.send()
+    sim.answer()
+    assert cached(sim, long_prompt(17)) == 16
+    assert offload_of(sim).num_fetched == 7
+
+
+@pytest.mark.usefixtures("chunks_of_4")
+def test_a_damaged_file_of_a_checkpoint_is_computed_again() -> None:
+    sim = with_states(kv_offload_folder="folder")
+    first = sim.add(long_prompt(17), max_tokens=1)
+    sim.run()
+    cached(sim, long_prompt(9))
+    fill(sim)
+    files = sim.worker.host.files
+    sim.restart(keeps_memory=False)
+    sim.worker.host.files = files
+    sim.send()
+    sim.answer()
+    pieces = offload_of(sim).pieces(0, first.full_blocks[3][0])
+    del files[list(pieces)[1][1]]
+    assert cached(sim, long_prompt(17)) == 0, "files are requested once"
+    assert cached(sim, [*long_prompt(16), 50]) == 16
+
+
+@pytest.mark.usefixtures("chunks_of_4")
+def test_a_checkpoint_that_was_never_evicted_is_written() -> None:
+    sim = with_states(num_host_slots=9, num_blocks=40, num_state_blocks=8, kv_offload_folder="f")
+    cached(sim, long_prompt(17))
+    files = saved(sim)
+    assert len(files) == 4 + 3
+    sim.restart(keeps_memory=False)
+    sim.worker.host.files = files  # type: ignore[assignment]
+    sim.send()
+    sim.answer()
+    assert cached(sim, long_prompt(17)) == 16
+
+
+@pytest.mark.usefixtures("chunks_of_4")
+def test_files_that_are_read_one_by_one_are_awaited() -> None:
+    sim = with_states(kv_offload_folder="folder")
+    cached(sim, long_prompt(17))
+    files = saved(sim)
+    sim.restart(keeps_memory=False)
+    host = sim.worker.host
+    host.files = files  # type: ignore[assignment]
+    sim.send()
+    sim.answer()
+    sequence = sim.add(long_prompt(17), max_tokens=2)
+    sim.send()
+    request = host.requests.popleft()
+    for hash_, slot in zip(request.fetched, unpack(request.slots), strict=True):
+        assert sim.send() is None
+        host.slots[slot] = host.files[hash_]
+        report = FolderReport(sim.scheduler.epoch, 0, fetched=[hash_])
+        sim.scheduler.block_manager.on_report(report)
+    sim.run()
+    assert sequence.num_cached_tokens == 16

@@ -6,6 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from penstock.kernels.layouts.states import States
 from penstock.kernels.matrices import FP8
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
@@ -64,6 +65,35 @@ def test_copies_run_in_order() -> None:
     tier_of(kv, 1).copy(copies([0, 0, 1, -1, 2, 0, 3, -1], [4, 0, 5, -1]))
     new = [bits_of(kv, block) for block in range(NUM_BLOCKS)]
     assert new == [old[0], old[0], old[2], old[2], old[4], old[4]]
+
+
+def random_states(num_blocks: int = 3) -> States:
+    """Return state blocks of two layers that are larger than a slot, with their positions."""
+    shapes = [[(1500,), (3, 8)], [(40, 20)]]
+    layers = [[torch.rand(num_blocks + 1, *shape) for shape in layer] for layer in shapes]
+    positions = torch.arange(2 * (num_blocks + 1), dtype=torch.int32).view(-1, 2)
+    return States(positions, layers)
+
+
+def state_of(states: States, block: int) -> list[list[float]]:
+    tensors = [tensor for layer in states.layers for tensor in layer]
+    return [tensor[block].flatten().tolist() for tensor in (*tensors, states.positions)]
+
+
+def test_a_state_block_comes_back_in_pieces() -> None:
+    """Also into another block; other blocks stay as they are."""
+    kv, states = random_kv(torch.float32), random_states()
+    host = torch.zeros(8 * slot_bytes(kv.tensors), dtype=torch.uint8)
+    tier = KvOffload(kv.tensors, host, 8, memory_id=1, states=states)
+    assert tier.num_pieces == 3  # 2326 words, in slots of 1024
+    old = [state_of(states, block) for block in range(4)]
+    blocks = [bits_of(kv, block) for block in range(NUM_BLOCKS)]
+    tier.copy(copies([-4, 6, -5, 1, -6, 3, 2, 0], []))  # block 1
+    for tensor in (*states.layers[0], *states.layers[1], states.positions):
+        tensor[1] = 0
+    tier.copy(copies([-7, -7, -8, -2], [-9, -4, 5, -1]))
+    assert [state_of(states, block) for block in (0, 2, 3)] == [old[0], old[1], old[3]]
+    assert [bits_of(kv, block) for block in range(NUM_BLOCKS)] == [*blocks[:5], blocks[2]]
 
 
 def test_slots_are_whole_pages() -> None:
