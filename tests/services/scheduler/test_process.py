@@ -150,6 +150,21 @@ def test_a_request_that_kills_workers_is_answered_with_an_error(
     assert set(process.requests) == {"late"}
 
 
+@pytest.mark.parametrize("field", ["num_blocks", "num_state_blocks"])
+def test_workers_must_not_return_with_fewer_blocks(fresh: SchedulerProcess, field: str) -> None:
+    """The scheduler's tables have all that there were; the next scheduler makes smaller ones."""
+    numbers = {"num_blocks": NUM_BLOCKS, "num_state_blocks": NUM_BLOCKS}
+    for one in (numbers, numbers):
+        fresh.group.lost(b"w")
+        fresh.group.on_state(b"w", WorkerState("worker.1", block_size=4, **one))
+        fresh.start_group()
+    numbers[field] -= 1
+    fresh.group.lost(b"w")
+    fresh.group.on_state(b"w", WorkerState("worker.1", block_size=4, **numbers))
+    with pytest.raises(SystemExit, match=f"{field}: the restarted workers have {NUM_BLOCKS - 1}"):
+        fresh.start_group()
+
+
 def test_deaths_are_counted_over_replicas(process: SchedulerProcess, gateway: Gateway) -> None:
     """Deaths elsewhere came with the request; deaths here are reported once the workers died.
 

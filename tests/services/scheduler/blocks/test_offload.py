@@ -5,12 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
-from penstock.protocol.messages.packed import pack, unpack
+from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.worker import CopyBlocks, FolderReport
-from penstock.services.scheduler.blocks import state_blocks
 from penstock.services.scheduler.blocks.block_records import HASH_BYTES, BlockRecords
 from penstock.services.scheduler.blocks.offload_index import FolderIndex, OffloadIndex
-from tests.services.scheduler.builders import long_prompt
+from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.packed_plans import pairs
 from tests.services.scheduler.simulation import Simulation
 from tests.services.scheduler.test_model import SchedulerMachine, simulations
@@ -109,6 +108,20 @@ def test_loads_keep_their_slots() -> None:
     index.store(5, C)
     assert index.find([C]) == [C]
     assert not index.is_loading(A)
+
+
+def test_a_prefix_is_awaited_until_its_last_block_is_loaded() -> None:
+    """Its first blocks were copied with an earlier step."""
+    index = make_index(2)
+    for block, hash_ in enumerate((A, B)):
+        index.store(block, hash_)
+    index.pin([A, B])
+    index.load(A, 6, overlapped=True)
+    plan(index, 0)
+    assert index.match(make_sequence([1]), [A, B]) is None
+    index.load(B, 7, overlapped=True)
+    plan(index, 1)
+    assert index.match(make_sequence([1]), [A, B]) == [A, B]
 
 
 def test_content_that_may_be_wrong_is_forgotten() -> None:
@@ -334,15 +347,16 @@ def test_nothing_is_saved_while_a_request_runs() -> None:
 
 def test_saved_content_is_evicted_from_the_host_first() -> None:
     """It is in a block and in a file; other content is in a file only."""
-    sim = Simulation(num_blocks=16, max_model_len=24, num_host_slots=4, kv_offload_folder="folder")
-    sim.add(long_prompt(9), max_tokens=1)
-    saved(sim)
-    index = offload_of(sim)
-    first = list(index._entries)
+    index = make_index(2)
+    index.use_folder(FolderIndex(1, num_ranks=1))
     index.store(1, A)
-    index.store(2, B)
+    plan(index, 0)
+    index.on_report(FolderReport(1, 0, added=[A]))
+    index.save(2, B)
+    plan(index, 1)
+    index.on_report(FolderReport(1, 0, added=[B]))
     index.store(3, C)
-    assert [hash_ in index._entries for hash_ in first] == [False, True]
+    assert (index.find([A]), index.find([B]), index.find([C])) == ([A], [], [C])
 
 
 def test_the_disk_sets_the_pace() -> None:
@@ -390,189 +404,3 @@ def test_what_was_not_written_before_a_death_is_written_after_it(of_scheduler: b
     else:
         sim.restart(keeps_memory=True)
     assert saved(sim) == before
-
-
-# ---- Checkpoints of the recurrent state: they take several slots, and come back with their blocks
-
-
-@pytest.fixture
-def chunks_of_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_blocks, "STATE_CHUNK", 4)
-
-
-def with_states(num_host_slots: int = 40, **options: object) -> Simulation:
-    """Return a simulation of one sequence at a time, with room for no checkpoint beside it."""
-    sizes = {"num_blocks": 8, "num_state_blocks": 2, "num_pieces": 3} | options
-    return Simulation(num_host_slots=num_host_slots, **sizes)  # type: ignore[arg-type]
-
-
-def cached(sim: Simulation, prompt: list[int], **sampling: object) -> int:
-    """Return the tokens of a prompt that were found. The reference worker checks their state."""
-    sequence = sim.add(prompt, **{"max_tokens": 2} | sampling)
-    sim.run()
-    return sequence.num_cached_tokens
-
-
-@pytest.mark.usefixtures("chunks_of_4")
-def test_an_evicted_checkpoint_comes_back_from_the_host() -> None:
-    sim = with_states()
-    assert cached(sim, long_prompt(17)) == 0
-    fill(sim)
-    assert cached(sim, long_prompt(17)) == 16
-    assert offload_of(sim).num_loaded == 4, "of KV blocks"
-
-
-@pytest.mark.usefixtures("chunks_of_4")
-def test_a_checkpoint_on_the_host_continues_blocks_of_the_workers() -> None:
-    sim = with_states(num_blocks=40)
-    cached(sim, long_prompt(17))
-    fill(sim)
-    assert cached(sim, long_prompt(17)) == 16
-    assert offload_of(sim).num_loaded == 0
-
-
-@pytest.mark.usefixtures("chunks_of_4")
-def test_a_loaded_checkpoint_is_loaded_once() -> None:
-    """Requests that come meanwhile wait for it, and begin at its state block."""
-    sim = with_states(num_host_slots=100, num_state_blocks=8)
-    cached(sim, long_prompt(17))
-    for first in range(50, 60):
-        cached(sim, [first, *long_prompt(16)])
-    sequences = [sim.add([*long_prompt(16), last], max_tokens=2) for last in (50, 51, 52)]
-    copies = []
-    while any(sequence.finish_reason is None for sequence in sequences):
-        if sim.send() and sim.scheduler.copies:
-            both = sim.scheduler.copies.blocking + sim.scheduler.copies.overlapped
-            copies += [block for block, slot in pairs(both) if slot < 0]
-        if sim.has_result:
-            sim.receive()
-    assert sorted(block for block in copies if block < 0) == sorted(set(copies))[:3]
-    assert [sequence.num_cached_tokens for sequence in sequences] == [16, 16, 16]
-
-
-@pytest.mark.usefixtures("chunks_of_4")
-@pytest.mark.parametrize("index", range(3))
-def test_a_checkpoint_needs_all_its_pieces(index: int) -> None:
-    sim = with_states()
-    first = sim.add(long_prompt(17), max_tokens=1)
-    sim.run()
-    cached(sim, long_prompt(9))
-    fill(sim)
-    pieces = list(offload_of(sim).pieces(0, first.full_blocks[3][0]))
-    offload_of(sim).discard([pieces[index][1]])
-    assert cached(sim, long_prompt(17)) == 8
-
-
-@pytest.mark.usefixtures("chunks_of_4")
-def test_a_checkpoint_needs_its_blocks() -> None:
-    sim = with_states()
-    first = sim.add(long_prompt(17), max_tokens=1)
-    sim.run()
-    cached(sim, long_prompt(9))
-    fill(sim)
-    offload_of(sim).discard([first.full_blocks[2][0]])
-    assert cached(sim, long_prompt(17)) == 8
-
-
-@pytest.mark.usefixtures("chunks_of_4")
-@pytest.mark.parametrize("of_scheduler", [False, True])
-def test_checkpoints_on_the_host_outlive_workers_and_scheduler(of_scheduler: bool) -> None:
-    sim = with_states()
-    cached(sim, long_prompt(17))
-    fill(sim)
-    sim.step()
-    if of_scheduler:
-        sim.restart_scheduler()
-    else:
-        sim.restart(keeps_memory=True)
-    assert cached(sim, long_prompt(17)) == 16
-
-
-@pytest.mark.usefixtures("chunks_of_4")
-@pytest.mark.parametrize("loses_scheduler", [False, True])
-@pytest.mark.parametrize("num_steps", range(1, 6))
-def test_deaths_while_a_checkpoint_is_copied(num_steps: int, loses_scheduler: bool) -> None:
-    """A torn state is never read: the reference worker checks each."""
-    sim = with_states(max_num_batched_tokens=12, num_state_blocks=4, num_blocks=12)
-    cached(sim, long_prompt(17))
-    fill(sim)
-    sim.add([9, *long_prompt(6)], max_tokens=12, ignore_eos=True)
-    sim.step()
-    sequence = sim.add(long_prompt(17), max_tokens=9, ignore_eos=True)
-    for _ in range(num_steps):
-        sim.send()
-    if loses_scheduler:
-        sim.restart_scheduler(loses_worker=True)
-    else:
-        sim.restart(keeps_memory=True)
-    sim.run()
-    assert sequence.num_cached_tokens in (0, 16)
-    fill(sim)
-    assert cached(sim, long_prompt(17)) == 16
-
-
-@pytest.mark.usefixtures("chunks_of_4")
-def test_a_checkpoint_comes_from_files_after_everything_was_lost() -> None:
-    sim = with_states(num_host_slots=12, kv_offload_folder="folder")
-    cached(sim, long_prompt(17))
-    fill(sim)
-    files = sim.worker.host.files
-    sim.restart(keeps_memory=False)
-    sim.worker.host.files = files
-    sim.send()
-    sim.answer()
-    assert cached(sim, long_prompt(17)) == 16
-    assert offload_of(sim).num_fetched == 7
-
-
-@pytest.mark.usefixtures("chunks_of_4")
-def test_a_damaged_file_of_a_checkpoint_is_computed_again() -> None:
-    sim = with_states(kv_offload_folder="folder")
-    first = sim.add(long_prompt(17), max_tokens=1)
-    sim.run()
-    cached(sim, long_prompt(9))
-    fill(sim)
-    files = sim.worker.host.files
-    sim.restart(keeps_memory=False)
-    sim.worker.host.files = files
-    sim.send()
-    sim.answer()
-    pieces = offload_of(sim).pieces(0, first.full_blocks[3][0])
-    del files[list(pieces)[1][1]]
-    assert cached(sim, long_prompt(17)) == 0, "files are requested once"
-    assert cached(sim, [*long_prompt(16), 50]) == 16
-
-
-@pytest.mark.usefixtures("chunks_of_4")
-def test_a_checkpoint_that_was_never_evicted_is_written() -> None:
-    sim = with_states(num_host_slots=9, num_blocks=40, num_state_blocks=8, kv_offload_folder="f")
-    cached(sim, long_prompt(17))
-    files = saved(sim)
-    assert len(files) == 4 + 3
-    sim.restart(keeps_memory=False)
-    sim.worker.host.files = files  # type: ignore[assignment]
-    sim.send()
-    sim.answer()
-    assert cached(sim, long_prompt(17)) == 16
-
-
-@pytest.mark.usefixtures("chunks_of_4")
-def test_files_that_are_read_one_by_one_are_awaited() -> None:
-    sim = with_states(kv_offload_folder="folder")
-    cached(sim, long_prompt(17))
-    files = saved(sim)
-    sim.restart(keeps_memory=False)
-    host = sim.worker.host
-    host.files = files  # type: ignore[assignment]
-    sim.send()
-    sim.answer()
-    sequence = sim.add(long_prompt(17), max_tokens=2)
-    sim.send()
-    request = host.requests.popleft()
-    for hash_, slot in zip(request.fetched, unpack(request.slots), strict=True):
-        assert sim.send() is None
-        host.slots[slot] = host.files[hash_]
-        report = FolderReport(sim.scheduler.epoch, 0, fetched=[hash_])
-        sim.scheduler.block_manager.on_report(report)
-    sim.run()
-    assert sequence.num_cached_tokens == 16

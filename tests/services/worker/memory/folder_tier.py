@@ -47,7 +47,7 @@ class Tier:
 
         def are_there() -> bool:
             if report := self.folder.take_report():
-                for name in ("added", "removed", "fetched", "failed"):
+                for name in ("added", "removed", "fetched", "failed", "unwritten"):
                     self.reports.setdefault(name, []).extend(getattr(report, name))
             return set(hashes) <= set(self.reports.get(kind, []))
 

@@ -53,6 +53,30 @@ def test_a_slot_that_is_overwritten_is_not_written_to_a_file(
     tier.store(B, 1)
     tier.wait_for("added", B)
     assert set(files(tmp_path)) == {B}
+    assert tier.reports["unwritten"] == [A]
+
+
+def test_every_request_to_write_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is there is reported again, and one that finds no room in the queue as well."""
+    monkeypatch.setattr(kv_folder, "NUM_WRITERS", 1)
+    tier = stored(tmp_path, A)
+    tier.store(A, 1)
+    begun, go_ahead = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert go_ahead.wait(60)
+
+    tier.store(B, 0, wait)
+    assert begun.wait(60)
+    for slot in range(4):
+        tier.store(bytes([9 + slot]) * 32, slot)
+    tier.store(C, 0)
+    tier.wait_for("unwritten", C)
+    assert tier.reports["added"] == [A, A]
+    go_ahead.set()
 
 
 def test_the_oldest_files_are_removed(tmp_path: Path) -> None:

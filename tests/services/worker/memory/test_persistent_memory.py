@@ -22,6 +22,7 @@ from penstock.services.worker.memory import persistent_memory
 from penstock.services.worker.memory.persistent_memory import SharedMemoryError
 from penstock.services.worker.model_runner import ModelRunner
 from tests.models.checkpoints import save_checkpoint
+from tests.models.hybrid import save_hybrid
 from tests.models.stored_formats import awq, gptq, quantize_checkpoint
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
@@ -72,11 +73,17 @@ def fills(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def start(
-    folder: Path, num_blocks: int = 0, *, standby: bool = False, **options: object
+    folder: Path,
+    num_blocks: int = 0,
+    *,
+    standby: bool = False,
+    num_state_blocks: int = 0,
+    **options: object,
 ) -> ModelRunner:
     config = Config(model=str(folder), device="cpu", num_threads=1, num_blocks=9)
     config = replace(config, **options)
     place = WorkerAssignment(1, "g", 0, 1, "", num_blocks, standby=standby)
+    place.num_state_blocks = num_state_blocks
     return load(config, place, lambda: None)
 
 
@@ -124,6 +131,20 @@ def test_what_was_loaded_in_part_is_not_kept(
     with pytest.raises(ModelError):
         start(folder)
     assert keeper.kept == {}
+
+
+@pytest.mark.usefixtures("keeper")
+def test_memory_with_too_few_state_blocks_is_made_again(tmp_path: Path) -> None:
+    save_hybrid(tmp_path)
+    first = start(tmp_path)
+    number, num_state_blocks = first.memory_id, first.num_state_blocks
+    del first
+    again = start(tmp_path, 9, num_state_blocks=num_state_blocks)
+    assert (again.memory_id, again.num_state_blocks) == (number, num_state_blocks)
+    del again
+    other = start(tmp_path, 9, num_state_blocks=num_state_blocks + 1)
+    assert other.memory_id != number
+    assert other.num_state_blocks == num_state_blocks + 1
 
 
 @pytest.mark.parametrize(
