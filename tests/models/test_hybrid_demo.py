@@ -14,10 +14,12 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qw
 from tests.models import forward
 from tests.tools.demo import tokenizer
 from tests.tools.demo.batches import collate
+from tests.tools.demo.convert import converted
 from tests.tools.demo.dialogues import plain
 from tests.tools.demo.evaluate import MAX_DRAFTS
 from tests.tools.demo.hybrid import CHUNK, Hybrid, Pass, states_before
 from tests.tools.demo.model_files import (
+    CHECKPOINT_FOLDER,
     HYBRID_CONFIG,
     load_hybrid,
     load_model,
@@ -174,6 +176,24 @@ def test_passes_are_drafts_in_turn(random_folder: Path, num_known: int) -> None:
     places = range(num_known - 1, num_known + 2)
     found = [model.logits(made.hidden)[place] for made, place in zip(passes, places, strict=True)]
     torch.testing.assert_close(torch.stack(found), expected, **TOLERANCE)
+
+
+@torch.inference_mode()
+def test_a_converted_model_is_the_other_demo_but_for_three_mixers() -> None:
+    source = load_model(CHECKPOINT_FOLDER)
+    model = converted(source)
+    token_ids = torch.tensor([plain(_example("reverse: penstock")).token_ids])
+    padded = functional.pad(token_ids, (0, -token_ids.shape[1] % CHUNK))
+    embedding = source.model.embed_tokens(padded)
+    rope = source.model.rotary_emb(embedding, torch.arange(padded.shape[1]).unsqueeze(0))
+    for layer, given in zip(model.model.layers, source.model.layers, strict=True):
+        if layer.has_state:
+            layer.before = lambda _x, _positions: (torch.zeros(1, 1, 1, 2),)
+            layer.after = lambda x, _states, given=given: given(
+                x.unsqueeze(0), position_embeddings=rope
+            ).squeeze(0)
+    expected = logits_of(source, padded)
+    torch.testing.assert_close(logits_of(model, padded), expected, atol=1e-3, rtol=0.0)
 
 
 def _example(prompt: str) -> Example:

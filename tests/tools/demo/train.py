@@ -75,11 +75,15 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.float(), targets.flatten(), ignore_index=IGNORED)
 
 
-def losses_of(model: nn.Module, batch: Batch) -> list[Tensor]:
-    """Return the loss of the model, then those of the passes of its MTP layer."""
+def losses_of(model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> list[Tensor]:
+    """Return the loss of the model, then those of the passes of its MTP layer.
+
+    hidden: hidden states of the hybrid model, if they are known.
+    """
     if not isinstance(model, Hybrid):
         return [cross_entropy(logits_of(model, batch.token_ids).flatten(0, 1), batch.targets)]
-    hidden = model.hidden(batch.token_ids)
+    if hidden is None:
+        hidden = model.hidden(batch.token_ids)
     losses = [cross_entropy(model.logits(hidden), batch.targets)]
     # Row p predicts token p + 2, if it and the token before it are the model's own.
     targets = functional.pad(batch.targets[:, 1:], (0, 1), value=IGNORED)
