@@ -29,6 +29,11 @@ class Device(NamedTuple):
         return self.capability >= (9, 0)
 
     @property
+    def is_asynchronous(self) -> bool:
+        """True if tensor cores compute while a program goes on, with operands in shared memory."""
+        return self.capability in ((9, 0), (10, 0))
+
+    @property
     def has_fp8(self) -> bool:
         """True if instructions convert e4m3."""
         return self.capability >= (8, 9)
@@ -41,9 +46,9 @@ class Device(NamedTuple):
     def fitting(self, launches: Iterable[T], shared_bytes: Callable[[T], int]) -> T:
         """Return the first launch whose estimated shared memory fits a block.
 
-        shared_bytes: returns the exact bytes of a launch for synchronous tensor cores. Asynchronous
-        tensor cores (compute capability 9.0 and 10.0) hold one more stage, and have 227 KB. Raises
-        ValueError if no launch fits.
+        shared_bytes: returns the bytes of a launch, exactly for synchronous tensor cores. Others
+        hold one more stage, which is counted where it may not fit. Raises ValueError if no launch
+        fits.
         """
         for launch in launches:
             if shared_bytes(launch) <= self.shared_bytes:

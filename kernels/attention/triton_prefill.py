@@ -31,11 +31,13 @@ class PrefillTuning(NamedTuple):
 
 
 def prefill_shared_bytes(
-    tuning: PrefillTuning, tile_size: int, head_dim: int, *, is_fp8: bool = False
+    tuning: PrefillTuning, tile_size: int, head_dim: int, device: Device, *, is_fp8: bool = False
 ) -> int:
     """Return the bytes of shared memory: keys and values in flight, queries and weights."""
     key_bytes = head_dim + 4 if is_fp8 else 2 * head_dim
     in_flight = (tuning.num_stages - 1) * 2 * tuning.block_n * key_bytes
+    if device.is_asynchronous:  # the operands of products in progress
+        return in_flight + (2 * tuning.block_n + tile_size) * 2 * head_dim
     weights = tuning.block_n if tile_size <= SMALL_TILE else 0  # in registers with large tiles
     return in_flight + tile_size * 2 * (head_dim + weights)
 
@@ -62,8 +64,16 @@ def default_tuning(
         tunings.insert(0, PrefillTuning(32, 8, 3))  # widening more keys spills registers
     elif block_size % 64 and is_fp8 and device.capability >= (12, 0):
         tunings.insert(0, PrefillTuning(32, 8, 3))  # the slots of more keys spill registers
-    size = partial(prefill_shared_bytes, tile_size=tile_size, head_dim=head_dim, is_fp8=is_fp8)
-    return device.fitting(tunings, size)
+    return device.fitting(
+        tunings,
+        partial(
+            prefill_shared_bytes,
+            tile_size=tile_size,
+            head_dim=head_dim,
+            device=device,
+            is_fp8=is_fp8,
+        ),
+    )
 
 
 def prefill_attention(

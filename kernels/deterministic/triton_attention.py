@@ -309,19 +309,32 @@ BLOCK_N, SPLIT = 64, 128  # keys of a tile and keys of a split
 STORED_FLOATS = 8 << 20  # elements of the stored sums of splits (32 MB)
 
 
-def keys_of_tile(is_fp8: bool) -> int:
-    """Return the number of keys of a tile on this device, for both decode and prefill."""
-    is_synchronous = this_device().capability[0] not in (9, 10)
-    return BLOCK_N // 4 if is_fp8 and is_synchronous else BLOCK_N  # more would spill registers
+def keys_of_tile(is_fp8: bool, head_dim: int) -> int:
+    """Return the number of keys of a tile on this device, for both decode and prefill.
+
+    More of them would spill registers.
+    """
+    if is_fp8 and not this_device().is_asynchronous:
+        return BLOCK_N // 4
+    return BLOCK_N if head_dim <= 128 else BLOCK_N // 2
 
 
 def prefill_tuning(tile_size: int, head_dim: int, is_fp8: bool) -> PrefillTuning:
     """Return the tuning that fits this device; every tuning gives the same bits."""
-    num_warps = 4 if tile_size <= SMALL_TILE else 8
-    block_n = keys_of_tile(is_fp8)
+    num_warps = 4 if tile_size <= SMALL_TILE and head_dim <= 128 else 8
+    block_n = keys_of_tile(is_fp8, head_dim)
     tunings = [PrefillTuning(block_n, num_warps, num_stages) for num_stages in (3, 2, 1)]
-    size = partial(prefill_shared_bytes, tile_size=tile_size, head_dim=head_dim, is_fp8=is_fp8)
-    return this_device().fitting(tunings, size)
+    device = this_device()
+    return device.fitting(
+        tunings,
+        partial(
+            prefill_shared_bytes,
+            tile_size=tile_size,
+            head_dim=head_dim,
+            device=device,
+            is_fp8=is_fp8,
+        ),
+    )
 
 
 class FixedSplitDecode(PagedDecode):
@@ -341,7 +354,7 @@ class FixedSplitDecode(PagedDecode):
     ) -> None:
         """Allocate the workspace; capacity: stored splits, by default from STORED_FLOATS."""
         sizes = num_heads, num_kv_heads, head_dim, block_size, device
-        block_n = keys_of_tile(is_fp8)
+        block_n = keys_of_tile(is_fp8, head_dim)
         key_bytes = (head_dim + 4 if is_fp8 else 2 * head_dim) * 2 * block_n
         num_stages = 3 if 2 * key_bytes + 32 * head_dim <= this_device().shared_bytes else 2
         tuning = DecodeTuning(block_n, 4, num_stages, 2, SPLIT)

@@ -63,7 +63,7 @@ class States(NamedTuple):
         first = torch.full_like(bounds, 1 << 31).scatter_reduce(0, of_block, starts.long(), "amin")
         last = torch.zeros_like(bounds).scatter_reduce(0, of_block, ends.long(), "amax")
         window = torch.where(read < 0, 0, first[of_block] - (bounds[read] - 1))
-        self.positions[written] = 0
+        self.positions.index_fill_(0, of_block, 0)  # `[of_block] = 0` copies to the GPU
         places = first[of_block], last[of_block], window, prompt_ends.long()
         return StateStep(self.layers, read, written, *places)
 

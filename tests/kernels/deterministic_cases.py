@@ -25,10 +25,13 @@ def deterministic(is_fp8: bool) -> None:
         weight = cases.weight_of(is_fp8, num_weights, inner)
         norm_weight = None if kind == "add" else cases.numbers(inner)
         multiply(kind, cases.numbers(number, inner), weight, norm_weight, 0.0, residual)
-    for heads, kv_heads, block_size in cases.ATTENTION:
-        cases.decode(heads, kv_heads, block_size, 16, is_fp8, FixedSplitDecode)
-        cache = cases.cache_of(block_size, kv_heads, is_fp8)
-        q, one = cases.numbers(4096, heads, cases.HEAD_DIM), cases.longs(1)
+    sizes = [(*sizes, cases.HEAD_DIM) for sizes in cases.ATTENTION]
+    if not is_fp8:  # with which wide heads spill registers on a GPU of compute capability 9.0
+        sizes.append((24, 4, 128, cases.WIDE_HEAD))
+    for heads, kv_heads, block_size, head_dim in sizes:
+        cases.decode(heads, kv_heads, block_size, 16, is_fp8, FixedSplitDecode, head_dim)
+        cache = cases.cache_of(block_size, kv_heads, is_fp8, head_dim)
+        q, one = cases.numbers(4096, heads, head_dim), cases.longs(1)
         for size in (64, 128):
             shape = BatchShape(4, 4096, 0, 64, size, 4096, 4096)
             fields = one, one, one, cases.ints(5), cases.ints(5), cases.ints(4), cases.ints(0)

@@ -104,7 +104,7 @@ def test_a_row_has_the_same_bits_in_every_batch_and_chunk(
     block_size: int,
     is_fp8: bool,
 ) -> None:
-    monkeypatch.setattr(fixed, "keys_of_tile", lambda _: 16)
+    monkeypatch.setattr(fixed, "keys_of_tile", lambda *_: 16)
     monkeypatch.setattr(fixed, "SPLIT", 32)
     sequences = Sequences(device, dtype, block_size, is_fp8)
     (whole,) = sequences.prefill([(0, 0, 90)], 16)
