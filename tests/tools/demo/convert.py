@@ -1,10 +1,9 @@
 """The hybrid demo model made of the other one: `python -m tests.tools.demo.convert --minutes 15`.
 
-This needs a hundredth of the training from random weights, so a processor can do it. Embedding,
-MLPs and the last attention layer are those of the Qwen3 demo. Its other attention layers become
-gated DeltaNet, which learns to give the same outputs for the same inputs; then all layers are
-trained together. At last the MTP layer, which begins as a copy of the last layer, learns to predict
-one token more.
+This needs far fewer steps than random weights do, so a processor can be enough. Embedding, MLPs and
+the last attention layer are those of the Qwen3 demo. Its other attention layers become gated
+DeltaNet, which learns to give the same outputs for the same inputs; then all layers are
+trained together. At last the MTP layer learns to predict one token more.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
-from tests.tools.demo.batches import Batch, Bucket, buckets_of, training_batches
+from tests.tools.demo.batches import Batch, buckets_of, training_batches
 from tests.tools.demo.evaluate import evaluate, measure_drafts, print_drafts, print_table
 from tests.tools.demo.hybrid import Hybrid, Layer, states_before
 from tests.tools.demo.model_files import (
@@ -31,7 +30,6 @@ from tests.tools.demo.model_files import (
 )
 from tests.tools.demo.train import MAX_GRADIENT_NORM, cross_entropy, losses_of
 
-LONGEST = 640
 WARMUP_STEPS = 30
 
 
@@ -51,11 +49,7 @@ def converted(source: Qwen3ForCausalLM) -> Hybrid:
     own[f"{prefix}.q_proj.weight"] = torch.cat([q, torch.zeros_like(q)], 1).flatten(0, 1)
     own[f"{prefix}.o_proj.weight"] = 2 * own[f"{prefix}.o_proj.weight"]
     model.model.load_state_dict(own)
-    model.mtp.layers[0].load_state_dict(model.model.layers[last].state_dict())
-    size = HYBRID_CONFIG["hidden_size"]
-    with torch.no_grad():
-        model.mtp.norm.weight.copy_(model.model.norm.weight)
-        model.mtp.fc.weight.normal_(std=0.02)[:, size:].add_(torch.eye(size))
+    model.mtp = Hybrid(HYBRID_CONFIG).mtp
     return model
 
 
@@ -130,16 +124,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the hybrid demo model of the other one.")
     parser.add_argument("--minutes", type=float, default=15.0, help="of training")
     parser.add_argument("--output", type=Path, default=HYBRID_FOLDER)
+    parser.add_argument("--start-from", type=Path, help="a checkpoint to continue from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=1280, help="of a step")
     parser.add_argument("--fraction", type=float, default=0.02, help="of the evaluation's prompts")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     source = load_model(CHECKPOINT_FOLDER)
-    model = converted(source)
-    buckets: tuple[Bucket, ...] = buckets_of(args.tokens)
-    buckets = tuple(bucket for bucket in buckets if bucket.num_tokens <= LONGEST)
-    batches = training_batches(args.seed, 0, buckets)
+    model = load_hybrid(args.start_from) if args.start_from else converted(source)
+    short, middle, long, *_ = buckets_of(args.tokens)
+    batches = training_batches(args.seed, 0, (short, short, middle, short, long))
     seconds = args.minutes * 60
     named = model.model.named_parameters()
     stages = (
@@ -148,24 +142,26 @@ def main() -> None:
             [parameter for name, parameter in named if "linear_attn" in name],
             lambda batch: layers_loss(model, source, batch),
             3e-3,
-            0.45,
+            0.0 if args.start_from else 0.3,
         ),
         (
             "decoder",
             list(model.model.parameters()),
             lambda batch: cross_entropy(model.logits(model.hidden(batch.token_ids)), batch.targets),
             6e-4,
-            0.3,
+            0.7 if args.start_from else 0.4,
         ),
         (
             "MTP",
             list(model.mtp.parameters()),
             lambda batch: mtp_loss(model, batch),
-            1e-3,
-            0.25,
+            3e-3,
+            0.3,
         ),
     )
     for name, parameters, loss_of, peak, share in stages:
+        if not share:
+            continue
         train(name, parameters, loss_of, batches, peak, share * seconds)
         save_checkpoint(model, args.output)
     saved = load_hybrid(args.output)
