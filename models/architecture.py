@@ -175,6 +175,7 @@ class Architecture(NamedTuple):
     """Layers of a model in the order of computation."""
 
     layers: tuple[Layer, ...]
+    mtp: tuple[Layer, ...] = ()  # layers of multi-token prediction, which make drafts
 
     def of_kind(self, *kinds: str) -> list[Layer]:
         return [layer for layer in self.layers if layer.kind in kinds]
@@ -182,7 +183,7 @@ class Architecture(NamedTuple):
     @property
     def kv_layers(self) -> list[Layer]:
         """Return the layers that keep keys and values, which all have the same heads."""
-        return [layer for layer in self.layers if layer.heads]
+        return [layer for layer in self.layers + self.mtp if layer.heads]
 
     @property
     def heads(self) -> Heads:
@@ -191,7 +192,7 @@ class Architecture(NamedTuple):
 
     @property
     def weights(self) -> Iterator[Weight]:
-        return (weight for layer in self.layers for weight in layer.weights)
+        return (weight for layer in self.layers + self.mtp for weight in layer.weights)
 
     def tensors(self) -> Iterator[tuple[str, list[int], str]]:
         """Yield the name, the shape and the determining fields of each tensor of the checkpoint."""
@@ -318,6 +319,9 @@ def decoder(
 
 def qwen3(config: ModelConfig) -> Architecture:
     """Describe Qwen3 or Qwen3-MoE, in which some or all layers have experts."""
+    if config.reads_mtp:
+        found = "got mtp, expected none or ngram: Qwen3 has no layer of multi-token prediction"
+        raise ModelError(f"speculative_method: {found}")
     hidden, head_dim = config.hidden_size, config.head_dim
     heads = Axis("num_attention_heads", config.num_attention_heads, head_dim)
     kv_heads = Axis("num_key_value_heads", config.num_key_value_heads, head_dim, "shared")
@@ -352,25 +356,42 @@ def qwen3_5(config: ModelConfig) -> Architecture:
     expert_inner = Axis("moe_intermediate_size", config.moe_intermediate_size)
     shared_inner = Axis("shared_expert_intermediate_size", config.shared_expert_intermediate_size)
     model = "model.language_model" if config.is_multimodal else "model"
-    layers = []
-    for index, kind in enumerate(config.kinds_of_layers):
-        name = f"{model}.layers.{index}"
+
+    def block(name: str, kind: str, is_sparse: bool) -> Iterator[Layer]:
         norms = (
             zero_centered(f"{name}.{norm}_layernorm", hidden, "hidden_size")
             for norm in ("input", "post_attention")
         )
         if kind == FULL_ATTENTION:
-            layers.append(
-                gated_attention(f"{name}.self_attn", hidden, heads, kv_heads, next(norms))
-            )
+            yield gated_attention(f"{name}.self_attn", hidden, heads, kv_heads, next(norms))
         else:
-            layers.append(delta_net(f"{name}.linear_attn", config, next(norms)))
-        if config.is_sparse(index):
-            layers.append(experts(f"{name}.mlp", hidden, number, expert_inner, next(norms)))
-            layers.append(shared_expert(f"{name}.mlp", hidden, shared_inner))
+            yield delta_net(f"{name}.linear_attn", config, next(norms))
+        if is_sparse:
+            yield experts(f"{name}.mlp", hidden, number, expert_inner, next(norms))
+            yield shared_expert(f"{name}.mlp", hidden, shared_inner)
         else:
-            layers.append(mlp(f"{name}.mlp", hidden, inner, next(norms)))
-    return decoder(config, layers, model, zero_centered)
+            yield mlp(f"{name}.mlp", hidden, inner, next(norms))
+
+    layers = [
+        layer
+        for index, kind in enumerate(config.kinds_of_layers)
+        for layer in block(f"{model}.layers.{index}", kind, config.is_sparse(index))
+    ]
+    architecture = decoder(config, layers, model, zero_centered)
+    if not config.reads_mtp:
+        return architecture
+    if config.mtp_use_dedicated_embeddings:
+        raise ModelError("speculative_method: got mtp, expected none: mtp_use_dedicated_embeddings")
+    last = block("mtp.layers.0", FULL_ATTENTION, config.expert_count > 0)
+    return architecture._replace(mtp=multi_token_prediction(hidden, last))
+
+
+def multi_token_prediction(hidden: int, block: Iterable[Layer]) -> tuple[Layer, ...]:
+    """Describe the layer that predicts the token after the next one, around a decoder's `block`."""
+    names = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"
+    *norms, last = (zero_centered(f"mtp.{name}", hidden, "hidden_size") for name in names)
+    joined = Weight("mtp.fc.weight", (hidden, 2 * hidden), "hidden_size")
+    return Layer("mtp", (*norms, joined)), *block, Layer("norm", (last,))
 
 
 def gated_attention(name: str, hidden: int, heads: Axis, kv_heads: Axis, norm: Weight) -> Layer:

@@ -56,6 +56,17 @@ class Attention(nn.Module):
         self, residual: Tensor, norm: RMSNorm, batch: ForwardBatch, rope: Tensor, kv_cache: KVCache
     ) -> Tensor:
         """Return residual [num_tokens, hidden_size] plus the attention output for its norm."""
+        q, qkv = self.store(residual, norm, batch, rope, kv_cache)
+        out = self.attend(q, kv_cache, batch)
+        if self.gated:
+            by_head = qkv[:, : 2 * out[0].numel()].view(len(out), self.num_heads, 2, -1)
+            out = sigmoid_and_mul(by_head[:, :, 1], out)
+        return self.o_proj(out.flatten(1), residual)  # type: ignore[no-any-return]
+
+    def store(
+        self, residual: Tensor, norm: RMSNorm, batch: ForwardBatch, rope: Tensor, kv_cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values. Return the queries, and the joined projections with the gates."""
         qkv = self.qkv_proj(residual, norm)
         q = qk_norm_rope_store(
             qkv,
@@ -70,11 +81,7 @@ class Attention(nn.Module):
             eps=self.q_norm.eps,
             gated=self.gated,
         )
-        out = self.attend(q, kv_cache, batch)
-        if self.gated:
-            by_head = qkv[:, : 2 * out[0].numel()].view(len(out), self.num_heads, 2, -1)
-            out = sigmoid_and_mul(by_head[:, :, 1], out)
-        return self.o_proj(out.flatten(1), residual)  # type: ignore[no-any-return]
+        return q, qkv
 
 
 class MLP(nn.Module):

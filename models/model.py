@@ -67,6 +67,12 @@ class Model(nn.Module):
         self.model: Any = import_module(family.module).Decoder(
             config, description, tp, attention, expert_parallel
         )
+        # multi-token prediction, which makes drafts; None: not used
+        self.mtp: Any = None
+        if description.mtp:
+            self.mtp = import_module(family.module).MultiTokenPrediction(
+                config, description.mtp, tp, attention, expert_parallel
+            )
         heads = description.of_kind("head")
         if heads or (quantize_lm_head and self.has_head):
             (source,) = heads or description.of_kind("embedding")
@@ -83,6 +89,27 @@ class Model(nn.Module):
             return self.compiled.forward(batch, self.rope, kv_caches)
         self.attention.begin(batch)
         return self.model(batch, self.rope, kv_caches)  # type: ignore[no-any-return]
+
+    def predict(
+        self,
+        residual: Tensor,
+        norm: RMSNorm,
+        next_ids: Tensor,
+        batch: ForwardBatch,
+        kv_caches: Sequence[KVCache],
+        only_keys: bool = False,
+    ) -> Tensor:
+        """Return the residual stream of multi-token prediction for each token of a batch.
+
+        For `mtp.norm` it is the input of `head.logits`: the logits of the token after the next. It
+        is also the next `residual`, if the next token is a draft. `begin` of the attention must
+        have been called for the batch. residual, norm: the residual stream after the model's last
+        layer, and the norm after it. next_ids: each token's next token. only_keys: store keys and
+        values only; the result is undefined.
+        """
+        embedded = self.model.embed_tokens(next_ids)
+        inputs = residual, norm, embedded, batch, self.rope, kv_caches[-1]
+        return self.mtp(*inputs, only_keys)  # type: ignore[no-any-return]
 
     @property
     def head(self) -> VocabParallelEmbedding:

@@ -8,11 +8,14 @@ is SwiGLU, or a mixture of experts with one that all tokens have.
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from penstock.kernels.attention.backends import AttentionBackend
+from penstock.kernels.elementwise import rms_norm
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
+from penstock.kernels.linear.linear import linear
 from penstock.kernels.recurrent.delta_rule import gated_delta_rule, gated_rms_norm
 from penstock.models.architecture import Architecture, Layer
 from penstock.models.layers import MLP, Attention, MoE, format_of
@@ -150,3 +153,57 @@ class Decoder(nn.Module):
         for layer in self.layers:
             residual = layer(residual, batch, rope, states, caches)
         return residual  # type: ignore[no-any-return]
+
+
+class MultiTokenPrediction(nn.Module):
+    """A layer of gated attention that predicts the token after the next one.
+
+    Its input is the model's last hidden state at a token, and the embedding of the next token
+    (Gloeckle et al. 2024, https://arxiv.org/abs/2404.19737; DeepSeek-V3,
+    https://arxiv.org/abs/2412.19437). It keeps keys and values of its own.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Sequence[Layer],
+        tp: TensorParallel,
+        attend: AttentionBackend,
+        expert_parallel: bool,
+    ) -> None:
+        super().__init__()
+        inputs, mixer, mlp, *shared, last = layers
+        norms = inputs.pick("pre_fc_norm_embedding", "pre_fc_norm_hidden") + list(last.weights)
+        self.embedding_norm, self.hidden_norm, self.norm = (
+            RMSNorm(tp, norm, config.rms_norm_eps) for norm in norms
+        )
+        self.fc = Parameter(tp, inputs.pick("fc"))
+        given = config, tp, attend, expert_parallel
+        self.layer = DecoderLayer(mixer, mlp, shared[0] if shared else None, *given)
+
+    def forward(
+        self,
+        residual: Tensor,
+        norm: RMSNorm,
+        embedded: Tensor,
+        batch: ForwardBatch,
+        rope: Tensor,
+        kv_cache: KVCache,
+        only_keys: bool = False,
+    ) -> Tensor:
+        """Return the residual stream [num_tokens, hidden_size] before this layer's last norm.
+
+        residual: before `norm`. embedded: embeddings of the next tokens. only_keys: store keys and
+        values, and compute nothing else; the result is undefined.
+        """
+        pairs = (
+            (embedded, self.embedding_norm),
+            (rms_norm(residual, norm.weight, norm.eps), self.hidden_norm),
+        )
+        normed = [rms_norm(x, norm.weight, norm.eps) for x, norm in pairs]
+        joined = linear(torch.cat(normed, 1), self.fc.weight)
+        if only_keys:
+            norm, attention = self.layer.input_layernorm, self.layer.self_attn
+            attention.store(joined, norm, batch, rope, kv_cache)
+            return joined
+        return self.layer(joined, batch, rope, iter(()), iter((kv_cache,)))  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -148,6 +149,7 @@ def _hybrid_shape(size: str) -> dict[str, Any]:
         "full_attention_interval": 4,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": value_heads,
+        "mtp_num_hidden_layers": 1,
         "tie_word_embeddings": is_tied,
         "vocab_size": HYBRID_VOCAB_SIZE,
         "max_position_embeddings": 262_144,
@@ -175,7 +177,9 @@ def make_checkpoint(
     sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
     _write_json(folder / "generation_config.json", {"eos_token_id": end_ids, **sampling})
     _save_tokenizer(folder)
-    tensors = _tensors(read_model_config(folder), DTYPES[dtype], quantization)
+    config = read_model_config(folder)
+    config = msgspec.structs.replace(config, reads_mtp=config.is_hybrid)
+    tensors = _tensors(config, DTYPES[dtype], quantization)
     return _save(folder, tensors)
 
 

@@ -214,9 +214,10 @@ def load_weights(
         tensors = CheckpointTensors(folder, "model.")
     layers = (module for module in model.modules() if isinstance(module, Layer))
     slices = [part for layer in layers for part in layer.slices()]
+    names = {part.name for part in slices}
     if log_files:
-        _log_unread(tensors)
-    check_names(folder, {part.name for part in slices}, tensors.weights())
+        _log_unread(tensors, names)
+    check_names(folder, names, tensors.weights())
     dequantized = []
     by_file = defaultdict(list)
     for part in slices:
@@ -236,9 +237,10 @@ def load_weights(
         log.warning("%d of %d weights are dequantized, such as %s: %s", *rest, first.name, reason)
 
 
-def _log_unread(tensors: CheckpointTensors) -> None:
+def _log_unread(tensors: CheckpointTensors, read: set[str]) -> None:
     for beginning in UNREAD:
-        if number := sum(name.startswith(beginning) for name in tensors.files):
+        number = sum(name.startswith(beginning) for name in tensors.weights() - read)
+        if number:
             log.info("weights: %d tensors %s* are not read", number, beginning)
 
 

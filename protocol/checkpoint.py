@@ -278,6 +278,9 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     attn_output_gate: bool = True
     output_gate_type: str = "swish"
     shared_expert_intermediate_size: Size = 512
+    mtp_use_dedicated_embeddings: bool = False
+    # True if the layer of multi-token prediction is read, which makes drafts; an option decides
+    reads_mtp: bool = False
 
     @property
     def is_hybrid(self) -> bool:
@@ -371,7 +374,9 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
         return max_model_len or longest
 
 
-def read_model_config(folder: Path, quantization: str = "none") -> ModelConfig:
+def read_model_config(
+    folder: Path, quantization: str = "none", speculative_method: str = "none"
+) -> ModelConfig:
     """Read `config.json`, with the weight format of `--quantization`. Raises ModelError."""
     path = folder / "config.json"
     if folder.is_file() or (folder.is_dir() and not path.exists()):
@@ -394,6 +399,7 @@ def read_model_config(folder: Path, quantization: str = "none") -> ModelConfig:
         _check_fields(config)
     except ValueError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from error
+    config = msgspec.structs.replace(config, reads_mtp=speculative_method == "mtp")
     return quantized(config, quantization)
 
 

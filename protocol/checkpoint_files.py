@@ -31,9 +31,10 @@ BIAS = ".bias"
 # endings of the names of tensors with a matrix of all experts, and the matrices' modules
 _FUSED = {".gate_up_proj": ("gate_proj", "up_proj"), ".down_proj": ("down_proj",)}
 _SCORES = ("score.", "classifier.")
-# beginnings of the names of tensors that are not read: the vision part, and the layers of
-# multi-token prediction
-UNREAD = ("model.visual.", "visual.", "mtp.")
+MTP = "mtp."  # beginning of the names of the tensors of multi-token prediction
+# beginnings of the names of tensors that are not read: the vision part, and without
+# `--speculative-method mtp` multi-token prediction
+UNREAD = ("model.visual.", "visual.", MTP)
 # suffixes of the names of tensors that accompany a quantized matrix, or activations in e4m3
 _PARTS = (
     *(".scales", ".qzeros", ".g_idx"),
@@ -226,6 +227,13 @@ def weight_names(names: Iterable[str]) -> set[str]:
 def check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
     """Raise ModelError for weights that are missing or unknown."""
     missing, unknown = wanted - found, found - wanted - {TIED}
+    if any(name.startswith(MTP) for name in wanted) and not any(
+        name.startswith(MTP) for name in found
+    ):
+        raise ModelError(
+            f"speculative_method: got mtp, expected none or ngram: {folder} lacks the layer of "
+            f"multi-token prediction, tensors {MTP}*"
+        )
     unknown = {name for name in unknown if not name.endswith(COMPUTED)}
     unknown = {name for name in unknown if not name.startswith(UNREAD)}
     if missing and BARE in found:

@@ -232,7 +232,9 @@ def _check_model(config: Config) -> ModelConfig:
         got = f"got {config.default_chat_template_kwargs!r}, expected a JSON map"
         raise LaunchError(f"--default-chat-template-kwargs: {got}: {error}") from error
     with _refusing_model():
-        model = read_model_config(config.model_folder, config.quantization)
+        model = read_model_config(
+            config.model_folder, config.quantization, config.speculative_method
+        )
     try:
         describe(model).check_ranks(config.tp, config.enable_expert_parallel)
         model.context(config.max_model_len)

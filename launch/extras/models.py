@@ -159,7 +159,8 @@ def describe(name: str, folder: Path, config: Config, machine: Machine) -> Liste
     """Return the needs of a checkpoint on this machine, with the options in `config`."""
     listed = Listed(model=name, folder=str(folder))
     try:
-        model = read_model_config(folder, config.quantization)
+        model = read_model_config(folder, config.quantization, config.speculative_method)
+        describe_model(model)
         _check_integers(model, config, machine)
         missing = [file for file in weight_files(folder) if not (folder / file).exists()]
         if missing and name != str(folder):
@@ -291,7 +292,7 @@ def weight_bytes(model: ModelConfig, layout: Layout) -> int:
     architecture = describe_model(model)
     num_bits = sum(
         prod(weight.shape_of_rank(layout.ranks)) * _num_bits(model, layout, weight)
-        for layer in architecture.layers
+        for layer in architecture.layers + architecture.mtp
         for weight in layer.weights
         if layer.kind not in OUTER
     )

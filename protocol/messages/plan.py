@@ -96,12 +96,14 @@ class BatchPlan(Struct, PackedLists, array_like=True, tag="plan"):
     # blocks of rows that compute in this step. After each of its steps a row reads the block that
     # it has written, and writes the block that it has read, until it is named again.
     states: bytes = b""
+    # number of drafts to make for each row that samples; the next plan comes after these tokens
+    num_drafts: int = 0
 
 
 class SampledTokens(Struct, PackedLists, array_like=True, tag="sampled"):
     """The tokens of one step, in ascending order of slot. Sent by rank 0."""
 
-    item_bytes: ClassVar = {"token_ids": 4}
+    item_bytes: ClassVar = {"token_ids": 4, "drafts": 4}
 
     epoch: int
     step: int
@@ -116,3 +118,6 @@ class SampledTokens(Struct, PackedLists, array_like=True, tag="sampled"):
     failed: list[tuple[int, str]] = []
     # (index in `token_ids`; float32 numbers), for rows with `pooling`, whose token is invalid
     pooled: list[tuple[int, bytes]] = []
+    # drafts of the tokens after each of `token_ids`: int32 [num_sampled, `BatchPlan.num_drafts`].
+    # Those of a sequence's rows are equal, and follow its last right row.
+    drafts: bytes = b""

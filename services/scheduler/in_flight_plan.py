@@ -34,6 +34,8 @@ class InFlightPlan(NamedTuple):
     # (published block of the chunks, number of its content); uncertain until the plan is confirmed
     published: list[tuple[int, int]]
     kept_states: list[tuple[int, int]]  # the same for state blocks with checkpoints
+    # drafts that the workers make after each token; if any, the next plan waits for them
+    num_drafts: int = 0
 
     @property
     def computes(self) -> bool:
@@ -103,9 +105,8 @@ class PlanBuilder:
     def build(self, epoch: int, removed: list[int]) -> BatchPlan:
         appended, chunks, drafts = pack(self.appended), pack(self._chunks), pack(self.drafts)
         states = pack(self._states)
-        return BatchPlan(
-            epoch, self.plan.number, pack(removed), self.added, appended, chunks, drafts, states
-        )
+        parts = pack(removed), self.added, appended, chunks, drafts, states
+        return BatchPlan(epoch, self.plan.number, *parts, num_drafts=self.plan.num_drafts)
 
 
 def row_of(sequence: Sequence) -> RowAdded:
@@ -154,8 +155,8 @@ def _without_failed(
         if index not in reasons:
             yield sequence, token_id
         elif sequence.finish_reason is None:
-            lookup = sequence.ngram_lookup
-            if lookup is None or lookup.accept_row():
+            proposer = sequence.proposer
+            if proposer is None or proposer.accept_row():
                 fail(sequence, token_id, reasons[index])
 
 

@@ -11,60 +11,48 @@ last known token. So a wrong guess costs as many steps as are in flight, and onl
 used. The required length doubles after a wrong guess and falls by 1 after a right guess.
 """
 
-from collections import deque
+from penstock.services.scheduler.proposer import Proposer
 
 LONG, SHORT = 8, 3  # lengths of the n-grams in the index
 MAX_REQUIRED = 32
-KNOWN = -1  # an input token that is not a guess: known now, or known once it is sampled
+UNLIMITED = 1 << 30  # a guess repeats itself after the last known token
 
 
-class NgramLookup:
+class NgramLookup(Proposer):
     """The n-gram index of one sequence since its admission, and its guesses in flight."""
 
-    def __init__(self) -> None:
-        # True if the worker has no next input token, or a wrong one: the next draft must name it
-        self.is_paused = False
+    def __init__(self, token_ids: list[int]) -> None:
+        super().__init__(token_ids)
         # number of tokens before the pointer that equal the sequence's last tokens; 0: no pointer
         self.matched = 0
         self._required = SHORT  # minimum of `matched` for a guess
         self._pointer = 0
         self._index: dict[int, int] = {}  # hash of an n-gram → its last end
         self._num_indexed = SHORT
-        # input tokens of the rows in flight, guesses or KNOWN; first the row of the prefill
-        self._inputs = deque([KNOWN])
-        self._num_void = 0  # void rows in flight before these, which follow a wrong guess
 
-    def accept_row(self) -> bool:
-        """Remove the oldest row in flight. Return whether its token is valid, not void."""
-        if self._num_void:
-            self._num_void -= 1
-            return False
-        self._inputs.popleft()
-        return True
+    def num_drafts(self, has_row: bool) -> int:
+        may_guess = self.look_up() if has_row else self.matched
+        return UNLIMITED if may_guess else 0
 
-    def check(self, token_ids: list[int]) -> bool | None:
-        """Return whether the guess of a new token is right; None if the token was not guessed."""
-        token_id = token_ids[-1]
-        is_matched = self.matched and token_ids[self._pointer] == token_id
+    def drafts(self, begin: int, end: int) -> list[int]:
+        token_ids, known, start = self.token_ids, len(self.token_ids), self._pointer
+        return [token_ids[start + (at - known) % (known - start)] for at in range(begin, end)]
+
+    def _learn(self, is_right: bool | None) -> None:
+        token_ids = self.token_ids
+        is_matched = self.matched and token_ids[self._pointer] == token_ids[-1]
         self._pointer += 1
         self.matched = self.matched + 1 if is_matched else 0
-        guess = self._inputs[0] if self._inputs else KNOWN
-        if guess == KNOWN:
-            return None
-        if guess == token_id:
-            self._required = max(SHORT, self._required - 1)
-            return True
-        self._required = min(2 * self._required, MAX_REQUIRED)
-        self._num_void = len(self._inputs)
-        self._inputs.clear()
-        self.is_paused = True
-        return False
+        if is_right is not None:
+            changed = self._required - 1 if is_right else 2 * self._required
+            self._required = min(max(SHORT, changed), MAX_REQUIRED)
 
-    def look_up(self, token_ids: list[int]) -> bool:
+    def look_up(self) -> bool:
         """Index new tokens and set the pointer. Return whether the match has the required length.
 
         The pointer may move, so no guess may be in flight.
         """
+        token_ids = self.token_ids
         for end in range(self._num_indexed, len(token_ids)):
             for size in (LONG, SHORT):
                 self._index[hash(tuple(token_ids[end - size : end]))] = end
@@ -76,16 +64,6 @@ class NgramLookup:
                 self._pointer, self.matched = end, _num_equal(token_ids, end)
                 break
         return self.matched >= self._required
-
-    def guess(self, token_ids: list[int], begin: int, end: int) -> list[int]:
-        """Return guesses for the positions [begin, end), which come after the known tokens."""
-        known, start = len(token_ids), self._pointer
-        return [token_ids[start + (at - known) % (known - start)] for at in range(begin, end)]
-
-    def send(self, inputs: list[int]) -> None:
-        """Record planned rows by their input tokens, guesses or KNOWN."""
-        self._inputs.extend(inputs)
-        self.is_paused = len(inputs) > 1
 
 
 def _num_equal(token_ids: list[int], end: int) -> int:

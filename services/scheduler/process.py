@@ -249,6 +249,7 @@ class SchedulerProcess:
                 self.poison.clear()
             self.streams.put(output)
             self.plan_depth.on_tokens(monotonic())
+            self.scheduler.draft_scheduler.on_tokens(monotonic())
             for sequence, reason in output.failed:
                 self.give_up(sequence, reason)
 

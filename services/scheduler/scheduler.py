@@ -72,7 +72,7 @@ class Scheduler:
         # running sequences without a row at the workers, since a worker failure
         self._returning: set[Sequence] = set()
         self._suspect: Sequence | None = None  # the suspect that was admitted last, if any
-        self._speculates = config.speculative_method == "ngram"
+        self._speculates = config.speculative_method != "none"
 
     # ---- requests come and go ------------------------------------------------------------------
 
@@ -162,6 +162,8 @@ class Scheduler:
         """
         if len(self.in_flight) >= self.max_plans:
             return None
+        if self.in_flight and self.in_flight[-1].num_drafts:
+            return None  # the next plan names these drafts
         builder = PlanBuilder(self.num_steps)
         plan = builder.plan
         if self.waiting.suspect and not self._is_trial:
@@ -177,6 +179,8 @@ class Scheduler:
         num_rows = self._max_rows - num_decoding - len(plan.chunks)
         if self._speculates:
             self.draft_scheduler.add_drafts(self.running, builder, min(num_rows, budget))
+            self.draft_scheduler.ask(builder, self._max_rows - len(self.running))
+            plan = builder.plan
         if plan.computes:
             self.step_tokens.add(self._max_tokens_per_step - budget)
         elif not (builder.appended or self._needs_empty_plan()):
@@ -220,9 +224,7 @@ class Scheduler:
             position = sequence.num_planned_tokens
             if position < sequence.num_prefill_tokens:
                 prefilling.append(sequence)
-            elif (
-                sequence.ngram_lookup and sequence.is_paused and position >= len(sequence.token_ids)
-            ):
+            elif sequence.is_paused and position >= len(sequence.token_ids):
                 pass  # only a draft can name the next input token
             elif position < sequence.capacity or self._append_block(sequence, builder):
                 sequence.num_planned_tokens = position + 1
@@ -346,16 +348,16 @@ class Scheduler:
         for sequence, token_id in plan.rows(token_ids, tokens.failed, partial(self._fail, output)):
             if sequence.finish_reason is not None:
                 continue  # the sequence ended while the plan was in flight
-            lookup = sequence.ngram_lookup
-            if lookup and not lookup.accept_row():
+            proposer = sequence.proposer
+            if proposer and not proposer.accept_row():
                 continue
             confirm(sequence)
             sequence.token_ids.append(token_id)
             sequence.num_deaths = 0
             output.sequences.append(sequence)
             output.token_ids.append(token_id)
-            if lookup:
-                self.draft_scheduler.check(sequence, lookup)
+            if proposer:
+                self.draft_scheduler.check(sequence, proposer)
             if (
                 token_id in sequence.stop_token_ids
                 or len(sequence.token_ids) >= sequence.max_length
@@ -364,6 +366,7 @@ class Scheduler:
                 if sequence.finish_reason:
                     output.finished.append(sequence)
         self.block_manager.confirm_plan(number, plan.published, plan.kept_states)
+        self.draft_scheduler.take(plan, tokens.drafts)
         return output
 
     def _fail(self, output: PlanOutput, sequence: Sequence, token_id: int, reason: str) -> None:

@@ -14,7 +14,7 @@ from penstock.protocol.messages.pipeline import TokenizedRequest
 from penstock.protocol.messages.sampling import Pooling, SamplingParams
 from penstock.protocol.messages.structured import Reasoning
 from penstock.protocol.tokenizer_file import NO_TAGS, ReasoningTokens, ReasoningTracker
-from penstock.services.scheduler.ngram_lookup import NgramLookup
+from penstock.services.scheduler.proposer import Proposer
 
 # consecutive worker failures without a new token after which a request fails
 MAX_WORKER_DEATHS = 3
@@ -58,7 +58,7 @@ class Sequence:
       has_fetched, full_blocks
     - `StateBlocks`: state_blocks, state_plans, checkpoints
     - `OffloadIndex`: has_fetched, loads
-    - `DraftScheduler`: ngram_lookup, num_planned_tokens, last_step
+    - `DraftScheduler`: proposer, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `GrammarIndex`: grammar
     - `Streams`: detokenizer, stream_id
@@ -119,7 +119,7 @@ class Sequence:
     num_lost_tokens: int = 0
     # number of the compiled grammar; 0 without a grammar, or before its compilation
     grammar: int = 0
-    ngram_lookup: NgramLookup | None = None  # made at admission, if the sequence may have drafts
+    proposer: Proposer | None = None  # made at admission, if the sequence may have drafts
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -226,7 +226,7 @@ class Sequence:
     @property
     def is_paused(self) -> bool:
         """True if only a draft can name the sequence's next input token in a plan."""
-        return self.ngram_lookup is not None and self.ngram_lookup.is_paused
+        return self.proposer is not None and self.proposer.is_paused
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -14,6 +14,7 @@ from penstock.kernels.layouts.step import APPENDED, HEADER, PARAMETERS, ROW
 from penstock.models.layers import MoE
 from penstock.models.model import Model
 from penstock.protocol.config import Config
+from penstock.services.worker.drafter import DraftPasses
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class Computed(NamedTuple):
     rows: tuple[Tensor, Tensor, Tensor]  # slots, positions and newest tokens of the rows
     # overwrites the logits and tokens of deferred rows; None with several GPUs
     sample_deferred: Callable[[], None] | None = None
+    # makes drafts, once all tokens are sampled; None without multi-token prediction
+    drafts: DraftPasses | None = None
 
 
 Compute = Callable[[Tensor, BatchShape], Computed]  # (record, shape) → results
@@ -119,8 +122,7 @@ class CudaGraphs:
         for shape in reversed(self._shapes):
             self._capture(shape)
             self._graphs[shape].replay()
-            if rest := self._computed[shape].sample_deferred:
-                rest()
+            _run_rest(self._computed[shape])
             yield
             if len(self._graphs) % PROGRESS == 0:
                 log.info("CUDA graphs: %d of %d", len(self._graphs), len(self._shapes))
@@ -132,22 +134,28 @@ class CudaGraphs:
     def _capture(self, shape: BatchShape) -> None:
         self._record.zero_()  # an empty record: the step reads and writes no row
         # run once without capture, for one-time compilation and allocation
-        rest = self._compute(self._record, shape).sample_deferred
-        if rest:
-            rest()
-        del rest  # frees its logits
+        _run_rest(self._compute(self._record, shape))
         torch.cuda.synchronize(self._record.device)
-        graph, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=self._error_mode):
             computed = self._compute(self._record, shape)
-        rest = computed.sample_deferred
-        if rest:
-            with torch.cuda.graph(second, pool=self._pool, capture_error_mode=self._error_mode):
-                rest()
-            rest = second.replay
-        borrowed = _borrowed(computed.logits), _borrowed(computed.hidden_states)
-        self._computed[shape] = Computed(computed.tokens, *borrowed, computed.rows, rest)
+        deferred, drafts = computed.sample_deferred, computed.drafts
+        self._computed[shape] = Computed(
+            computed.tokens,
+            _borrowed(computed.logits),
+            _borrowed(computed.hidden_states),
+            computed.rows,
+            deferred and self._captured(deferred),
+            drafts and DraftPasses(*map(self._captured, drafts)),
+        )
         self._graphs[shape] = graph
+
+    def _captured(self, rest: Callable[[], None]) -> Callable[[], None]:
+        """Return the replay of a graph of its own."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=self._error_mode):
+            rest()
+        return graph.replay
 
     def replay(self, record: Any, shape: BatchShape) -> Computed | None:
         """Run a step with a graph. Return None if no graph fits.
@@ -163,6 +171,13 @@ class CudaGraphs:
         self._record[: len(record)].copy_(source, non_blocking=True)
         self._graphs[chosen].replay()
         return self._computed[chosen]
+
+
+def _run_rest(computed: Computed) -> None:
+    """Run all functions that may follow a step, in order."""
+    for rest in (computed.sample_deferred, *(computed.drafts or ())):
+        if rest:
+            rest()
 
 
 class _Memory:

@@ -32,6 +32,7 @@ class StepOutput(NamedTuple):
     prompt_logprobs: list[tuple[int, list[PackedLogprobs]]]
     failed: list[tuple[int, str]]
     pooled: list[tuple[int, bytes]]
+    drafts: bytes = b""
 
 
 class PendingLogprobs(NamedTuple):
@@ -92,26 +93,37 @@ NO_ROWS: Integers = np.empty(0, np.int64)
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
+class Completed(NamedTuple):
+    """The outputs of a step whose launch is complete, in host memory.
+
+    Tokens and drafts are int64, and complete after the event (a torch.cuda.Event, or None).
+    """
+
+    tokens: Tensor  # [num_rows]
+    event: Any = None
+    pending: PendingOutput = NOTHING
+    drafts: Tensor | None = None  # [num_rows, number of drafts]
+
+
 class LaunchedStep:
     """A launched step, whose tokens are being copied to the host."""
 
     def __init__(
-        self, sampled: Integers, complete: Callable[[], tuple[Tensor, Any, PendingOutput]]
+        self, sampled: Integers, complete: Callable[[], "Completed"], awaited: bool = False
     ) -> None:
         """Keep the step.
 
-        sampled: indices of the sampled rows, in ascending order of slot.
-        complete: launches the rest of the step, and returns (tokens, event, other outputs). Tokens
-        are int64 in host memory, complete after the event (a torch.cuda.Event, or None).
+        sampled: indices of the sampled rows, in ascending order of slot. complete: launches the
+        rest of the step. awaited: True if the scheduler waits for the tokens before the next plan.
         """
-        self._sampled = sampled
-        self._complete: Callable[[], tuple[Tensor, Any, PendingOutput]] | None = complete
+        self._sampled, self.awaited = sampled, awaited
+        self._complete: Callable[[], Completed] | None = complete
         self._token_ids: list[int] | None = None
 
     @classmethod
     def finished(cls, token_ids: list[int]) -> "LaunchedStep":
         """Return a step that has already run, with tokens only."""
-        step = cls(NO_ROWS, lambda: (NO_TOKENS, None, NOTHING))
+        step = cls(NO_ROWS, lambda: Completed(NO_TOKENS))
         step.complete()
         step._token_ids = token_ids
         return step
@@ -120,7 +132,7 @@ class LaunchedStep:
         """Launch the rest of the step. Wait for the last step's tokens if rows depend on them."""
         if self._complete:
             complete, self._complete = self._complete, None
-            self._tokens, self._event, self._pending = complete()
+            self._tokens, self._event, self._pending, self._drafts = complete()
 
     def done(self) -> bool:
         """Return whether `token_ids` returns without waiting."""
@@ -142,7 +154,9 @@ class LaunchedStep:
         output = StepOutput([], [], [], []) if self._pending is NOTHING else self._pending.get()
         known = {index for index, _ in output.failed}
         output.failed.extend((index, BAD_LOGITS) for index in missing if index not in known)
-        return output
+        if self._drafts is None:
+            return output
+        return output._replace(drafts=self._drafts.numpy()[self._sampled].astype("<i4").tobytes())
 
 
 def to_device(array: Any, device: torch.device) -> Tensor:

@@ -94,7 +94,8 @@ def load(
     if device.type == "cpu":
         use_rank_memory()
     torch.set_num_threads(config.num_threads or threads_of_worker(config.tp * config.dp))
-    model_config = read_model_config(config.model_folder, config.quantization)
+    options = config.quantization, config.speculative_method
+    model_config = read_model_config(config.model_folder, *options)
     model_config = with_own_head(model_config, config.model_folder)
     architecture = describe(model_config)
     architecture.check_ranks(assignment.tp_size, config.enable_expert_parallel)
@@ -212,8 +213,7 @@ def _make_runner(rank: Rank, model: Model, grammars: Grammars | None) -> ModelRu
     if states.block_bytes:
         check_step_size(config, attention.block_size)
     layout = KVLayout(architecture, rank.tp.size, attention.block_size, kv_dtype)
-    is_compiled = model.compiled is not None
-    facts = layout.tp_size, layout.block_size, str(kv_dtype), attention.name, is_compiled
+    facts = layout.tp_size, layout.block_size, str(kv_dtype), attention.name, bool(model.compiled)
     kept = memory.take("kv", *facts)
     if kept and (
         kept.manifest.num_blocks < rank.assignment.num_blocks
@@ -245,6 +245,7 @@ def _make_runner(rank: Rank, model: Model, grammars: Grammars | None) -> ModelRu
             memory_id=region.manifest.number if region else 0,
             take_over=memory.take_over,
             states=memory_of_states,
+            max_drafts=config.num_speculative_tokens,
         )
 
     if kept:
@@ -278,6 +279,8 @@ def _kv_bytes(rank: Rank, model: Model, make: Callable[[int], ModelRunner]) -> f
     plans = [worst_case_plan(*sizes)]
     if model.has_head:
         plans.append(worst_case_plan(*sizes, with_extras=True))
+    for plan in plans:
+        plan.num_drafts = min(1, trial.max_drafts)
     return free_gpu_bytes(
         [partial(_run_alone, trial, plan) for plan in plans],
         config.gpu_memory_utilization,

@@ -15,13 +15,14 @@ from penstock.kernels.sampling.logits import process_logits
 from penstock.kernels.sampling.sampling import candidates, draw_candidate, sample
 from penstock.kernels.step.apply_plan import apply_plan
 from penstock.models.model import Model
-from penstock.protocol.messages.plan import BatchPlan
+from penstock.protocol.messages.plan import STATE_WINDOW, BatchPlan
 from penstock.services.worker.cuda_graphs import Computed, CudaGraphs
+from penstock.services.worker.drafter import Drafter
 from penstock.services.worker.grammars import Grammars
 from penstock.services.worker.launched_step import (
     NOTHING,
+    Completed,
     LaunchedStep,
-    PendingOutput,
     to_device,
     to_host,
 )
@@ -103,12 +104,14 @@ class ModelRunner:
         memory_id: int,
         take_over: Callable[[], None],
         states: States | None = None,
+        max_drafts: int = 0,
     ) -> None:
         """Allocate the step's buffers.
 
         max_tokens: maximum number of tokens in a step. grammars: None on all ranks but rank 0.
         memory_id: as `WorkerState.memory_id`. take_over: as `PersistentMemory.take_over`.
-        states: state blocks of a model with recurrent state.
+        states: state blocks of a model with recurrent state. max_drafts: maximum number of drafts
+        of a sequence in a step, by multi-token prediction.
         """
         self.states, self.num_state_blocks = states, batch.num_state_blocks
         self.num_blocks, self.block_size = batch.num_blocks, batch.block_size
@@ -126,6 +129,12 @@ class ModelRunner:
         self.logits_processor = LogitsProcessor(model, self._slots, batch.vocab_size, grammars)
         state = self.logits_processor.state
         self._sampler = Sampler(model, self._slots, state, num_slots, batch.vocab_size)
+        self._drafter = None
+        # the window of a state block also has the token before the drafts
+        self.max_drafts = min(max_drafts, STATE_WINDOW - 1) if model.mtp else 0
+        if model.mtp:
+            places = self._slots, self._buffers, kv_caches, self.block_size
+            self._drafter = Drafter(model, *places, self.max_drafts)
         self._last_step: LaunchedStep | None = None
         self._graphs: CudaGraphs | None = None
         self.profiler: Any = None
@@ -164,6 +173,9 @@ class ModelRunner:
         self._complete_last()
         if self.offload:
             self.offload.before_step()
+        if not 0 <= plan.num_drafts <= self.max_drafts:
+            found = f"got {plan.num_drafts}, expected 0 to {self.max_drafts}"
+            raise ValueError(f"number of drafts: {found}")
         self._batch.apply(plan)
         may_process = any(row.extras for row in plan.added) or self._model.tp.spans_nodes
         if may_process or self.logits_processor.rows:
@@ -181,18 +193,24 @@ class ModelRunner:
             if len(rows.sampled) < len(tokens):  # without chunks of one token that end no prompt
                 tokens = [tokens[index] for index in rows.sampled.tolist()]
             return LaunchedStep.finished(tokens)
-        return self._launch(rows)
+        return self._launch(rows, plan.num_drafts)
 
     @torch.inference_mode()
-    def _launch(self, rows: Rows) -> LaunchedStep:
+    def _launch(self, rows: Rows, num_drafts: int) -> LaunchedStep:
         if self._idle_times:
             self._idle_times.begin(follows=rows.follows_last_step)
         computed = self._graphs.replay(rows.record, rows.shape) if self._graphs else None
         if computed is None:
             computed = self._compute(to_device(rows.record, self._device), rows.shape)
         is_processed = bool(self.logits_processor.rows) and self.logits_processor.handles(rows)
-        complete = partial(self._complete, rows, computed, is_processed)
-        step = self._last_step = LaunchedStep(rows.sampled, complete)
+        make_drafts = None
+        if self._drafter and computed.drafts:
+            followers = to_device(self._batch.followers(rows), self._device)
+            drafted = computed.drafts, followers, len(computed.tokens), num_drafts
+            make_drafts = partial(self._drafter.run, *drafted)
+        complete = partial(self._complete, rows, computed, is_processed, make_drafts)
+        awaited = num_drafts > 0
+        step = self._last_step = LaunchedStep(rows.sampled, complete, awaited)
         if not is_processed:
             step.complete()
         return step
@@ -206,15 +224,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _complete(
-        self, rows: Rows, computed: Computed, is_processed: bool
-    ) -> tuple[Tensor, Any, PendingOutput]:
-        """Launch the rest of a step. Return (tokens, event, other outputs) for `LaunchedStep`."""
+        self,
+        rows: Rows,
+        computed: Computed,
+        is_processed: bool,
+        make_drafts: Callable[[], Tensor | None] | None,
+    ) -> Completed:
+        """Launch the rest of a step."""
         pending = NOTHING
         if is_processed:
             pending = self.logits_processor.run(rows, computed)
             self._sampler.share(computed.tokens, self._buffers.slots[: len(computed.tokens)])
-        tokens = to_host(computed.tokens)
-        return tokens, self._idle_times.end() if self._idle_times else None, pending
+        drafts = make_drafts() if make_drafts else None
+        tokens, drafts = to_host(computed.tokens), None if drafts is None else to_host(drafts)
+        event = self._idle_times.end() if self._idle_times else None
+        return Completed(tokens, event, pending, drafts)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         if self.states is None:
@@ -242,4 +266,6 @@ class ModelRunner:
         sample_deferred = None
         if self._model.tp.size == 1:
             sample_deferred = partial(self.logits_processor.sample, logits, tokens, *rows)
-        return Computed(tokens, logits, hidden_states, rows, sample_deferred)
+        drafter = self._drafter
+        drafts = drafter.passes(tokens, hidden_states, shape) if drafter else None
+        return Computed(tokens, logits, hidden_states, rows, sample_deferred, drafts)

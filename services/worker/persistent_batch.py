@@ -296,6 +296,19 @@ class PersistentBatch:
         self._num_computed[slots] = ends  # of equal slots, the last position remains
         return rows
 
+    def followers(self, rows: Rows) -> Record:
+        """Return facts about the tokens that follow the rows of the last step, [num_rows, 2].
+
+        The first is the token after the row, -1 if the row samples it; the second the number of
+        positions for which the row has blocks.
+        """
+        slots = rows.table[:, layout.SLOT]
+        room = self._num_row_blocks[slots] * self.block_size
+        found: Record = np.stack([np.full_like(room, -1), room], 1).astype(np.int32)
+        for slot, token_ids in self._prefill_tokens.items():
+            found[slots == slot, 0] = token_ids[self._num_computed[slot]]
+        return found
+
     def _advance_decoding(self) -> Rows | None:
         """Return the rows of a step without chunks and drafts, which is the fast and usual case."""
         rows = self._decoding_rows

@@ -138,7 +138,9 @@ class Worker:
 
     def _wait(self) -> None:
         """Wait for the oldest step's tokens while no message waits."""
-        while len(self._steps) > self._max_running and not self.channel.socket.poll(0):
+        awaited = bool(self._steps) and self._steps[-1].launched.awaited
+        max_running = 0 if awaited else self._max_running
+        while len(self._steps) > max_running and not self.channel.socket.poll(0):
             self._send_oldest()
         self._send_done()
         if self._steps:  # after tokens were sent, for which the scheduler waits

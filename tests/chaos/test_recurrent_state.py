@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from tests.models.hybrid import save_hybrid
+from penstock.launch.pipeline.control_client import list_processes
+from tests.models.hybrid import add_mtp, save_hybrid
 from tests.models.toy import site
 from tests.models.toy.family import registered
 from tests.models.toy.model import save_checkpoint
@@ -30,6 +31,8 @@ OPTIONS = {
         *(*SCARCE, "--kv-offload-gib", "0.2", "--kv-offload-folder", FOLDER),
         *("--spare-workers", "1", "--speculative-method", "ngram"),
     ],
+    "MTP": ["--block-size", "16", "--spare-workers", "1", "--speculative-method", "mtp"],
+    "MTP ranks": ["--block-size", "16", "--tp", "2", "--speculative-method", "mtp"],
 }
 
 
@@ -47,9 +50,12 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def folder(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    if "Qwen3.5" not in name:
-        return save_checkpoint(folder)
-    save_hybrid(folder, is_multimodal=True)
+    if "Qwen3.5" in name:
+        save_hybrid(folder, is_multimodal=True)
+    elif name.startswith("MTP"):
+        add_mtp(folder, save_hybrid(folder), predicts=True)
+    else:
+        save_checkpoint(folder)
     return folder
 
 
@@ -118,3 +124,15 @@ def test_checkpoints_outlive_all_deaths_in_the_tiers(
             assert [result.token_ids for result in results] == expected
             cached = [result.usage.cached_tokens for result in results]
             assert cached == [(len(prompt) - 1) // 64 * 64 for prompt in prompts]
+
+
+def test_drafts_are_accepted(served: Pipeline, name: str) -> None:
+    if not name.startswith("MTP"):
+        pytest.skip("random weights guess nothing")
+    with served.client() as client:
+        client.stream([1, 2, 3], **SAMPLING).result()
+    counters: dict[str, float] = {}
+    while not counters.get("accepted_tokens_total"):  # of the next heartbeat
+        processes = list_processes(served.name)
+        counters = next(one.counters for one in processes if one.name == "scheduler.1")
+    assert counters["accepted_tokens_total"] < counters["draft_tokens_total"]

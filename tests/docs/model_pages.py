@@ -28,8 +28,8 @@ MODELS = (
 )
 GENERATIONS = (
     "Qwen3, also 2507, Coder, Embedding, Reranker and Guard-Gen | yes",
-    "Qwen3.5, Qwen3.6, Qwen3.8 | yes, their text part, without multi-token prediction yet",
-    "Qwen3-Next, Qwen3-Coder-Next | yes, without multi-token prediction yet",
+    "Qwen3.5, Qwen3.6, Qwen3.8 | yes, their text part",
+    "Qwen3-Next, Qwen3-Coder-Next | yes",
     "Qwen4 (`qwen4_exp`) | not yet: sparse attention",
     "Qwen3-VL, Qwen3-Omni | no: they take images or audio",
     "Qwen2.5 and older, QwQ | no",

@@ -3,7 +3,7 @@
 `python -m tests.gpu.direct --model FOLDER offline`, or `latency --batches 1 16 64`, or `json`: rows
 with a JSON grammar decode in turns with plain rows. Other options are those of `launch all`. The
 workloads are those of `launch bench`; the prefix cache is off, or a second run would find the first
-one's prompts.
+one's prompts. `--speculative-method mtp --forced 2`: two drafts of each step count as right.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.structured import StructuredOutputs
 from tests.engine import Engine
+from tests.gpu.forced_drafts import force
 
 PLANS = msgspec.msgpack.Decoder(BatchPlan)
 Request = tuple[list[int], int]
@@ -73,8 +74,11 @@ def run(
             break
         number, launched = steps.popleft()
         token_ids = launched.token_ids()
-        engine.scheduler.update(SampledTokens(0, number, pack(token_ids), *launched.output()))
-        num_left -= len(token_ids)
+        output = engine.scheduler.update(
+            SampledTokens(0, number, pack(token_ids), *launched.output())
+        )
+        engine.scheduler.draft_scheduler.on_tokens(time.perf_counter())
+        num_left -= len(output.token_ids)
         if decodes and len(token_ids) == len(requests):
             decodes, num_tokens, start = False, num_left, time.perf_counter()
     return num_tokens / (time.perf_counter() - start)
@@ -99,8 +103,11 @@ def main() -> None:
     parser.add_argument("workload", choices=["offline", "latency", "json"], nargs="+")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--forced", type=int, help="drafts of each step that count as right")
     add_options(parser, Config, OPTIONS)
     arguments = parser.parse_args()
+    if arguments.forced is not None:
+        force(arguments.forced)
     start = time.perf_counter()
     options = {"enable_prefix_caching": False} | given_options(arguments, Config)
     engine = Engine(Config(**options))

@@ -28,13 +28,14 @@ def load_model(
     quantize_lm_head: bool = False,
     is_compiled: bool = True,
     keeps_integers: bool = False,
+    speculative_method: str = "none",
 ) -> Model:
     """Return the model of a checkpoint, or one rank's part.
 
     is_compiled: with compiled layers, as on a CPU by default, if the model can have them.
     keeps_integers: as on a CPU by default.
     """
-    config = with_own_head(read_model_config(folder, quantization), folder)
+    config = with_own_head(read_model_config(folder, quantization, speculative_method), folder)
     attention = TorchAttention(16, config.head_dim**-0.5)
     num_positions = config.max_position_embeddings
     choices = expert_parallel, quantize_lm_head
@@ -50,12 +51,32 @@ def load_model(
 @torch.inference_mode()
 def prefill_logits(model: Model, prompts: list[list[int]], block_size: int = 16) -> Tensor | None:
     """Return the logits after every token of prompts, in one step; None except on rank 0."""
+    step, kv_caches = prefill_step(model, prompts, block_size)
+    return model.head.join(model.compute_logits(model(step, kv_caches)))
+
+
+@torch.inference_mode()
+def mtp_logits(model: Model, prompts: list[list[int]]) -> Tensor | None:
+    """Return the logits of multi-token prediction for all tokens of prompts but the last."""
+    shorter = [prompt[:-1] for prompt in prompts]
+    next_ids = torch.tensor([token for prompt in prompts for token in prompt[1:]])
+    step, kv_caches = prefill_step(model, shorter, 16)
+    hidden_states = model(step, kv_caches)
+    predicted = model.predict(hidden_states, model.model.norm, next_ids, step, kv_caches)
+    return model.head.join(model.head.logits(predicted, model.mtp.norm))
+
+
+def prefill_step(
+    model: Model, prompts: list[list[int]], block_size: int
+) -> tuple[ForwardBatch, list[KVCache]]:
+    """Return a step of whole prompts, and the empty cache of each layer with attention."""
     attentions = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
     attention = attentions[0]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     max_blocks = -(-int(lengths.max()) // block_size)
     tables = torch.randperm(len(prompts) * max_blocks).view(len(prompts), -1)
-    shape = (len(attentions), 2, tables.numel(), block_size, attention.num_kv_heads)
+    num_layers = len(attentions) + (model.mtp is not None)
+    shape = (num_layers, 2, tables.numel(), block_size, attention.num_kv_heads)
     positions = torch.cat([torch.arange(length) for length in lengths])
     rows = torch.arange(len(prompts)).repeat_interleave(lengths)
     longest = int(lengths.max())
@@ -73,8 +94,7 @@ def prefill_logits(model: Model, prompts: list[list[int]], block_size: int = 16)
         states=_fresh_states(model, lengths),
     )
     kv_cache = torch.zeros(*shape, attention.q_norm.weight.shape[0])
-    hidden_states = model(step, [KVCache(*layer) for layer in kv_cache])
-    return model.head.join(model.compute_logits(hidden_states))
+    return step, [KVCache(*layer) for layer in kv_cache]
 
 
 def _fresh_states(model: Model, lengths: Tensor) -> StateStep | None:

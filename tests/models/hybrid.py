@@ -1,5 +1,6 @@
 """Random checkpoints of Qwen3.5 as transformers writes them, and their sequences step by step."""
 
+import copy
 import functools
 import json
 import shutil
@@ -139,6 +140,78 @@ def _made(shape_json: str, is_multimodal: bool) -> tuple[Path, PreTrainedModel]:
     model.save_pretrained(folder)
     shutil.copy(Config().model_folder / "tokenizer.json", folder)
     return folder, model
+
+
+class Mtp(nn.Module):
+    """The layer of multi-token prediction by its published description, with plain attention."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.base = [model]  # no submodule
+        inner = model.model
+        inner = getattr(inner, "language_model", inner)
+        block = next(layer for layer in inner.layers if hasattr(layer, "self_attn"))
+        self.layers = nn.ModuleList([copy.deepcopy(block)])
+        norms = (copy.deepcopy(inner.norm) for _ in range(3))
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = norms
+        size = inner.norm.weight.shape[0]
+        self.fc = nn.Linear(2 * size, size, bias=False)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """Return the logits of the token after the next one, for each token but the last."""
+        (model,) = self.base
+        inner = getattr(model.model, "language_model", model.model)
+        ids = torch.tensor([token_ids])
+        hidden = inner(ids).last_hidden_state[:, :-1]
+        return self.block(hidden, ids[:, 1:])[1][0]
+
+    @torch.inference_mode()
+    def block(self, hidden: Tensor, next_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the last hidden states, and the logits. hidden: [1, num_tokens, hidden_size]."""
+        (model,) = self.base
+        inner = getattr(model.model, "language_model", model.model)
+        embedded = self.pre_fc_norm_embedding(inner.embed_tokens(next_ids))
+        x = self.fc(torch.cat([embedded, self.pre_fc_norm_hidden(hidden)], -1))
+        number = x.shape[1]
+        later = torch.full((number, number), -torch.inf).triu(1)
+        positions = torch.arange(number)[None]
+        angles = inner.rotary_emb(x, positions)
+        (layer,) = self.layers
+        x = layer(x, position_embeddings=angles, attention_mask=later[None, None])
+        x = self.norm(x[0] if isinstance(x, tuple) else x)
+        return x, model.lm_head(x)
+
+
+@torch.inference_mode(False)
+def add_mtp(folder: Path, model: PreTrainedModel, predicts: bool = False) -> Mtp:
+    """Add a layer of multi-token prediction to a checkpoint of `save_hybrid`.
+
+    Its weights are random. predicts: make the layer right about many tokens. The model then looks
+    at its last token most, and the layer passes the embedding of the next token on.
+    """
+    torch.manual_seed(1)
+    mtp = Mtp(model)
+    for name, parameter in mtp.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, -0.5, 0.5)
+        else:
+            nn.init.normal_(parameter, 0, 0.1)
+    if predicts:
+        nn.init.zeros_(mtp.pre_fc_norm_embedding.weight)
+        mtp.norm.load_state_dict(mtp.base[0].model.norm.state_dict())
+        with torch.no_grad():
+            mtp.fc.weight[:] = torch.eye(*mtp.fc.weight.shape)
+            for name, parameter in mtp.layers.named_parameters():
+                if "norm" not in name:
+                    parameter *= 0.1
+    path = folder / SINGLE_FILE
+    tensors = load_file(path)
+    tensors |= {f"mtp.{name}": tensor.clone() for name, tensor in mtp.state_dict().items()}
+    if predicts:
+        tensors["model.embed_tokens.weight"] *= 30
+    save_file(tensors, path, {"format": "pt"})
+    return mtp.eval()
 
 
 def split_experts(folder: Path) -> None:

@@ -234,6 +234,19 @@ class LateStep:
         return self.launched.output()
 
 
+def lose_workers(engine: Engine) -> None:
+    """Continue with other workers, which have the memory of those that died."""
+    scheduler = engine.scheduler
+    engine.lose_workers()
+    for sequence in scheduler.at_risk:
+        sequence.num_deaths = 0  # this is no poison
+    scheduler.lose_plans()
+    assert engine.runner.states
+    numbers = unpack(kept_states(engine.runner.states))
+    ranges = list(zip(numbers[::2], numbers[1::2], strict=True))
+    scheduler.begin(0, has_memory=True, state_ranges=ranges)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("speculative_method", ["none", "ngram"])
 def test_workers_that_die_in_mid_step_and_keep_their_memory(
@@ -256,14 +269,7 @@ def test_workers_that_die_in_mid_step_and_keep_their_memory(
             return
         num_deaths += 1
         steps.die(random)
-        engine.lose_workers()
-        for sequence in scheduler.at_risk:
-            sequence.num_deaths = 0  # this is no poison
-        scheduler.lose_plans()
-        assert engine.runner.states
-        numbers = unpack(kept_states(engine.runner.states))
-        ranges = list(zip(numbers[::2], numbers[1::2], strict=True))
-        scheduler.begin(0, has_memory=True, state_ranges=ranges)
+        lose_workers(engine)
 
     assert outputs(engine, prompts, between_steps=disturb) == expected
     assert num_deaths > 3

@@ -173,17 +173,20 @@ class ReferenceWorker:
         self._compute(work)
         self.states.end()
         sampled: list[int] = []
+        drafts: list[int] = []
         for row in [row for row, _ in work if is_done(row)]:
             if row.is_pooled:
                 tokens.pooled.append((len(sampled), pooled_of(row.token_ids)))
-            sampled += self._sample(row)
+            new = self._sample(row)
+            sampled += new
+            drafts += self._drafts_after(row, new, plan.num_drafts) * len(new)
             if row.tells_logprobs:
                 position = len(row.token_ids) - 1
                 told = logprobs_at(row.token_ids, position)
                 tokens.logprobs.append((len(sampled) - 1, told))
             if row.token_ids[-1] == VOID:
                 tokens.failed.append((len(sampled) - 1, "no way out"))
-        tokens.token_ids = pack(sampled)
+        tokens.token_ids, tokens.drafts = pack(sampled), pack(drafts)
         return msgspec.msgpack.encode(tokens)
 
     def _prompt_logprobs(self, plan: BatchPlan) -> list[tuple[int, list[PackedLogprobs]]]:
@@ -317,6 +320,22 @@ class ReferenceWorker:
         row.token_ids.append(token_id)
         self._number(row, token_id)
         return [token_id]
+
+    def _drafts_after(self, row: Row, sampled: list[int], number: int) -> list[int]:
+        """Return drafts after the last right one of a row's tokens; two of three are right."""
+        end = len(row.token_ids) - len(sampled)
+        if row.num_drafted > 1:
+            end += 1
+        token_ids = row.token_ids[:end]
+        for place, token_id in enumerate(sampled):
+            token_ids.append(token_id)
+            if row.token_ids[end + place : end + place + 1] != [token_id]:
+                break
+        for _ in range(number):
+            token_id = next_token(row.seed, token_ids)
+            is_right = hash((row.seed, *token_ids, "draft")) % 3
+            token_ids.append(token_id if is_right else 1 + (token_id + 1) % 3)
+        return token_ids[len(token_ids) - number :]
 
 
 def is_done(row: Row) -> bool:

@@ -146,6 +146,7 @@ class Simulation:
         """Return the next plan, if there is one; the worker runs it at once, or dies of it."""
         self.compile()
         ranks = {sequence: sequence.rank for sequence in self.scheduler.running}
+        awaits_drafts = self.awaits_drafts
         try:
             plan = self.scheduler.schedule()
         except SchedulerDiedError:
@@ -154,6 +155,7 @@ class Simulation:
         kept = [rank for one, rank in ranks.items() if one.status is not Status.WAITING]
         assert not lost or not kept or max(kept) < min(lost), "another one was to be preempted"
         if plan is not None:
+            assert not awaits_drafts, "the plan can't name the drafts that it follows"
             self.plans.append(plan)
             try:
                 frame = msgspec.msgpack.encode(plan)
@@ -189,8 +191,13 @@ class Simulation:
 
     @property
     def has_result(self) -> bool:
-        """The tokens of a step are back."""
-        return len(self.results) > self.num_ahead
+        """The tokens of a step are back, at once if the scheduler waits for their drafts."""
+        return len(self.results) > (0 if self.awaits_drafts else self.num_ahead)
+
+    @property
+    def awaits_drafts(self) -> bool:
+        in_flight = self.scheduler.in_flight
+        return bool(in_flight) and in_flight[-1].num_drafts > 0
 
     def receive(self) -> PlanOutput | None:
         """Return the tokens of the oldest step; None if the scheduler dies meanwhile."""

@@ -65,7 +65,7 @@ def simulations(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(least_tokens, draw(st.integers(1, 16) | st.just(64))),
         num_plans_in_flight=num_plans,
-        speculative_method=draw(st.sampled_from(["none", "ngram"])),
+        speculative_method=draw(st.sampled_from(["none", "ngram", "mtp"])),
         num_speculative_tokens=draw(st.integers(1, 6) | st.just(12)),
         enable_prefix_caching=draw(st.integers(0, 7)) > 0,
         keeps_memory=draw(st.booleans()),

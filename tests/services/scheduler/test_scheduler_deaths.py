@@ -260,7 +260,7 @@ moves = st.lists(st.tuples(requests, steps) | steps | deaths, min_size=2, max_si
     num_blocks=st.integers(8, 10) | st.just(60),
     num_plans=st.sampled_from([1, 2, 4]),
     budget=st.integers(2, 12) | st.just(64),
-    method=st.sampled_from(["none", "ngram"]),
+    method=st.sampled_from(["none", "ngram", "mtp"]),
 )
 def test_only_blocks_that_are_right_are_found(
     moves: list[tuple[tuple[int, int, int], int] | int | tuple[int, bool]],

@@ -142,15 +142,15 @@ def test_memory_that_is_lost_after_all_is_forgotten() -> None:
     num_plans=st.integers(1, 4),
     budget=st.integers(1, 40),
     deaths=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), max_size=4),
-    speculates=st.booleans(),
+    method=st.sampled_from(["none", "ngram", "mtp"]),
 )
-@example([1, 2, 14, 17], 1, 4, [(9, 0)], False)  # a prompt and another one's output are equal
+@example([1, 2, 14, 17], 1, 4, [(9, 0)], "none")  # a prompt and another one's output are equal
 def test_at_most_what_was_in_flight_is_computed_again(
     prompts: list[int],
     num_plans: int,
     budget: int,
     deaths: list[tuple[int, int]],
-    speculates: bool,
+    method: str,
 ) -> None:
     """With room for all: no suspects, for between two deaths each sequence gets a token."""
     sim = Simulation(
@@ -160,7 +160,7 @@ def test_at_most_what_was_in_flight_is_computed_again(
         num_plans_in_flight=num_plans,
         max_num_seqs=8,
         max_num_batched_tokens=budget,
-        speculative_method="ngram" if speculates else "none",
+        speculative_method=method,
     )
     for number, length in enumerate(prompts):
         sim.add(([1, 2, 3] * 10)[:length], seed=number, max_tokens=25, ignore_eos=True)

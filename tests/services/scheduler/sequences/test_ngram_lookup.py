@@ -5,13 +5,8 @@ from typing import Any
 import pytest
 
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.scheduler.ngram_lookup import (
-    KNOWN,
-    LONG,
-    MAX_REQUIRED,
-    SHORT,
-    NgramLookup,
-)
+from penstock.services.scheduler.ngram_lookup import LONG, MAX_REQUIRED, SHORT, NgramLookup
+from penstock.services.scheduler.proposer import KNOWN
 from tests.services.scheduler.builders import long_prompt
 from tests.services.scheduler.packed_plans import split
 from tests.services.scheduler.reference import LOOP
@@ -110,34 +105,42 @@ def test_guesses_preempt_nobody(num_blocks: int) -> None:
 def test_the_newest_and_longest_place_is_found() -> None:
     text = long_prompt(LONG, 10)
     token_ids = [*text, 1, *text[-SHORT:], 2, *text]
-    lookup = NgramLookup()
-    assert lookup.look_up(token_ids)
+    lookup = NgramLookup(token_ids)
+    assert lookup.look_up()
     begin = len(token_ids)
-    assert lookup.guess(token_ids, begin, begin + 3) == [1, *text[-SHORT:-1]]
+    assert lookup.drafts(begin, begin + 3) == [1, *text[-SHORT:-1]]
     token_ids = [*text, 1, 5, *text[-SHORT:], 2, 5, *text[-SHORT:]]
-    lookup = NgramLookup()
-    assert lookup.look_up(token_ids)
+    lookup = NgramLookup(token_ids)
+    assert lookup.look_up()
     begin = len(token_ids)
-    assert lookup.guess(token_ids, begin, begin + 2) == [2, 5]
-    assert not NgramLookup().look_up([*text, *text[-SHORT + 1 :]])
+    assert lookup.drafts(begin, begin + 2) == [2, 5]
+    assert not NgramLookup([*text, *text[-SHORT + 1 :]]).look_up()
 
 
 def test_wrong_guesses_make_it_wary() -> None:
     """A match must be twice as long then, and one shorter after each guess that is right."""
-    lookup, text = NgramLookup(), long_prompt(MAX_REQUIRED + 1)
+    text = long_prompt(MAX_REQUIRED + 1)
+    lookup = NgramLookup([])
+
+    def set_tokens(*token_ids: int) -> None:
+        lookup.token_ids[:] = token_ids
+
     assert lookup.accept_row()  # the prefill
     for required in (SHORT, 2 * SHORT, 4 * SHORT, 8 * SHORT, MAX_REQUIRED):
-        assert not lookup.look_up(text + text[: required - 1])
-        token_ids = text + text[:required]
-        assert lookup.check(token_ids) is None
-        assert lookup.look_up(token_ids)
+        set_tokens(*text, *text[: required - 1])
+        assert not lookup.look_up()
+        set_tokens(*text, *text[:required])
+        assert lookup.check() is None
+        assert lookup.look_up()
         lookup.send([KNOWN, 999, 998])
         assert lookup.accept_row()
-        assert lookup.check([*token_ids, 1]) is False
+        lookup.token_ids.append(1)
+        assert lookup.check() is False
         assert lookup.is_paused
         assert not lookup.accept_row()
         assert not lookup.accept_row()
     lookup.send([KNOWN, text[required]])
     assert lookup.accept_row()
-    assert lookup.check(text + text[: required + 1])
+    set_tokens(*text, *text[: required + 1])
+    assert lookup.check()
     assert lookup._required == MAX_REQUIRED - 1
