@@ -38,7 +38,8 @@ def prefill_shared_bytes(
     in_flight = (tuning.num_stages - 1) * 2 * tuning.block_n * key_bytes
     if device.is_asynchronous:  # the operands of products in progress
         return in_flight + (2 * tuning.block_n + tile_size) * 2 * head_dim
-    weights = tuning.block_n if tile_size <= SMALL_TILE else 0  # in registers with large tiles
+    # in registers with large tiles, unless wide heads need those
+    weights = tuning.block_n if tile_size <= SMALL_TILE or head_dim > 128 else 0
     return in_flight + tile_size * 2 * (head_dim + weights)
 
 
@@ -64,6 +65,8 @@ def default_tuning(
         tunings.insert(0, PrefillTuning(32, 8, 3))  # widening more keys spills registers
     elif block_size % 64 and is_fp8 and device.capability >= (12, 0):
         tunings.insert(0, PrefillTuning(32, 8, 3))  # the slots of more keys spill registers
+    if tile_size > SMALL_TILE and head_dim > 128:
+        tunings.append(PrefillTuning(16, 8, 2))
     return device.fitting(
         tunings,
         partial(

@@ -114,7 +114,13 @@ def add_arguments(command: ArgumentParser) -> None:
     add_options(
         command,
         Config,
-        ["quantization", "quantize_lm_head", "kv_cache_dtype", "gpu_memory_utilization"],
+        [
+            "quantization",
+            "quantize_lm_head",
+            "kv_cache_dtype",
+            "gpu_memory_utilization",
+            "speculative_method",
+        ],
     )
 
 
