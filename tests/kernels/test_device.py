@@ -40,7 +40,7 @@ from tests.kernels.compile_launches import GPUS, SAMPLE
 
 H200 = Device((9, 0), 232448, 132)
 DEVICES = {arch: simulated(text) for arch, text in GPUS.items()}
-MAX_STACK, MAX_STACK_OF_WIDE_HEADS = 256, 768
+MAX_STACK, MAX_STACK_OF_WIDE_HEADS = 256, 1200
 """bytes of registers that a thread of these launches may spill"""
 KINDS = (86, 120)
 """the last architectures without and with instructions for e4m3"""
