@@ -20,6 +20,7 @@ from penstock.kernels.triton_elementwise import as_operand, widen
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 MIN_HEAD_DIM = 16
+BARRIER_BYTES = 2048  # at most
 
 
 class PrefillTuning(NamedTuple):
@@ -36,8 +37,8 @@ def prefill_shared_bytes(
     """Return the bytes of shared memory: keys and values in flight, queries and weights."""
     key_bytes = head_dim + 4 if is_fp8 else 2 * head_dim
     in_flight = (tuning.num_stages - 1) * 2 * tuning.block_n * key_bytes
-    if device.is_asynchronous:  # the operands of products in progress
-        return in_flight + (2 * tuning.block_n + tile_size) * 2 * head_dim
+    if device.is_asynchronous:  # the operands of products in progress, and barriers
+        return in_flight + (2 * tuning.block_n + tile_size) * 2 * head_dim + BARRIER_BYTES
     # in registers with large tiles, unless wide heads need those
     weights = tuning.block_n if tile_size <= SMALL_TILE or head_dim > 128 else 0
     return in_flight + tile_size * 2 * (head_dim + weights)
