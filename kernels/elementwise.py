@@ -58,10 +58,37 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def sigmoid_and_mul(gate: Tensor, x: Tensor) -> Tensor:
-    """Compute `sigmoid(gate) * x`; both have one shape and dtype."""
+    """Compute `sigmoid(gate) * x`; both are [num_tokens, heads, size] of one dtype.
+
+    On a GPU x is contiguous, and so are the last values of gate.
+    """
     check_tensor("gate", gate, tuple(x.shape), x.dtype)
+    if x.is_cuda:
+        from penstock.kernels import triton_elementwise
+
+        check_contiguous("x", x)
+        return triton_elementwise.sigmoid_and_mul(gate, x)
     # torch.exp gives the same bits for any shape, as in `silu_and_mul_reference`
     return (x.float() / (1 + torch.exp(-gate.float()))).to(x.dtype)
+
+
+def add_gated(residual: Tensor, x: Tensor, gate_input: Tensor, gate_weight: Tensor) -> Tensor:
+    """Add `sigmoid(gate_input @ gate_weight.T) * x` to residual, in place.
+
+    All are [num_tokens, size] but gate_weight [1, size]; on a GPU they are contiguous.
+    """
+    for name, tensor in (("x", x), ("gate_input", gate_input)):
+        check_tensor(name, tensor, tuple(residual.shape), residual.dtype)
+    check_tensor("gate_weight", gate_weight, (1, residual.shape[1]), residual.dtype)
+    if residual.is_cuda:
+        from penstock.kernels import triton_elementwise
+
+        for name, tensor in (("residual", residual), ("x", x), ("gate_input", gate_input)):
+            check_contiguous(name, tensor)
+        triton_elementwise.add_gated(residual, x, gate_input, gate_weight)
+        return residual
+    gate = (gate_input.float() * gate_weight.float()).sum(1, keepdim=True)
+    return residual.add_(x * (1 / (1 + torch.exp(-gate))).to(x.dtype))
 
 
 def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:

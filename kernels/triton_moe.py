@@ -260,6 +260,8 @@ def combine(
     tl.store(out + token * N + column, acc.to(out.dtype.element_ty), exists)
 
 
+# tokens of a program of `route` and `sort`: MIN_CHUNK with more experts than MAX_CHUNK_EXPERTS
+MIN_CHUNK, MAX_CHUNK, MAX_CHUNK_EXPERTS = 16, 64, 128
 # tile sizes for few rows, unless `choose` returns others
 ROUTER = GemmConfig("mma", 16, 128, 4, 4, 3, 512)
 COUNTS = 32
@@ -368,7 +370,9 @@ def sort_by_expert(
     used = min(num_pairs, num_here)  # each expert may have one partial tile
     most_tiles = used + (num_pairs - used) // bm
     # the chunk's size determines how threads share the sum of a token's probabilities
-    chunk = 16 if num_tokens <= 16 and not is_deterministic() else 64
+    chunk = MAX_CHUNK if num_experts <= MAX_CHUNK_EXPERTS else MIN_CHUNK
+    if num_tokens <= MIN_CHUNK and not is_deterministic():
+        chunk = triton.next_power_of_2(num_tokens)
     num_chunks = triton.cdiv(num_tokens, chunk)
     here = triton.next_power_of_2(num_here)
     empty = partial(logits.new_empty, dtype=torch.int32)
@@ -381,7 +385,7 @@ def sort_by_expert(
     weights, *sorted_pairs = routing
     ids, counts = empty(num_tokens, top_k), empty(num_chunks, here)
     sizes = {"CHUNK": chunk, "K": top_k, "KB": triton.next_power_of_2(top_k), "LB": here}
-    sizes |= {"num_warps": 4 if chunk == 16 else 8} | LAUNCH
+    sizes |= {"num_warps": 4 if chunk <= MIN_CHUNK else 8} | LAUNCH
     route[(num_chunks,)](
         logits, ids, weights, counts, *sorted_pairs, num_tokens, num_experts, first, num_here, bm,
         NORMALIZE=normalize, ALL=num_chunks == 1, EB=triton.next_power_of_2(num_experts),

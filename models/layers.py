@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.attention.backends import AttentionBackend
 from penstock.kernels.attention.rope import qk_norm_rope_store
-from penstock.kernels.elementwise import rms_norm, sigmoid_and_mul
+from penstock.kernels.elementwise import add_gated, rms_norm, sigmoid_and_mul
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.linear.linear import linear, norm_swiglu
@@ -149,7 +149,7 @@ class MoE(nn.Module):
             out=self.tp.empty(num_tokens, hidden_size, residual.dtype),
         )
         if self.shared:
-            part += self.shared(residual, norm)
+            self.shared(residual, norm, part)
         return part if self.tp.size == 1 else self.tp.all_reduce(part, residual)
 
     @property
@@ -168,12 +168,12 @@ class SharedExpert(nn.Module):
         self.mlp = MLP(layer, config, tp)
         self.gate = Router(tp, layer.pick("shared_expert_gate"))
 
-    def forward(self, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """Return this rank's part of the output for the norm of residual."""
-        gate = (rms_norm(residual, norm.weight, norm.eps).float() * self.gate.weight.float()).sum(1)
+    def forward(self, residual: Tensor, norm: RMSNorm, part: Tensor) -> None:
+        """Add this rank's part of the output for the norm of residual to `part`."""
         gate_up, down = self.mlp.gate_up_proj.weight, self.mlp.down_proj.weight
         out = linear(norm_swiglu(residual, norm.weight, norm.eps, gate_up), down)
-        return out * (1 / (1 + torch.exp(-gate))).to(out.dtype).unsqueeze(1)
+        normed = rms_norm(residual, norm.weight, norm.eps)
+        add_gated(part, out, normed, self.gate.weight)
 
 
 def format_of(config: ModelConfig, weights: list[Weight]) -> WeightFormat | None:

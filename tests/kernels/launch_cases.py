@@ -234,6 +234,8 @@ def _elementwise() -> None:
     x = numbers(64, HIDDEN)
     triton_elementwise.rms_norm(x, numbers(HIDDEN), 1e-6)
     triton_elementwise.silu_and_mul(x)
+    triton_elementwise.sigmoid_and_mul(numbers(64, 24, 256), numbers(64, 24, 256))
+    triton_elementwise.add_gated(*(numbers(64, HIDDEN) for _ in range(3)), numbers(1, HIDDEN))
     triton_elementwise.embedding(longs(64), numbers(VOCABULARY, HIDDEN))
     triton_elementwise.quantize(x, numbers(HIDDEN), 1e-6, False)
     triton_elementwise.quantize(numbers(64, 2 * 25600), None, 0.0, True)

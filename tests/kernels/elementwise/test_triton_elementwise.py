@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.rope import qk_norm_rope_store
-from penstock.kernels.elementwise import rms_norm_reference, silu_and_mul_reference
+from penstock.kernels.elementwise import (
+    add_gated,
+    rms_norm_reference,
+    sigmoid_and_mul,
+    silu_and_mul_reference,
+)
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.models.layers import rope_table
 from tests.kernels.conftest import in_8_bits, on
@@ -63,6 +68,28 @@ def test_silu_and_mul(num_tokens: int, size: int, device: str, dtype: torch.dtyp
 def test_silu_and_mul_is_finite_at_the_ends(gate: float, device: str, dtype: torch.dtype) -> None:
     x = torch.tensor([[gate, 1.0]]).to(dtype)
     assert_near(kernels.silu_and_mul(x.to(device)), silu_and_mul_reference(x))
+
+
+@pytest.mark.parametrize(("num_tokens", "heads", "size"), [(0, 4, 64), (1, 24, 256), (5, 3, 33)])
+def test_sigmoid_and_mul(
+    num_tokens: int, heads: int, size: int, device: str, dtype: torch.dtype
+) -> None:
+    x = torch.randn(num_tokens, heads, size).to(dtype)
+    joined = (torch.randn(num_tokens, heads * 2 + 1, size) * 20).to(dtype)
+    expected = sigmoid_and_mul(joined[:, : 2 * heads].unflatten(1, (heads, 2))[:, :, 1], x)
+    gate = joined.to(device)[:, : 2 * heads].unflatten(1, (heads, 2))[:, :, 1]
+    assert_near(kernels.sigmoid_and_mul(gate, x.to(device)), expected)
+
+
+@pytest.mark.parametrize(("num_tokens", "size"), [(0, 64), (1, 2048), (5, 33), (9, 1024)])
+def test_add_gated(num_tokens: int, size: int, device: str, dtype: torch.dtype) -> None:
+    residual, x, gate_input = torch.randn(3, num_tokens, size).to(dtype)
+    weight = (torch.randn(1, size) * size**-0.5).to(dtype)
+    operands = residual, x, gate_input, weight
+    actual, *others = (tensor.to(device, copy=True) for tensor in operands)
+    kernels.add_gated(actual, *others)
+    expected = add_gated(*(tensor.float() for tensor in operands)).to(dtype)
+    assert_near(actual, expected)
 
 
 def store_by_both(
