@@ -260,8 +260,9 @@ def combine(
     tl.store(out + token * N + column, acc.to(out.dtype.element_ty), exists)
 
 
-# tokens of a program of `route` and `sort`: MIN_CHUNK with more experts than MAX_CHUNK_EXPERTS
-MIN_CHUNK, MAX_CHUNK, MAX_CHUNK_EXPERTS = 16, 64, 128
+# tokens of a program of `route` and `sort`: CHUNK, or SMALL_CHUNK with more than CHUNK_EXPERTS
+# experts; few tokens are divided among up to PROGRAMS programs
+CHUNK, SMALL_CHUNK, CHUNK_EXPERTS, PROGRAMS = 64, 16, 128, 16
 # tile sizes for few rows, unless `choose` returns others
 ROUTER = GemmConfig("mma", 16, 128, 4, 4, 3, 512)
 COUNTS = 32
@@ -369,10 +370,10 @@ def sort_by_expert(
     num_pairs = num_tokens * top_k
     used = min(num_pairs, num_here)  # each expert may have one partial tile
     most_tiles = used + (num_pairs - used) // bm
+    chunk = CHUNK if num_experts <= CHUNK_EXPERTS else SMALL_CHUNK
     # the chunk's size determines how threads share the sum of a token's probabilities
-    chunk = MAX_CHUNK if num_experts <= MAX_CHUNK_EXPERTS else MIN_CHUNK
-    if num_tokens <= MIN_CHUNK and not is_deterministic():
-        chunk = triton.next_power_of_2(num_tokens)
+    if not is_deterministic():
+        chunk = min(chunk, triton.next_power_of_2(triton.cdiv(num_tokens, PROGRAMS)))
     num_chunks = triton.cdiv(num_tokens, chunk)
     here = triton.next_power_of_2(num_here)
     empty = partial(logits.new_empty, dtype=torch.int32)
@@ -385,7 +386,7 @@ def sort_by_expert(
     weights, *sorted_pairs = routing
     ids, counts = empty(num_tokens, top_k), empty(num_chunks, here)
     sizes = {"CHUNK": chunk, "K": top_k, "KB": triton.next_power_of_2(top_k), "LB": here}
-    sizes |= {"num_warps": 4 if chunk <= MIN_CHUNK else 8} | LAUNCH
+    sizes |= {"num_warps": 4 if chunk <= SMALL_CHUNK else 8} | LAUNCH
     route[(num_chunks,)](
         logits, ids, weights, counts, *sorted_pairs, num_tokens, num_experts, first, num_here, bm,
         NORMALIZE=normalize, ALL=num_chunks == 1, EB=triton.next_power_of_2(num_experts),
