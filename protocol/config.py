@@ -23,6 +23,7 @@ from penstock.protocol.processors import threads_of_worker
 
 DISTRIBUTION = "penstock-llm"  # the name on PyPI; `penstock` is another project there
 DEFAULT_CLIENT = "client"  # name of the client whose key is used by default
+HYBRID_DEMO = "demo-hybrid"  # value of `model` for the second demo model
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
 Count = Annotated[int, Meta(ge=1)]
@@ -38,7 +39,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     model: str = ""
     """folder of a Qwen3 checkpoint, its name on the Hugging Face Hub, or a GGUF file; empty: the
-    demo model"""
+    demo model; demo-hybrid: the hybrid demo model"""
     revision: str = ""
     """branch, tag or commit of --model on the hub; empty: its main branch"""
     served_model_name: str | tuple[str, ...] = ""
@@ -260,9 +261,10 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     @property
     def model_folder(self) -> Path:
         """The checkpoint to serve."""
-        if self.model:
-            return Path(self.model)
-        return Path(__file__).parents[1] / "models" / "demo" / "checkpoint"
+        demos = Path(__file__).parents[1] / "models" / "demo"
+        if self.model == HYBRID_DEMO:
+            return demos / "hybrid"
+        return Path(self.model) if self.model else demos / "checkpoint"
 
 
 OPTIONS = Config.__struct_fields__[:-1]  # all but `models`, which no flag sets

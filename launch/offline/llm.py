@@ -78,7 +78,8 @@ class LLM:
     ) -> None:
         """Start the pipeline.
 
-        model: folder of a checkpoint, or a name on the Hugging Face Hub; empty: the demo model.
+        model: folder of a checkpoint, or a name on the Hugging Face Hub; empty: the demo model;
+        demo-hybrid: the hybrid demo model.
         options: options of `launch all`, with their names there (`num_blocks`) or vLLM's names
         (`enforce_eager`).
 

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.protocol.checkpoint import ModelError
+from penstock.protocol.config import HYBRID_DEMO
 
 DOWNLOADER = "penstock.launch.pipeline.hub_download"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -61,7 +62,7 @@ class HubModel(NamedTuple):
 
 
 def hub_model(options: dict[str, Any]) -> HubModel | None:
-    """Return the repository named by `model`; None for a folder, which wins, or the demo model.
+    """Return the repository named by `model`; None for a folder, which wins, or a demo model.
 
     Raises LaunchError if `model` is neither, and for a `revision` without a repository.
     """
@@ -73,7 +74,7 @@ def hub_model(options: dict[str, Any]) -> HubModel | None:
             f"--revision: got {revision!r}, expected none for the folder {model or 'of the demo'}; "
             "it is for a name on the Hugging Face Hub"
         )
-    if model and not Path(model).exists():
+    if model and model != HYBRID_DEMO and not Path(model).exists():
         raise LaunchError(
             f"--model: got {model!r}, expected an existing folder or GGUF file, or a name on the "
             f"Hugging Face Hub such as Qwen/Qwen3-8B{near_folder(model)}"
@@ -93,7 +94,9 @@ def resolve(options: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
         if model and model.lower().endswith(".gguf") and Path(model).is_file():
             folder = _folder_of_gguf(Path(model))
             return {"served_model_name": Path(model).stem} | options | {"model": str(folder)}
-        return options | ({"model": str(Path(model).absolute())} if model else {})
+        if not model or (model == HYBRID_DEMO and not Path(model).exists()):
+            return options
+        return options | {"model": str(Path(model).absolute())}
     if options.get("backend") == "ray" and weights:
         return options
     rest = {field: value for field, value in options.items() if field != "revision"}

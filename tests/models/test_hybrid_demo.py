@@ -1,5 +1,7 @@
-"""The hybrid demo model: the forward pass of its training, its gradients, and MTP drafts."""
+"""The hybrid demo model: training's forward pass, MTP drafts, and the shipped checkpoint."""
 
+import functools
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,25 +10,24 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import DynamicCache, Qwen3_5ForCausalLM
+from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3_5ForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
 from tests.models import forward
 from tests.tools.demo import tokenizer
 from tests.tools.demo.batches import collate
-from tests.tools.demo.convert import converted
-from tests.tools.demo.dialogues import plain
-from tests.tools.demo.evaluate import MAX_DRAFTS
+from tests.tools.demo.dialogues import Dialogue, chat, plain
+from tests.tools.demo.evaluate import MAX_DRAFTS, accepted_drafts, answer_margins
 from tests.tools.demo.hybrid import CHUNK, Hybrid, Pass, states_before
 from tests.tools.demo.model_files import (
-    CHECKPOINT_FOLDER,
     HYBRID_CONFIG,
+    HYBRID_FOLDER,
     load_hybrid,
     load_model,
     logits_of,
     save_checkpoint,
 )
-from tests.tools.demo.tasks import Example, answer_to
+from tests.tools.demo.tasks import Example, answer_to, count_prompt, is_right
 from tests.tools.demo.train import backward
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
@@ -55,6 +56,11 @@ def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hybrid")
     save_checkpoint(model, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Hybrid:
+    return load_hybrid(HYBRID_FOLDER)
 
 
 @torch.inference_mode()
@@ -178,22 +184,81 @@ def test_passes_are_drafts_in_turn(random_folder: Path, num_known: int) -> None:
     torch.testing.assert_close(torch.stack(found), expected, **TOLERANCE)
 
 
-@torch.inference_mode()
-def test_a_converted_model_is_the_other_demo_but_for_three_mixers() -> None:
-    source = load_model(CHECKPOINT_FOLDER)
-    model = converted(source)
-    token_ids = torch.tensor([plain(_example("reverse: penstock")).token_ids])
-    padded = functional.pad(token_ids, (0, -token_ids.shape[1] % CHUNK))
-    embedding = source.model.embed_tokens(padded)
-    rope = source.model.rotary_emb(embedding, torch.arange(padded.shape[1]).unsqueeze(0))
-    for layer, given in zip(model.model.layers, source.model.layers, strict=True):
-        if layer.has_state:
-            layer.before = lambda _x, _positions: (torch.zeros(1, 1, 1, 2),)
-            layer.after = lambda x, _states, given=given: given(
-                x.unsqueeze(0), position_embeddings=rope
-            ).squeeze(0)
-    expected = logits_of(source, padded)
-    torch.testing.assert_close(logits_of(model, padded), expected, atol=1e-3, rtol=0.0)
+def test_configuration_and_names_are_those_of_published_checkpoints() -> None:
+    config = json.loads((HYBRID_FOLDER / "config.json").read_bytes())
+    assert config == HYBRID_CONFIG
+    weights = load_file(HYBRID_FOLDER / "model.safetensors")
+    assert {name.partition(".")[0] for name in weights} == {"model", "mtp"}
+    assert set(weights) == set(Hybrid(HYBRID_CONFIG).state_dict())
+    assert set(weights) >= {
+        "mtp.fc.weight",
+        "mtp.pre_fc_norm_hidden.weight",
+        "mtp.pre_fc_norm_embedding.weight",
+        "mtp.norm.weight",
+        "mtp.layers.0.self_attn.q_proj.weight",
+        "mtp.layers.0.mlp.gate_proj.weight",
+    }
+
+
+def test_the_tokenizer_is_that_of_the_other_demo(tmp_path: Path) -> None:
+    tokenizer.save_tokenizer(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (HYBRID_FOLDER / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_the_weights_are_small_enough() -> None:
+    assert (HYBRID_FOLDER / "model.safetensors").stat().st_size <= 10_100_000
+
+
+@functools.cache
+def _transformers() -> tuple[PreTrainedTokenizerFast, Qwen3_5ForCausalLM]:
+    return PreTrainedTokenizerFast.from_pretrained(HYBRID_FOLDER), load_model(HYBRID_FOLDER)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "17+25=",
+        "count from 3 to 9",
+        "count from 95 to 103",
+        "reverse: penstock",
+        "repeat: 水压管 is a 👩🏽‍🔬 penstock",
+    ],
+)
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_the_model_answers(prompt: str, is_chat: bool) -> None:
+    own_tokenizer, model = _transformers()
+    text = prompt
+    if is_chat:
+        text = own_tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+    inputs = own_tokenizer(text, return_tensors="pt")
+    completion = model.generate(**inputs, max_new_tokens=80)[0, inputs["input_ids"].shape[1] :]
+    assert is_right(prompt, own_tokenizer.decode(completion, skip_special_tokens=True))
+    assert completion[-1] == (tokenizer.IM_END_ID if is_chat else tokenizer.END_OF_TEXT_ID)
+
+
+def test_the_model_is_sure_of_a_long_count(shipped: Hybrid) -> None:
+    example = _example(count_prompt(120, 540))
+    for dialogue in (plain(example), chat([example])):
+        assert len(dialogue.token_ids) > 1400
+        assert answer_margins(shipped, [dialogue])[0] > 1
+
+
+def test_drafts_are_accepted(shipped: Hybrid) -> None:
+    prompts = (count_prompt(120, 180), "repeat: 水压管 is a penstock, naïve", "reverse: penstock")
+    dialogues: list[Dialogue] = [plain(_example(prompt)) for prompt in prompts]
+    accepted, places = accepted_drafts(shipped, dialogues)
+    assert places.tolist() == [sum(_num_places(d, k) for d in dialogues) for k in range(MAX_DRAFTS)]
+    shares = accepted / places
+    assert shares[0] > 0.8
+    assert shares[2] > 0.5
+
+
+def _num_places(dialogue: Dialogue, number: int) -> int:
+    """Return the tokens of an answer that are followed by more than `number` others."""
+    return max(0, sum(label >= 0 for label in dialogue.labels) - 1 - number)
 
 
 def _example(prompt: str) -> Example:

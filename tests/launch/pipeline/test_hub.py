@@ -23,7 +23,7 @@ from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import DOWNLOADER, HubModel, hub_model, resolve
 from penstock.launch.pipeline.hub_download import download
 from penstock.protocol.checkpoint import ModelError
-from penstock.protocol.config import Config
+from penstock.protocol.config import HYBRID_DEMO, Config
 from tests.launch.pipeline.fake_hub import COMMIT, TOKEN, FakeHub
 
 pytestmark = pytest.mark.slow
@@ -256,6 +256,10 @@ def test_a_folder_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ):
             hub_model({"model": model})
     assert resolve({}) == {}
+    assert resolve({"model": HYBRID_DEMO}) == {"model": HYBRID_DEMO}
+    assert Config(model=HYBRID_DEMO).model_name == HYBRID_DEMO
+    (tmp_path / HYBRID_DEMO).mkdir()
+    assert resolve({"model": HYBRID_DEMO}) == {"model": str(tmp_path / HYBRID_DEMO)}
     with pytest.raises(LaunchError, match="expected none for the folder of the demo"):
         resolve({"revision": "v1"})
 
