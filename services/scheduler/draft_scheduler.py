@@ -14,6 +14,10 @@ from penstock.services.scheduler.ngram_lookup import NgramLookup
 from penstock.services.scheduler.proposer import KNOWN, LayerProposer, Proposer
 from penstock.services.scheduler.sequence import Sequence
 
+# Tokens that the proposers of all sequences read for a plan, 1 µs each. A longer prompt is read
+# over several plans, while it is computed.
+TOKENS_READ_PER_PLAN = 1024
+
 
 class DraftScheduler:
     """The maker and counter of drafts for all sequences."""
@@ -53,9 +57,13 @@ class DraftScheduler:
 
     def add_drafts(self, running: list[Sequence], builder: PlanBuilder, num_left: int) -> None:
         """Add drafts of decoding sequences, at most `num_left` rows."""
+        num_unread = TOKENS_READ_PER_PLAN
         for sequence in running:
-            if sequence.proposer and sequence.num_planned_tokens > sequence.num_prefill_tokens:
-                num_left -= self._add(sequence, sequence.proposer, builder, num_left)
+            if not (proposer := sequence.proposer):
+                continue
+            num_unread -= proposer.read(num_unread)
+            if sequence.num_planned_tokens > sequence.num_prefill_tokens:
+                num_left -= self._add(sequence, proposer, builder, num_left)
 
     def _add(
         self, sequence: Sequence, proposer: Proposer, builder: PlanBuilder, num_left: int

@@ -47,16 +47,21 @@ class NgramLookup(Proposer):
             changed = self._required - 1 if is_right else 2 * self._required
             self._required = min(max(SHORT, changed), MAX_REQUIRED)
 
-    def look_up(self) -> bool:
-        """Index new tokens and set the pointer. Return whether the match has the required length.
-
-        The pointer may move, so no guess may be in flight.
-        """
-        token_ids = self.token_ids
-        for end in range(self._num_indexed, len(token_ids)):
+    def read(self, most: int) -> int:
+        token_ids, begin = self.token_ids, self._num_indexed
+        self._num_indexed = max(begin, min(begin + most, len(token_ids)))
+        for end in range(begin, self._num_indexed):
             for size in (LONG, SHORT):
                 self._index[hash(tuple(token_ids[end - size : end]))] = end
-        self._num_indexed = max(self._num_indexed, len(token_ids))
+        return self._num_indexed - begin
+
+    def look_up(self) -> bool:
+        """Set the pointer. Return whether the match has the required length.
+
+        The pointer may move, so no guess may be in flight. Tokens that were not read yet are not
+        found.
+        """
+        token_ids = self.token_ids
         for size in (LONG, SHORT):
             if self.matched >= size:
                 break

@@ -2,7 +2,8 @@
 
 A *draft* is an input token that is guessed before the step that would sample it. `NgramLookup`
 finds drafts in the sequence itself; those of `LayerProposer` come with the sampled tokens, from the
-workers' layer of multi-token prediction. Another proposer would implement the same three methods.
+workers' layer of multi-token prediction. Another proposer would implement the same three
+methods, and `read` if it prepares the tokens.
 """
 
 import math
@@ -24,6 +25,10 @@ class Proposer(ABC):
         # input tokens of the rows in flight, drafts or KNOWN; first the row of the prefill
         self._inputs = deque([KNOWN])
         self._num_void = 0  # void rows in flight before these, which follow a wrong draft
+
+    def read(self, most: int) -> int:  # noqa: ARG002
+        """Read up to `most` tokens that were not read yet, if needed. Return their number."""
+        return 0
 
     @abstractmethod
     def num_drafts(self, has_row: bool) -> int:

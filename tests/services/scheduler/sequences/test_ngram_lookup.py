@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.services.scheduler import draft_scheduler
 from penstock.services.scheduler.ngram_lookup import LONG, MAX_REQUIRED, SHORT, NgramLookup
 from penstock.services.scheduler.proposer import KNOWN
 from tests.services.scheduler.builders import long_prompt
@@ -23,6 +24,12 @@ def speculating(**options: Any) -> Simulation:
 def drafts(sim: Simulation) -> list[list[Draft]]:
     """Return the drafts of each plan, as (slot, (position, tokens))."""
     return [split(plan.drafts) for plan in sim.plans]
+
+
+def finds(lookup: NgramLookup) -> bool:
+    """Read all tokens, and look up their end."""
+    lookup.read(len(lookup.token_ids))
+    return lookup.look_up()
 
 
 def test_guesses_run_ahead_of_the_tokens() -> None:
@@ -106,15 +113,37 @@ def test_the_newest_and_longest_place_is_found() -> None:
     text = long_prompt(LONG, 10)
     token_ids = [*text, 1, *text[-SHORT:], 2, *text]
     lookup = NgramLookup(token_ids)
-    assert lookup.look_up()
+    assert finds(lookup)
     begin = len(token_ids)
     assert lookup.drafts(begin, begin + 3) == [1, *text[-SHORT:-1]]
     token_ids = [*text, 1, 5, *text[-SHORT:], 2, 5, *text[-SHORT:]]
     lookup = NgramLookup(token_ids)
-    assert lookup.look_up()
+    assert finds(lookup)
     begin = len(token_ids)
     assert lookup.drafts(begin, begin + 2) == [2, 5]
-    assert not NgramLookup([*text, *text[-SHORT + 1 :]]).look_up()
+    assert not finds(NgramLookup([*text, *text[-SHORT + 1 :]]))
+
+
+def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sequences of a plan share the tokens that it reads."""
+    monkeypatch.setattr(draft_scheduler, "TOKENS_READ_PER_PLAN", 10)
+    read, numbers = NgramLookup.read, [0]
+
+    def counted(lookup: NgramLookup, most: int) -> int:
+        number = read(lookup, most)
+        numbers[-1] += number
+        return number
+
+    monkeypatch.setattr(NgramLookup, "read", counted)
+    sim = speculating(max_num_batched_tokens=100, num_plans_in_flight=1)
+    for first in (10, 60):
+        sim.add([1, 2, 3, *long_prompt(38, first), 1, 2, 3], seed=LOOP, max_tokens=12)
+    while sim.step():
+        numbers.append(0)
+    assert numbers[:8] == [10] * 8
+    assert max(numbers) == 10
+    lengths = [len(sequence.token_ids) for sequence in sim.sequences]
+    assert sum(numbers) > sum(lengths) - 2 * (SHORT + 10)
 
 
 def test_wrong_guesses_make_it_wary() -> None:
@@ -128,10 +157,10 @@ def test_wrong_guesses_make_it_wary() -> None:
     assert lookup.accept_row()  # the prefill
     for required in (SHORT, 2 * SHORT, 4 * SHORT, 8 * SHORT, MAX_REQUIRED):
         set_tokens(*text, *text[: required - 1])
-        assert not lookup.look_up()
+        assert not finds(lookup)
         set_tokens(*text, *text[:required])
         assert lookup.check() is None
-        assert lookup.look_up()
+        assert finds(lookup)
         lookup.send([KNOWN, 999, 998])
         assert lookup.accept_row()
         lookup.token_ids.append(1)
