@@ -27,7 +27,7 @@ from penstock.protocol.messages.worker import (
     FolderRequest,
     GrammarCompiled,
 )
-from penstock.services.scheduler.blocks.block_manager import BlockManager
+from penstock.services.scheduler.blocks.block_manager import BLOCKS_PER_PLAN, BlockManager
 from penstock.services.scheduler.draft_scheduler import DraftScheduler
 from penstock.services.scheduler.grammar_index import GrammarIndex
 from penstock.services.scheduler.in_flight_plan import (
@@ -279,12 +279,17 @@ class Scheduler:
 
     def _admit(self, builder: PlanBuilder, budget: int) -> int:
         may_admit = budget and self._free_slots and self.block_manager.has_room(bool(self.running))
+        self.block_manager.budget = BLOCKS_PER_PLAN
         for sequence in self.waiting.candidates() if may_admit else ():
             if self._must_wait(sequence) or not sequence.may_run:
                 break
             if not self.block_manager.is_chunk(sequence, budget):
                 break
-            if not self.block_manager.allocate(sequence, keep_watermark=bool(self.running)):
+            is_allocated = self.block_manager.allocate(sequence, bool(self.running))
+            may_admit = self.block_manager.budget > 0
+            if not is_allocated:
+                if not may_admit:
+                    break  # the next plan hashes more blocks
                 self.waiting.hold(sequence)  # every sequence fits when it is alone
                 continue
             self.waiting.admit(sequence)
@@ -295,7 +300,7 @@ class Scheduler:
             self._add_row(sequence, builder)
             if self._loads(sequence, builder):
                 budget -= self._add_chunk(sequence, builder, budget)
-            if not budget or not self._free_slots:
+            if not (budget and self._free_slots and may_admit):
                 break
         return budget
 

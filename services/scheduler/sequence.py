@@ -55,9 +55,9 @@ class Sequence:
       num_preemptions, num_planned_tokens, num_computed_tokens
     - `BlockManager`: block_table, capacity, num_prefill_tokens, num_planned_tokens,
       num_computed_tokens, num_published_blocks, published_content, record_place, loads,
-      has_fetched, full_blocks
+      has_fetched, full_blocks, tried, awaited
     - `StateBlocks`: state_blocks, state_plans, checkpoints
-    - `OffloadIndex`: has_fetched, loads
+    - `OffloadIndex`: has_fetched, loads, awaited
     - `DraftScheduler`: proposer, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `GrammarIndex`: grammar
@@ -133,6 +133,10 @@ class Sequence:
     # (key, place) of copies from the host that are not planned yet: last planned blocks, checkpoint
     loads: deque[tuple[bytes, int]] = field(default_factory=deque)
     has_fetched: bool = False  # True if files of the folder tier were requested
+    awaited: bytes = b""  # hash of a block in a tier for which the last try had to wait
+    # of the last try that lacked blocks: the number of cached blocks, and of blocks that would have
+    # been left (negative), less `BlockPool.num_released`
+    tried: tuple[int, int] | None = None
     # (hash, token ids) of the first full blocks, computed when needed
     full_blocks: list[tuple[bytes, bytes]] = field(default_factory=list)
     detokenizer: bytes | None = None  # identity of the detokenizer

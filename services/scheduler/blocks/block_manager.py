@@ -6,7 +6,8 @@ the position after which a sequence continues.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from typing import NamedTuple
 
 from penstock.protocol.config import Config
@@ -19,6 +20,10 @@ from penstock.services.scheduler.blocks.state_blocks import StateBlocks
 from penstock.services.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
+
+# Blocks of waiting sequences that are hashed or shared for a plan while other sequences run; a hash
+# takes 0.6 µs. Longer prompts are hashed over several plans.
+BLOCKS_PER_PLAN = 2048
 
 
 class _Prefix(NamedTuple):
@@ -42,6 +47,8 @@ class BlockManager:
         self.pool = pool
         self.block_size = block_size
         self.watermark = watermark
+        # what is left of BLOCKS_PER_PLAN for the current plan
+        self.budget = BLOCKS_PER_PLAN
         self._caching = caching
         self.records = pool.records if caching else None
         # index of the host tier; `pool.offload` is None while the workers have no host tier
@@ -101,26 +108,29 @@ class BlockManager:
     def allocate(self, sequence: Sequence, keep_watermark: bool) -> bool:
         """Allocate blocks for all tokens, and room for the state.
 
-        Return False if blocks are missing or still loading.
+        Return False if blocks are missing or still loading, or if hashes are missing while other
+        sequences run, which `keep_watermark` says. A try that lacks blocks is remembered, so the
+        next tries cost nothing until enough blocks may have come.
         """
-        if self.states and not self.states.has_room:
+        least = self.watermark if keep_watermark else 0
+        if (self.states and not self.states.has_room) or not self._may_fit(sequence, least):
             return False
-        num_tokens = len(sequence.token_ids)
-        num_matchable = (num_tokens - 1) // self.block_size  # one token is always computed
-        num_matchable = min(num_matchable, self._num_publishable(sequence, num_tokens))
-        if sequence.needs_prompt_logprobs:
-            num_matchable = 0  # prompt logprobs are computed with the prompt
-        found = self._find_prefix(sequence, self._full_blocks(sequence, num_matchable))
-        if found is None:
+        cached = self._find_cached(sequence, is_alone=not keep_watermark)
+        found = None if cached is None else self._find_prefix(sequence, cached)
+        if cached is None or found is None:
             return False
-        matched, loads = found.matched, found.loads
+        matched, loads, num_tokens = found.matched, found.loads, len(sequence.token_ids)
         last, num_kept = (-1, 0) if loads else self._match_recovered(sequence, matched)
         tail = [last] if num_kept else []
-        num_new = -(-num_tokens // self.block_size) - len(matched) - len(tail)
+        num_needed = -(-num_tokens // self.block_size)
+        num_new = num_needed - len(matched) - len(tail)
         num_left = self.pool.num_free_without(matched + tail) - num_new
-        if num_left < (self.watermark if keep_watermark else 0):
+        if num_left < least:
+            num_left = self.pool.num_free_without(cached) + len(cached) - num_needed
+            sequence.tried = len(cached), num_left - self.pool.num_released
             return False
-        sequence.has_fetched = False
+        self.budget -= len(matched)
+        sequence.tried, sequence.awaited, sequence.has_fetched = None, b"", False
         if self.pool.offload:
             self.pool.offload.pin(loads)
         places: list[int] = []  # to which the checkpoint is copied
@@ -143,15 +153,58 @@ class BlockManager:
         sequence.record_place = 0
         return True
 
-    def _find_prefix(
-        self, sequence: Sequence, full_blocks: list[tuple[bytes, bytes]]
-    ) -> _Prefix | None:
-        """Find the longest prefix in the pool and its tiers; None if the sequence must wait.
+    def _may_fit(self, sequence: Sequence, least: int) -> bool:
+        """Return whether a new try may succeed, and leave `least` blocks free.
 
-        Of a model with recurrent state, the prefix has a checkpoint at its end.
+        Each block that was released since the last try, or extends the cached prefix, may help.
+        """
+        tier = self.pool.offload
+        if sequence.awaited and tier and tier.is_awaited(sequence.awaited):
+            return False
+        if sequence.tried is None:
+            return True
+        num_matched, num_left = sequence.tried
+        following = self._lookups(sequence, num_matched, self._num_matchable(sequence))
+        num_more = sum(1 for _ in takewhile(self.pool.has, following))
+        sequence.tried = num_matched + num_more, num_left + num_more
+        return num_left + num_more + self.pool.num_released >= least
+
+    def _find_cached(self, sequence: Sequence, is_alone: bool) -> list[int] | None:
+        """Return the longest prefix in the pool; None if hashes are missing.
+
+        The budget limits the hashes of a plan, except for a sequence that runs alone.
+        """
+        num_hashed, num_matchable = len(sequence.full_blocks), self._num_matchable(sequence)
+        end = num_matchable if is_alone else min(num_matchable, num_hashed + self.budget)
+        cached = self.pool.match(self._lookups(sequence, 0, end))
+        if self.pool.offload:
+            self._hash_blocks(sequence, end)
+        self.budget -= len(sequence.full_blocks) - num_hashed
+        return None if len(sequence.full_blocks) == end < num_matchable else cached
+
+    def _num_matchable(self, sequence: Sequence) -> int:
+        """Return the number of full blocks that a waiting sequence may share."""
+        if sequence.needs_prompt_logprobs:
+            return 0  # prompt logprobs are computed with the prompt
+        num_tokens = len(sequence.token_ids)  # one token is always computed
+        return min((num_tokens - 1) // self.block_size, self._num_publishable(sequence, num_tokens))
+
+    def _lookups(self, sequence: Sequence, begin: int, end: int) -> Iterator[tuple[bytes, bytes]]:
+        """Yield (hash, token ids) of the full blocks [begin, end). Hash each when it is needed."""
+        known = sequence.full_blocks
+        yield from known[begin:end]
+        for index in range(max(begin, len(known)), end):
+            self._hash_blocks(sequence, index + 1)
+            yield known[index]
+
+    def _find_prefix(self, sequence: Sequence, cached: list[int]) -> _Prefix | None:
+        """Find the longest prefix in the pool (`cached`) and its tiers.
+
+        Return None if the sequence must wait. Of a model with recurrent state, the prefix has a
+        checkpoint at its end.
         """
         tier, states = self.pool.offload, self.states
-        cached = self.pool.match(full_blocks)
+        full_blocks = sequence.full_blocks[: self._num_matchable(sequence)]
         hashes, num_seen = [hash_ for hash_, _ in full_blocks], len(cached)
         for in_files in (not sequence.has_fetched, False):  # not all files may be available
             number = len(full_blocks)
@@ -272,25 +325,27 @@ class BlockManager:
 
     def _hash_before(self, sequence: Sequence, num_blocks: int) -> bytes:
         """Return the chained hash of the first `num_blocks` blocks."""
-        full_blocks = self._full_blocks(sequence, num_blocks)
-        return full_blocks[-1][0] if full_blocks else hash_root(sequence.cache_salt)
+        self._hash_blocks(sequence, num_blocks)
+        if not num_blocks:
+            return hash_root(sequence.cache_salt)
+        return sequence.full_blocks[num_blocks - 1][0]
 
     def _num_publishable(self, sequence: Sequence, num_computed: int) -> int:
-        """Return the number of full blocks that other sequences may have.
+        """Return the number of full blocks that other sequences may have; 0 without caching.
 
         A model with recurrent state computes sampled tokens in another order of arithmetic than the
         tokens of a prompt. So their KV has other bits, and stays with its sequence.
         """
         if self.states:
             num_computed = min(num_computed, sequence.num_prompt_tokens)
-        return num_computed // self.block_size
+        return num_computed // self.block_size if self._caching else 0
 
     def publish_loaded(self, sequence: Sequence) -> list[tuple[int, int]]:
         """Publish the checkpoint that a sequence has loaded, if any, before its first chunk.
 
         Return (block, number of its content), as `publish` does.
         """
-        if self.states is None:
+        if self.states is None or not self._caching:
             return []
         hash_ = self._hash_before(sequence, sequence.num_planned_tokens // self.block_size)
         return self.states.publish_loaded(sequence, hash_)
@@ -304,11 +359,11 @@ class BlockManager:
         preempted meanwhile has no blocks, so nothing is published.
         """
         num_full = min(self._num_publishable(sequence, num_computed), len(sequence.block_table))
-        full_blocks = self._full_blocks(sequence, num_full)
+        self._hash_blocks(sequence, num_full)
         published: list[tuple[int, int]] = []
-        for index in range(sequence.num_published_blocks, len(full_blocks)):
-            block = sequence.block_table[index]
-            content = self.pool.publish(block, sequence.published_content, *full_blocks[index])
+        for index in range(sequence.num_published_blocks, num_full):
+            block, found = sequence.block_table[index], sequence.full_blocks[index]
+            content = self.pool.publish(block, sequence.published_content, *found)
             sequence.published_content = content
             published.append((block, content))
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
@@ -335,17 +390,14 @@ class BlockManager:
             for block in sequence.block_table:
                 self.records.clear(block)
 
-    def _full_blocks(self, sequence: Sequence, num_blocks: int) -> list[tuple[bytes, bytes]]:
-        """Return (hash, token ids) of the first blocks; an empty list without prefix caching."""
-        if not self._caching:
-            return []
+    def _hash_blocks(self, sequence: Sequence, num_blocks: int) -> None:
+        """Compute (hash, token ids) of the first blocks, as far as they are not known."""
         known = sequence.full_blocks
         for index in range(len(known), num_blocks):
             start = index * self.block_size
             token_ids = pack(sequence.token_ids[start : start + self.block_size])
             parent = known[-1][0] if known else hash_root(sequence.cache_salt)
             sequence.full_blocks.append((self.pool.hash_block(parent, token_ids), token_ids))
-        return known[:num_blocks]
 
     # ---- rollback, and recovery from worker failures -------------------------------------------
 

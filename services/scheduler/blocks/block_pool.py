@@ -44,6 +44,7 @@ class BlockPool:
         self._unsaved: dict[int, None] = {}  # blocks whose content may have no file
         self._num_contents = ROOT
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.num_released = 0  # blocks that became free
         found = recover(records) if records else []
         # blocks that an earlier scheduler has recorded and that were not taken or hidden since
         self.recovered = RecoveredBlocks(found, self._free) if found else None
@@ -61,6 +62,7 @@ class BlockPool:
             self.records.begin(memory_id)
         pool = BlockPool(self.num_blocks, self.hash_block, self.records)
         pool.offload, pool.has_states = self.offload, self.has_states
+        pool.num_released = self.num_released
         return pool
 
     @property
@@ -85,6 +87,10 @@ class BlockPool:
             blocks.append(block)
             parent = content.number
         return blocks
+
+    def has(self, full_block: tuple[bytes, bytes]) -> bool:
+        """Return whether a full block is cached, whether the blocks before it are or not."""
+        return full_block[0] in self._cached
 
     def adopt(self, block: int) -> None:
         """Take a free block whose first tokens are kept. Hide its content, as it will change."""
@@ -171,6 +177,7 @@ class BlockPool:
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
+                self.num_released += 1
                 self._free[block] = None
                 if block not in self._contents:
                     self._free.move_to_end(block, last=False)

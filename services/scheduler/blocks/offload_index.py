@@ -181,17 +181,21 @@ class OffloadIndex:
 
         Return None if the sequence must wait, for files or for a sequence that loads the blocks.
         """
-        if self.is_loading(hashes[0]) or self.is_loading(hashes[-1]):
-            return None
         found = self.find(hashes)
-        rest = hashes[len(found) :]
-        if rest and self.folder and self.folder.is_reading(rest[0]):
+        pinned = filter(self._pins.__contains__, (hashes[0], hashes[-1]))
+        awaited = [*pinned, *hashes[len(found) :][:1]]
+        if awaited and self.is_awaited(awaited[0]):
+            sequence.awaited = awaited[0]
             return None
         if self.folder and not sequence.has_fetched:
             sequence.has_fetched = True
             if self.fetch(hashes):
                 return None
         return found
+
+    def is_awaited(self, hash_: bytes) -> bool:
+        """Return whether a sequence that needs this block must wait for its copy or its file."""
+        return hash_ in self._pins or (self.folder is not None and self.folder.is_reading(hash_))
 
     def pieces(self, block: int, hash_: bytes) -> Iterator[tuple[int, bytes]]:
         """Yield the place in `CopyBlocks` and the key of each piece of a state block.
@@ -220,10 +224,6 @@ class OffloadIndex:
         if hash_ in self._entries or self.folder is None:
             return hash_ in self._entries
         return self.folder.is_reading(hash_) or (in_files and hash_ in self.folder)
-
-    def is_loading(self, hash_: bytes) -> bool:
-        """Return whether a sequence is loading this block, which it will publish soon."""
-        return hash_ in self._pins
 
     def store(self, block: int, hash_: bytes, overlapped: bool = False) -> bool:
         """Plan a copy of a block to the host, unless it is there or no slot can be freed.

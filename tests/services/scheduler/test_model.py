@@ -21,8 +21,9 @@ from hypothesis.stateful import (
 from penstock.protocol.messages.client import FinishReason
 from penstock.protocol.messages.sampling import Pooling
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.scheduler import ngram_lookup
+from penstock.services.scheduler import draft_scheduler, ngram_lookup, scheduler
 from penstock.services.scheduler.blocks import state_blocks
+from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_records import HASH_BYTES, hash_block
 from penstock.services.scheduler.sequence import CannotFitError, Sequence
 from tests.services.scheduler.builders import make_sequence
@@ -249,8 +250,28 @@ class AmpleMachine(SchedulerMachine):
 def _guesses_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """After one equal token, also where guesses are wrong: most are in a random text."""
     monkeypatch.setattr(state_blocks, "STATE_CHUNK", 4)
+    monkeypatch.setattr(draft_scheduler, "TOKENS_READ_PER_PLAN", 16)
     for name, number in {"SHORT": 1, "LONG": 2, "MAX_REQUIRED": 2}.items():
         monkeypatch.setattr(ngram_lookup, name, number)
+
+
+@pytest.fixture(autouse=True)
+def _tries_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that no try is skipped which would have found enough blocks; hash in small pieces."""
+    monkeypatch.setattr(scheduler, "BLOCKS_PER_PLAN", 3)
+    may_fit = BlockManager._may_fit
+
+    def checked(blocks: BlockManager, sequence: Sequence, least: int) -> bool:
+        result = may_fit(blocks, sequence, least)
+        tier = blocks.pool.offload
+        if not result and not (tier and tier.is_awaited(sequence.awaited)):
+            number = blocks._num_matchable(sequence)
+            cached = blocks.pool.match(blocks._lookups(sequence, 0, number))
+            num_needed = -(-len(sequence.token_ids) // blocks.block_size) - len(cached)
+            assert blocks.pool.num_free_without(cached) - num_needed < least
+        return result
+
+    monkeypatch.setattr(BlockManager, "_may_fit", checked)
 
 
 @pytest.mark.search

@@ -99,7 +99,7 @@ def test_loads_keep_their_slots() -> None:
     index.pin([A, B])
     index.store(5, C)
     assert index.find([C]) == []
-    assert index.is_loading(A)
+    assert index.is_awaited(A)
     index.load(A, 6, overlapped=False)
     index.load(B, 7, overlapped=True)
     copies = plan(index, 0)
@@ -107,7 +107,7 @@ def test_loads_keep_their_slots() -> None:
     assert [(block, slot < 0) for block, slot in pairs(copies.overlapped)] == [(7, True)]
     index.store(5, C)
     assert index.find([C]) == [C]
-    assert not index.is_loading(A)
+    assert not index.is_awaited(A)
 
 
 def test_a_prefix_is_awaited_until_its_last_block_is_loaded() -> None:

@@ -1,0 +1,149 @@
+"""What waiting sequences cost: tries that can't succeed, and hashes. A block has 4 tokens."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.services.scheduler import scheduler
+from penstock.services.scheduler.blocks.block_pool import BlockPool
+from penstock.services.scheduler.blocks.block_records import hash_block
+from penstock.services.scheduler.sequence import Sequence
+from tests.services.scheduler.builders import long_prompt
+from tests.services.scheduler.simulation import Simulation
+
+
+class Counts:
+    """Counts searches in the pool, and hashes of full blocks."""
+
+    def __init__(self) -> None:
+        self.matches = self.hashes = 0
+
+    def hash_block(self, parent: bytes, token_ids: bytes) -> bytes:
+        self.hashes += bool(token_ids)
+        return hash_block(parent, token_ids)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
+    own, match = Counts(), BlockPool.match
+
+    def counted(pool: BlockPool, full_blocks: object) -> list[int]:
+        own.matches += 1
+        return match(pool, full_blocks)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BlockPool, "match", counted)
+    return own
+
+
+def endless(sim: Simulation, prompt: list[int], **options: object) -> Sequence:
+    return sim.add(prompt, ignore_eos=True, max_tokens=200, **options)
+
+
+def test_a_sequence_that_lacks_blocks_is_not_searched_for_again(counts: Counts) -> None:
+    sim = Simulation(num_blocks=20, max_model_len=80, hash_block=counts.hash_block)
+    first = endless(sim, long_prompt(16))
+    sim.step()
+    held = [endless(sim, long_prompt(64, 100 + 100 * i), client=f"{i}") for i in range(4)]
+    sim.step()
+    num_matches, num_hashes = counts.matches, counts.hashes
+    while len(first.block_table) < 12:
+        sim.step()
+    assert counts.matches == num_matches
+    assert counts.hashes - num_hashes <= 8  # the blocks that the first sequence has filled
+    sim.finish(first, "abort")
+    sim.step()
+    assert held[0] in sim.scheduler.running
+    sim.run()
+
+
+def test_a_sequence_that_lacks_blocks_is_tried_when_enough_of_its_prefix_is_computed(
+    counts: Counts,
+) -> None:
+    sim = Simulation(num_blocks=12, max_num_batched_tokens=5, num_plans_in_flight=1)
+    first = endless(sim, long_prompt(28), client="a")
+    second = endless(sim, [*long_prompt(24), *long_prompt(4, 100)], client="b")
+    third = endless(sim, long_prompt(28, 200), client="c")
+    sim.step()
+    endless(sim, [9], client="d")  # takes what is left of a step
+    num_free = len(sim.pool._free)
+    assert num_free == 5
+    tries = []
+    while second not in sim.scheduler.running:
+        sim.step()
+        tries.append(counts.matches)
+        assert third not in sim.scheduler.running
+    assert first in sim.scheduler.running
+    assert second.num_cached_tokens >= 8
+    assert tries[-1] <= 4 + 1
+    sim.run()
+
+
+def test_a_freed_block_is_not_enough(counts: Counts) -> None:
+    """A new try is made when as many blocks came as were missing."""
+    sim = Simulation(num_blocks=20, max_model_len=80, max_num_seqs=16)
+    for first in range(6):
+        endless(sim, long_prompt(8, 1 + first))
+    sim.step()
+    held = endless(sim, long_prompt(64, 100))
+    sim.step()
+    num_matches = counts.matches
+    for sequence in sim.sequences[:3]:
+        sim.finish(sequence, "abort")
+        sim.step()
+    assert counts.matches == num_matches
+    for sequence in sim.sequences[3:6]:
+        sim.finish(sequence, "abort")
+        sim.step()
+    assert counts.matches == num_matches + 1
+    assert held in sim.scheduler.running
+    sim.run()
+
+
+def test_a_new_prompt_is_hashed_as_it_is_computed(counts: Counts) -> None:
+    sim = Simulation(max_num_batched_tokens=8, hash_block=counts.hash_block)
+    endless(sim, long_prompt(30))
+    numbers = []
+    for _ in range(3):
+        sim.send()
+        numbers.append(counts.hashes)
+        sim.receive()
+    assert numbers == [2, 4, 6]
+
+
+def test_cached_prompts_are_hashed_in_pieces_while_others_run(
+    counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "BLOCKS_PER_PLAN", 4)
+    sim = Simulation(
+        num_blocks=100, max_model_len=100, max_num_seqs=16, hash_block=counts.hash_block
+    )
+    sim.add(long_prompt(60), max_tokens=1)
+    sim.run()
+    running = endless(sim, [5])
+    sim.step()
+    cached = [endless(sim, [*long_prompt(56), 100 + i], client=f"{i}") for i in range(3)]
+    numbers = []
+    while cached[-1] not in sim.scheduler.running:
+        before = counts.hashes
+        assert sim.send()
+        numbers.append(counts.hashes - before)
+        sim.receive()
+    assert max(numbers) <= 4 + 1  # and a block of the running sequence
+    assert len(numbers) >= 3 * 14 // 4
+    assert [sequence.num_cached_tokens for sequence in cached] == [56, 56, 56]
+    sim.finish(running, "abort")
+    sim.run()
+
+
+def test_a_prompt_is_hashed_at_once_if_nothing_else_runs(
+    counts: Counts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "BLOCKS_PER_PLAN", 4)
+    sim = Simulation(num_blocks=100, max_model_len=100, hash_block=counts.hash_block)
+    sim.add(long_prompt(60), max_tokens=1)
+    sim.run()
+    cached = [sim.add([*long_prompt(56), 100], max_tokens=4) for _ in range(3)]
+    assert sim.send()
+    assert sim.scheduler.running == cached[:1]
+    assert cached[0].num_cached_tokens == 56
+    sim.run()
