@@ -25,6 +25,7 @@ from penstock.kernels.layouts.step import Slots, StepBuffers
 Floats = NDArray[np.float32]
 Fields = NDArray[np.int64]
 FEW = 1024  # number of the likeliest tokens, which usually suffice for top-p
+GROUP = 64  # scores of which only the largest is compared at first
 
 
 @functools.cache
@@ -117,7 +118,8 @@ class Restrictions(NamedTuple):
         for row in np.flatnonzero(self.by_slot()[slots] & (slots >= 0)).tolist():
             largest, slot = logits[row].max(), slots[row]
             if np.isfinite(largest):  # otherwise no token can be drawn in this row
-                scores = (logits[row] - largest) / self.temperature[slot]
+                scores = logits[row] - largest
+                scores /= self.temperature[slot]
                 others = self.top_p[slot], self.min_p[slot]
                 lowest[row] = _threshold(scores, int(self.top_k[slot]), *others)
         return lowest
@@ -125,6 +127,7 @@ class Restrictions(NamedTuple):
 
 def _threshold(scores: Floats, top_k: int, top_p: np.float32, min_p: np.float32) -> float:
     if 0 < top_k < len(scores):
+        scores = _likeliest(scores, top_k)
         scores = scores[scores >= np.partition(scores, -top_k)[-top_k]]
     if top_p < 1:
         scores = _nucleus(scores, top_p)
@@ -132,23 +135,29 @@ def _threshold(scores: Floats, top_k: int, top_p: np.float32, min_p: np.float32)
     return float(scores[likely | (scores == 0)].min())
 
 
+def _likeliest(scores: Floats, number: int) -> Floats:
+    """Return the `number` largest scores, and perhaps more; all that are left out are smaller."""
+    num_groups = len(scores) // GROUP
+    if num_groups < number:
+        return scores
+    largest = scores[: num_groups * GROUP].reshape(GROUP, num_groups).max(0)
+    likely: Floats = scores[scores >= np.partition(largest, -number)[-number]]
+    return likely
+
+
 def _nucleus(scores: Floats, top_p: np.float32) -> Floats:
-    """Return the likeliest scores whose probabilities sum to top_p, and scores equal to the last.
+    """Return the likeliest scores whose probabilities sum to top_p, largest first.
 
     Only as many scores are sorted as necessary.
     """
     total = np.exp(scores).sum()
     for number in FEW, len(scores):
-        some = scores if number >= len(scores) else np.partition(scores, -number)[-number:]
-        ordered = np.sort(some)[::-1]
+        ordered = np.sort(_likeliest(scores, number))[::-1]
         weights = np.exp(ordered) / total
-        is_first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
-        likelier = np.maximum.accumulate(np.where(is_first, weights.cumsum() - weights, 0))
-        is_kept = (likelier < top_p) | (ordered == 0)
-        if not is_kept[-1]:  # nor is any unsorted score
-            break
-    kept: Floats = ordered[is_kept]
-    return kept
+        is_kept = weights.cumsum() - weights < top_p
+        if not is_kept.all():
+            return ordered[: max(1, is_kept.argmin())]
+    return ordered
 
 
 RECORD, PLAN_ROWS, PLAN_TOKENS = (PLAN.index(n) for n in ("record", "num_rows", "num_tokens"))

@@ -152,18 +152,24 @@ class _Scores:
         with k.range(0, self.vocab_size, RUN) as run:
             most = k.smaller(self.vocab_size - run, QUARTER)
             with k.range(0, most, lanes) as at:
-                counter = (iota + (run // 4 + at)).truncate()
-                for index, word in enumerate(philox(counter, position.truncate(), keys)):
-                    begin = run + at + index * QUARTER
-                    with k.when(begin < self.vocab_size):
-                        self._add(best, begin, word)
+                begins = [run + at + index * QUARTER for index in range(4)]
+                is_any = [self._scores(begin)[2] for begin in begins]
+                with k.when(is_any[0] | is_any[1] | is_any[2] | is_any[3]):
+                    counter = (iota + (run // 4 + at)).truncate()
+                    words = philox(counter, position.truncate(), keys)
+                    for begin, word, is_some in zip(begins, words, is_any, strict=True):
+                        with k.when(is_some):
+                            scores, token_ids, _ = self._scores(begin)
+                            best.add(scores + gumbel(word), token_ids)
         return best.result()[1]
 
-    def _add(self, best: _Best, begin: Value, word: Value) -> None:
+    def _scores(self, begin: Value) -> tuple[Value, Value, Value]:
+        """Return scores from `begin`, -inf where removed; token ids; whether any score is left."""
         values, token_ids = _values(self.k, self.logits, begin, self.vocab_size, self.lanes)
         scores = (values - self.largest) / self.temperature
-        is_kept = scores.compare(">=", self.threshold)
-        best.add(is_kept.choose(scores + gumbel(word), -math.inf), token_ids)
+        is_kept = scores.compare(">=", self.threshold) & scores.compare(">", -math.inf)
+        is_any = is_kept.intrinsic("vector.reduce.or", ir.IntType(1))
+        return is_kept.choose(scores, -math.inf), token_ids, is_any
 
 
 def emit_sample_rows(module: ir.Module, target: Target) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from penstock.kernels.cpu.compiled_step import FEW, CompiledStep
+from penstock.kernels.cpu.compiled_step import FEW, GROUP, CompiledStep
 from penstock.kernels.layouts.sampling import SamplingTensors
 from penstock.kernels.sampling import reference
 from tests.kernels.sampling.slot_table import slot_table
@@ -38,7 +38,7 @@ def parameters(temperature: float, top_k: int, top_p: float, min_p: float) -> Sa
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 3.0])
-@pytest.mark.parametrize("vocab_size", [1, 15, 264, 1040, 4097, 12_345])
+@pytest.mark.parametrize("vocab_size", [1, 15, 264, 1040, 4097, 66_001])
 def test_tokens_are_those_of_the_reference(
     vocab_size: int, temperature: float, kind: tuple[int, float, float]
 ) -> None:
@@ -59,9 +59,10 @@ def test_tokens_are_those_of_the_reference(
     assert expected[[5, 6, 7]].tolist() == [-1, -1, -1]
 
 
-def test_top_p_may_keep_more_than_the_likeliest() -> None:
+@pytest.mark.parametrize("vocab_size", [4 * FEW, GROUP * FEW + 1])
+def test_top_p_may_keep_more_than_the_likeliest(vocab_size: int) -> None:
     by_slot = parameters(1.0, 0, 0.999, 0.0)
-    logits = torch.randn(NUM_ROWS, 4 * FEW) * 0.1
+    logits = torch.randn(NUM_ROWS, vocab_size) * 0.1
     slots, positions = torch.arange(NUM_ROWS), torch.zeros(NUM_ROWS, dtype=torch.int64)
     expected = reference.sample(logits, slots, positions, by_slot)
     assert torch.equal(CompiledStep().sample(logits, slots, positions, by_slot), expected)
