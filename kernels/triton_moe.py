@@ -260,9 +260,8 @@ def combine(
     tl.store(out + token * N + column, acc.to(out.dtype.element_ty), exists)
 
 
-# tokens of a program of `route` and `sort`: CHUNK, or SMALL_CHUNK with more than CHUNK_EXPERTS
-# experts; few tokens are divided among up to PROGRAMS programs
-CHUNK, SMALL_CHUNK, CHUNK_EXPERTS, PROGRAMS = 64, 16, 128, 16
+CHUNK = 16  # tokens of a program of `route` and `sort`
+PROGRAMS = 16  # of fewer tokens each, if they suffice
 # tile sizes for few rows, unless `choose` returns others
 ROUTER = GemmConfig("mma", 16, 128, 4, 4, 3, 512)
 COUNTS = 32
@@ -370,8 +369,9 @@ def sort_by_expert(
     num_pairs = num_tokens * top_k
     used = min(num_pairs, num_here)  # each expert may have one partial tile
     most_tiles = used + (num_pairs - used) // bm
-    chunk = CHUNK if num_experts <= CHUNK_EXPERTS else SMALL_CHUNK
-    # the chunk's size determines how threads share the sum of a token's probabilities
+    # few tokens are divided among more programs, but then the chunk's size determines how threads
+    # share the sum of a token's probabilities
+    chunk = CHUNK
     if not is_deterministic():
         chunk = min(chunk, triton.next_power_of_2(triton.cdiv(num_tokens, PROGRAMS)))
     num_chunks = triton.cdiv(num_tokens, chunk)
@@ -386,7 +386,7 @@ def sort_by_expert(
     weights, *sorted_pairs = routing
     ids, counts = empty(num_tokens, top_k), empty(num_chunks, here)
     sizes = {"CHUNK": chunk, "K": top_k, "KB": triton.next_power_of_2(top_k), "LB": here}
-    sizes |= {"num_warps": 4 if chunk <= SMALL_CHUNK else 8} | LAUNCH
+    sizes |= {"num_warps": 4} | LAUNCH
     route[(num_chunks,)](
         logits, ids, weights, counts, *sorted_pairs, num_tokens, num_experts, first, num_here, bm,
         NORMALIZE=normalize, ALL=num_chunks == 1, EB=triton.next_power_of_2(num_experts),
