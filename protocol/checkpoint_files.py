@@ -224,6 +224,17 @@ def weight_names(names: Iterable[str]) -> set[str]:
     return {*names} - parts | {f"{name}.weight" for name in packed}
 
 
+def has_mtp(folder: Path) -> bool:
+    """Return True if a folder has a checkpoint with tensors of multi-token prediction."""
+    try:
+        if names := read_index(folder):
+            return any(name.startswith(MTP) for name in names)
+        with safe_open(folder / SINGLE_FILE, framework="np") as file:
+            return any(name.startswith(MTP) for name in file.keys())  # noqa: SIM118
+    except (OSError, SafetensorError, ModelError):
+        return False
+
+
 def check_names(folder: Path, wanted: set[str], found: set[str]) -> None:
     """Raise ModelError for weights that are missing or unknown."""
     missing, unknown = wanted - found, found - wanted - {TIED}

@@ -71,9 +71,9 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """quantize the output head to 8 bits, too: fp8 (e4m3), or int8 on CPUs with int8 or int4"""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """data type of the KV cache; auto: that of the model; fp8: e4m3"""
-    speculative_method: Literal["none", "ngram", "mtp"] = "none"
+    speculative_method: Literal["auto", "none", "ngram", "mtp"] = "auto"
     """speculative decoding; ngram: draft the tokens that followed the same n-gram earlier; mtp: let
-    the checkpoint's layer of multi-token prediction draft"""
+    the checkpoint's layer of multi-token prediction draft; auto: mtp on GPUs, if there is one"""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 5
     """maximum number of draft tokens for a sequence in one step"""
     spare_workers: ProcessesOrNone = 0

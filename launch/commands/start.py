@@ -17,7 +17,7 @@ import zmq
 from msgspec.structs import replace
 
 from penstock.launch.commands.api_key import read_api_key
-from penstock.launch.commands.gpus import check_gpus, check_tiers, gpus_by_model
+from penstock.launch.commands.gpus import check_gpus, check_tiers, gpus_by_model, num_gpus
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.hub import HubModel, hub_model, resolve
 from penstock.launch.pipeline.options import NextModel, add_options, flag, options_by_model
@@ -42,7 +42,7 @@ from penstock.launch.supervisor.processes import MakeProcesses
 from penstock.launch.supervisor.supervisor import Supervisor
 from penstock.models.architecture import describe
 from penstock.protocol.checkpoint import ModelConfig, ModelError, read_model_config
-from penstock.protocol.checkpoint_files import check_files
+from penstock.protocol.checkpoint_files import check_files, has_mtp
 from penstock.protocol.client.connection import check_addresses
 from penstock.protocol.client.session import ClientError
 from penstock.protocol.config import (
@@ -93,7 +93,9 @@ def _run_all(arguments: Namespace) -> int:
         source = hub_model(fields)
         config = Config(**resolve(fields, weights=fields.get("backend") != "ray"))
         source = source and source._replace(revision=config.model_folder.name)
-    config, max_deaths = read_api_key(config), arguments.max_deaths
+    models = tuple(with_method(model) for model in config.models)
+    config = with_method(replace(read_api_key(config), models=models))
+    max_deaths = arguments.max_deaths
     return start(config, arguments.procfile, max_deaths, source, addresses_to_choose(fields))
 
 
@@ -112,6 +114,14 @@ def config_of(models: Sequence[dict[str, Any]]) -> Config:
                 "names of its own for each model, also without what is before a slash"
             )
     return replace(configs[0], models=tuple(configs))
+
+
+def with_method(config: Config) -> Config:
+    """Return the configuration with a decision on `speculative_method: auto`."""
+    if config.speculative_method != "auto":
+        return config
+    drafts = config.device != "cpu" and config.backend == "local" and has_mtp(config.model_folder)
+    return replace(config, speculative_method="mtp" if drafts and num_gpus() else "none")
 
 
 def addresses_to_choose(fields: Collection[str]) -> set[str]:

@@ -72,7 +72,7 @@ class Scheduler:
         # running sequences without a row at the workers, since a worker failure
         self._returning: set[Sequence] = set()
         self._suspect: Sequence | None = None  # the suspect that was admitted last, if any
-        self._speculates = config.speculative_method != "none"
+        self._speculates = config.speculative_method in ("ngram", "mtp")
 
     # ---- requests come and go ------------------------------------------------------------------
 

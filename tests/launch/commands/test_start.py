@@ -25,6 +25,7 @@ from penstock.launch.commands.start import (
     check_http_reach,
     start,
     with_free_addresses,
+    with_method,
 )
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.keys import make_keys
@@ -317,3 +318,23 @@ def test_no_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
         own = Config(name="x", http_port=taken.getsockname()[1])
         with claim(own), pytest.raises(LaunchError, match=f"--http-port {own.http_port} is in use"):
             with_free_addresses(own, {"http_port"})
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "chosen"), [("auto", 1, "mtp"), ("auto", 0, "none"), ("cpu", 1, "none")]
+)
+def test_drafts_of_the_layer_are_the_default_on_gpus(
+    device: str, gpus: int, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "num_gpus", lambda: gpus)
+
+    def method(model: Path | str, **options: Any) -> str:
+        return with_method(Config(model=str(model), device=device, **options)).speculative_method
+
+    assert method("demo-hybrid") == chosen
+    assert method("") == "none"
+    assert method("demo-hybrid", speculative_method="ngram") == "ngram"
+    assert method(tmp_path) == "none"
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"mtp.fc.weight": "a"}}')
+    assert method(tmp_path) == chosen
+    assert method(tmp_path, backend="ray") == "none"
