@@ -96,8 +96,8 @@ class BatchPlan(Struct, PackedLists, array_like=True, tag="plan"):
     # blocks of rows that compute in this step. After each of its steps a row reads the block that
     # it has written, and writes the block that it has read, until it is named again.
     states: bytes = b""
-    # number of drafts to make for each row that samples; the next plan comes after these tokens
-    num_drafts: int = 0
+    num_drafts: int = 0  # number of drafts to make for each row that samples
+    is_awaited: bool = False  # the next plan comes after these tokens
 
 
 class SampledTokens(Struct, PackedLists, array_like=True, tag="sampled"):

@@ -21,6 +21,9 @@ MIN_PLANS = 2  # minimum number of plans in flight; with fewer, the GPU waits fo
 # Worst-case seconds from the end of a step to the launch of a plan that depends on its tokens: 1.1
 # ms between the processes at the 90th percentile, as sleeping threads wake late; 0.25 ms of launch.
 ROUND_TRIP = 2.5e-3
+# Seconds of a step after which the next plan waits for its tokens: this costs 1 %, and what was
+# aborted meanwhile is not computed.
+LONG_STEP = 100 * ROUND_TRIP
 
 
 class InFlightPlan(NamedTuple):
@@ -34,8 +37,9 @@ class InFlightPlan(NamedTuple):
     # (published block of the chunks, number of its content); uncertain until the plan is confirmed
     published: list[tuple[int, int]]
     kept_states: list[tuple[int, int]]  # the same for state blocks with checkpoints
-    # drafts that the workers make after each token; if any, the next plan waits for them
+    # drafts that the workers make after each token; if any, the next plan names them
     num_drafts: int = 0
+    is_awaited: bool = False  # the next plan waits for the tokens
 
     @property
     def computes(self) -> bool:
@@ -102,11 +106,13 @@ class PlanBuilder:
         self._states += named
         self.plan.kept_states.extend(checkpoints)
 
-    def build(self, epoch: int, removed: list[int]) -> BatchPlan:
+    def build(self, epoch: int, removed: list[int], is_awaited: bool) -> BatchPlan:
         appended, chunks, drafts = pack(self.appended), pack(self._chunks), pack(self.drafts)
         states = pack(self._states)
         parts = pack(removed), self.added, appended, chunks, drafts, states
-        return BatchPlan(epoch, self.plan.number, *parts, num_drafts=self.plan.num_drafts)
+        num_drafts = self.plan.num_drafts
+        self.plan = self.plan._replace(is_awaited=is_awaited or num_drafts > 0)
+        return BatchPlan(epoch, self.plan.number, *parts, num_drafts, self.plan.is_awaited)
 
 
 def row_of(sequence: Sequence) -> RowAdded:
@@ -167,12 +173,14 @@ class PlanOutput(NamedTuple):
     token_ids: list[int]  # a token for each element of `sequences`
     finished: list[Sequence]
     failed: list[tuple[Sequence, str]]  # (failed sequence, reason)
+    is_step: bool = True  # False for an empty plan
 
 
 class PlanDepth:
     """The number of plans in flight: as many as run during a round trip, at the rate of steps.
 
-    A larger number would only make new requests wait longer for their first step.
+    A larger number would only make new requests wait longer for their first step. After a long step
+    the number is 1.
     """
 
     def __init__(self, most: int) -> None:
@@ -184,7 +192,10 @@ class PlanDepth:
 
     def on_tokens(self, now: float) -> None:
         """Record the arrival of a step's tokens at `now`, in seconds."""
-        self._seconds.append(now - self._last)
+        last = now - self._last
+        self._seconds.append(last)
         self._last = now
         step = max(statistics.median(self._seconds), ROUND_TRIP / self._most)
         self.num_plans = min(max(1 + math.ceil(ROUND_TRIP / step), MIN_PLANS), self._most)
+        if LONG_STEP <= last < math.inf:
+            self.num_plans = 1

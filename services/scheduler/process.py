@@ -248,7 +248,8 @@ class SchedulerProcess:
             if self.has_deaths:
                 self.poison.clear()
             self.streams.put(output)
-            self.plan_depth.on_tokens(monotonic())
+            if output.is_step:
+                self.plan_depth.on_tokens(monotonic())
             self.scheduler.draft_scheduler.on_tokens(monotonic())
             for sequence, reason in output.failed:
                 self.give_up(sequence, reason)

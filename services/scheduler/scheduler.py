@@ -58,6 +58,7 @@ class Scheduler:
         self.in_flight: deque[InFlightPlan] = deque()
         # maximum number of plans in flight, which may change at any time
         self.max_plans = config.num_plans_in_flight
+        self._least_plans = min(2, self.max_plans)  # unless a plan's tokens are awaited
         self.num_steps = self.num_preemptions = 0
         # tokens recomputed after preemptions and worker failures
         self.num_recomputed_tokens = 0
@@ -160,10 +161,10 @@ class Scheduler:
         a step until the worker has launched the next step. While nothing runs, empty plans bring
         copies of what the folder tier lacks.
         """
-        if len(self.in_flight) >= self.max_plans:
+        if len(self.in_flight) >= max(self.max_plans, self._least_plans):
             return None
-        if self.in_flight and self.in_flight[-1].num_drafts:
-            return None  # the next plan names these drafts
+        if self.in_flight and self.in_flight[-1].is_awaited:
+            return None
         builder = PlanBuilder(self.num_steps)
         plan = builder.plan
         if self.waiting.suspect and not self._is_trial:
@@ -315,7 +316,7 @@ class Scheduler:
     def _launch(self, builder: PlanBuilder) -> BatchPlan:
         if self.block_manager.states:
             self._advance_states(builder)
-        message = builder.build(self.epoch, self._removed)
+        message = builder.build(self.epoch, self._removed, self.max_plans == 1)
         self._removed.clear()
         for sequence in builder.plan.sampled:
             if sequence.status is Status.DRAINING:
@@ -344,7 +345,7 @@ class Scheduler:
         if not expected or (expected.number, len(expected.sampled)) != (number, len(token_ids)):
             raise ValueError(f"got {len(token_ids)} tokens of step {number}; expected {expected}")
         plan, confirm = self.in_flight.popleft(), self.block_manager.confirm
-        output = PlanOutput([], [], [], [])
+        output = PlanOutput([], [], [], [], plan.computes)
         for sequence, end in zip(plan.chunks.values(), plan.chunk_ends, strict=True):
             sequence.num_computed_tokens = end
         for sequence in plan.add_outputs(tokens):

@@ -108,15 +108,13 @@ class Completed(NamedTuple):
 class LaunchedStep:
     """A launched step, whose tokens are being copied to the host."""
 
-    def __init__(
-        self, sampled: Integers, complete: Callable[[], "Completed"], awaited: bool = False
-    ) -> None:
+    def __init__(self, sampled: Integers, complete: Callable[[], "Completed"]) -> None:
         """Keep the step.
 
         sampled: indices of the sampled rows, in ascending order of slot. complete: launches the
-        rest of the step. awaited: True if the scheduler waits for the tokens before the next plan.
+        rest of the step.
         """
-        self._sampled, self.awaited = sampled, awaited
+        self._sampled = sampled
         self._complete: Callable[[], Completed] | None = complete
         self._token_ids: list[int] | None = None
 

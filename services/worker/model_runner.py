@@ -209,8 +209,7 @@ class ModelRunner:
             drafted = computed.drafts, followers, len(computed.tokens), num_drafts
             make_drafts = partial(self._drafter.run, *drafted)
         complete = partial(self._complete, rows, computed, is_processed, make_drafts)
-        awaited = num_drafts > 0
-        step = self._last_step = LaunchedStep(rows.sampled, complete, awaited)
+        step = self._last_step = LaunchedStep(rows.sampled, complete)
         if not is_processed:
             step.complete()
         return step

@@ -49,6 +49,7 @@ class WorkerError(Exception):
 class _Step(NamedTuple):
     number: int
     launched: LaunchedStep
+    is_awaited: bool  # True if the scheduler waits for the tokens before the next plan
 
 
 class Worker:
@@ -129,7 +130,7 @@ class Worker:
             raise WorkerError(f"plan: got step {plan.step}, expected {self._next_step}")
         self._next_step += 1
         self.heartbeats.progress()
-        self._steps.append(_Step(plan.step, self._runner.launch(plan)))
+        self._steps.append(_Step(plan.step, self._runner.launch(plan), plan.is_awaited))
         self._send_done()
 
     def _send_done(self) -> None:
@@ -138,8 +139,8 @@ class Worker:
 
     def _wait(self) -> None:
         """Wait for the oldest step's tokens while no message waits."""
-        awaited = bool(self._steps) and self._steps[-1].launched.awaited
-        max_running = 0 if awaited else self._max_running
+        is_awaited = bool(self._steps) and self._steps[-1].is_awaited
+        max_running = 0 if is_awaited else self._max_running
         while len(self._steps) > max_running and not self.channel.socket.poll(0):
             self._send_oldest()
         self._send_done()

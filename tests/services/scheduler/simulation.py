@@ -197,7 +197,7 @@ class Simulation:
     @property
     def awaits_drafts(self) -> bool:
         in_flight = self.scheduler.in_flight
-        return bool(in_flight) and in_flight[-1].num_drafts > 0
+        return bool(in_flight) and in_flight[-1].is_awaited
 
     def receive(self) -> PlanOutput | None:
         """Return the tokens of the oldest step; None if the scheduler dies meanwhile."""

@@ -204,7 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sim.holds_grammars = holds
         self.sim.compile()
 
-    @rule(num_plans=st.integers(2, 4))
+    @rule(num_plans=st.integers(1, 4))
     def change_depth(self, num_plans: int) -> None:
         self.sim.scheduler.max_plans = min(num_plans, self.num_plans)
 

@@ -31,7 +31,6 @@ class FakeStep:
         self._token_ids = [step_plan.epoch, step_plan.step]
         self._done = done
         self._on_wait = on_wait
-        self.awaited = step_plan.num_drafts > 0
 
     def complete(self) -> None:
         """Nothing is left to launch."""

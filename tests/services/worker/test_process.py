@@ -126,11 +126,11 @@ def test_with_one_plan_in_flight_every_step_is_waited_for(context: Context, tmp_
     assert talk.answer() == tokens_of(1, 0)
 
 
-def test_a_step_with_drafts_is_waited_for(seated: Talk) -> None:
-    """The scheduler waits for the drafts, so no plan follows that would end the wait."""
+def test_a_step_is_waited_for_if_the_scheduler_waits(seated: Talk) -> None:
+    """No plan follows that would end the wait."""
     seated.runner.steps_are_done = False
     asking = plan(0)
-    asking.num_drafts = 2
+    asking.is_awaited = True
     seated.tell(asking)
     assert seated.answer() == tokens_of(1, 0)
 

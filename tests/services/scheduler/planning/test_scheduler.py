@@ -293,7 +293,7 @@ def depth_at(most: int, *step_milliseconds: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "num_plans"), [(0.0, 4), (0.6, 4), (1.6, 3), (3.0, 2), (200.0, 2)]
+    ("milliseconds", "num_plans"), [(0.0, 4), (0.6, 4), (1.6, 3), (3.0, 2), (200.0, 2), (300.0, 1)]
 )
 def test_short_steps_need_more_plans(milliseconds: float, num_plans: int) -> None:
     assert depth_at(4, milliseconds) == num_plans
@@ -301,13 +301,30 @@ def test_short_steps_need_more_plans(milliseconds: float, num_plans: int) -> Non
 
 def test_never_more_than_allowed() -> None:
     assert [depth_at(most, 0.1) for most in (1, 2, 3, 8)] == [1, 2, 3, 8]
-    assert depth_at(1, 200.0) == 1
+    assert depth_at(1, 200.0) == depth_at(1, 300.0) == 1
 
 
 def test_begins_with_two_and_goes_back_to_two() -> None:
     assert PlanDepth(4).num_plans == 2
     assert depth_at(4, 0.6, 5.0) == 2
-    assert depth_at(4, 5.0, 0.6) == 4
+    assert depth_at(4, 5.0, 0.6) == depth_at(4, 300.0, 0.6) == 4
+
+
+def test_what_is_aborted_in_a_long_step_is_not_planned_on() -> None:
+    """The worker sends the tokens at once; it may have kept those of plans sent before."""
+    sim = Simulation(max_num_batched_tokens=6, num_plans_in_flight=4, num_ahead=1)
+    long = sim.add(long_prompt(30), max_tokens=1)
+    sim.scheduler.max_plans = 2
+    assert [bool(sim.send()) for _ in range(3)] == [True, True, False]
+    sim.scheduler.max_plans = 1
+    assert not sim.send()
+    sim.receive()
+    assert [bool(sim.send()) for _ in range(2)] == [True, False]
+    sim.finish(long, "abort")
+    assert [plan.is_awaited for plan in sim.plans] == [False, False, True]
+    sim.run()
+    assert [pairs(plan.chunks) for plan in sim.plans if plan.chunks] == [[(0, 6)]] * 3
+    assert not sim.scheduler.in_flight
 
 
 def test_one_late_step_changes_little() -> None:
