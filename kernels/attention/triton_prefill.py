@@ -5,6 +5,7 @@ of one head and reads the keys once, with a running maximum and sum of the softm
 """
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -44,6 +45,14 @@ def prefill_shared_bytes(
     return in_flight + tile_size * 2 * (head_dim + weights)
 
 
+def fitting(
+    tunings: Iterable[PrefillTuning], tile_size: int, head_dim: int, device: Device, is_fp8: bool
+) -> PrefillTuning:
+    """Return the first tuning that fits the device's shared memory. Raises ValueError for none."""
+    sizes = {"tile_size": tile_size, "head_dim": head_dim, "device": device, "is_fp8": is_fp8}
+    return device.fitting(tunings, partial(prefill_shared_bytes, **sizes))  # type: ignore[arg-type]
+
+
 def default_tuning(
     tile_size: int,
     block_size: int,
@@ -68,16 +77,7 @@ def default_tuning(
         tunings.insert(0, PrefillTuning(32, 8, 3))  # the slots of more keys spill registers
     if tile_size > SMALL_TILE and head_dim > 128:
         tunings.append(PrefillTuning(16, 8, 2))
-    return device.fitting(
-        tunings,
-        partial(
-            prefill_shared_bytes,
-            tile_size=tile_size,
-            head_dim=head_dim,
-            device=device,
-            is_fp8=is_fp8,
-        ),
-    )
+    return fitting(tunings, tile_size, head_dim, device, is_fp8)
 
 
 def prefill_attention(

@@ -27,8 +27,8 @@ from penstock.kernels.attention.triton_decode import (
 )
 from penstock.kernels.attention.triton_prefill import (
     PrefillTuning,
+    fitting,
     offsets_of,
-    prefill_shared_bytes,
     slots_of,
 )
 from penstock.kernels.attention.triton_rope import scale_places
@@ -324,17 +324,7 @@ def prefill_tuning(tile_size: int, head_dim: int, is_fp8: bool) -> PrefillTuning
     num_warps = 4 if tile_size <= SMALL_TILE and head_dim <= 128 else 8
     block_n = keys_of_tile(is_fp8, head_dim)
     tunings = [PrefillTuning(block_n, num_warps, num_stages) for num_stages in (3, 2, 1)]
-    device = this_device()
-    return device.fitting(
-        tunings,
-        partial(
-            prefill_shared_bytes,
-            tile_size=tile_size,
-            head_dim=head_dim,
-            device=device,
-            is_fp8=is_fp8,
-        ),
-    )
+    return fitting(tunings, tile_size, head_dim, this_device(), is_fp8)
 
 
 class FixedSplitDecode(PagedDecode):
