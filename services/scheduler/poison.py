@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from penstock.protocol.poison import MAX_DEATHS, PoisonList, Suspects, digest_of
 from penstock.protocol.transport.heartbeat import DeathReports
 from penstock.protocol.transport.process import Identity
-from penstock.services.scheduler.sequence import MAX_WORKER_DEATHS, TOKEN_BYTES, Sequence
+from penstock.services.scheduler.sequence import MAX_WORKER_DEATHS, Sequence
 
 # error message for the client
 WORKERS_DIED = (
@@ -135,5 +135,4 @@ class SequencePoison:
 
 def _digest(sequence: Sequence) -> bytes:
     """Return a digest of the request without output, seed and id, equal in all replicas."""
-    prompt = sequence.packed_token_ids()[: sequence.num_prompt_tokens * TOKEN_BYTES]
-    return digest_of(prompt, replace(sequence.sampling, seed=None))
+    return digest_of(sequence.packed_prompt, replace(sequence.sampling, seed=None))

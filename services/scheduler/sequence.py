@@ -88,6 +88,7 @@ class Sequence:
     tracker: ReasoningTracker | None = field(init=False)
     num_tracked_tokens: int = field(init=False)
     token_ids: list[int] = field(init=False)
+    packed_prompt: bytes = field(init=False)
     num_prompt_tokens: int = field(init=False)
     # worker failures while this sequence was in flight, since its last token
     num_deaths: int = field(init=False)
@@ -170,7 +171,7 @@ class Sequence:
         if request.is_chat and sampling.stop_token_ids:
             self.tracker = ReasoningTracker(reasoning_tokens, self.reasoning == "open")
         prompt, output = unpack(request.prompt_token_ids), unpack(request.output_token_ids)
-        self.token_ids = [*prompt, *output]
+        self.token_ids, self.packed_prompt = [*prompt, *output], request.prompt_token_ids
         self.num_prompt_tokens = self.num_tracked_tokens = len(prompt)
         self.num_lost_tokens = len(self.token_ids) - 1 if output else 0
         if sampling.logprobs is not None:
@@ -182,10 +183,11 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
-    def packed_token_ids(self) -> bytes:
-        """Return all token ids, packed. Reuse the packed token ids of full blocks."""
-        known = b"".join(token_ids for _, token_ids in self.full_blocks)
-        return known + pack(self.token_ids[len(known) // TOKEN_BYTES :])
+    def packed_token_ids(self, begin: int = 0, end: int | None = None) -> bytes:
+        """Return the token ids [begin, end), packed, by default all."""
+        end, own = len(self.token_ids) if end is None else end, self.num_prompt_tokens
+        prompt = self.packed_prompt[TOKEN_BYTES * begin : TOKEN_BYTES * end]
+        return prompt + pack(self.token_ids[max(begin, own) : end]) if end > own else prompt
 
     def is_stopped(self) -> bool:
         """Return whether the last token ends the output.

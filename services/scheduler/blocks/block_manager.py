@@ -11,7 +11,6 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from penstock.protocol.config import Config
-from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import BlockRecords, hash_root
@@ -395,7 +394,7 @@ class BlockManager:
         known = sequence.full_blocks
         for index in range(len(known), num_blocks):
             start = index * self.block_size
-            token_ids = pack(sequence.token_ids[start : start + self.block_size])
+            token_ids = sequence.packed_token_ids(start, start + self.block_size)
             parent = known[-1][0] if known else hash_root(sequence.cache_salt)
             sequence.full_blocks.append((self.pool.hash_block(parent, token_ids), token_ids))
 

@@ -128,7 +128,8 @@ class BlockPool:
         block, _ = self._free.popitem(last=False)
         if content := self._contents.get(block):
             self._must_store |= self._store(block, content.hash)
-        self.hide([block])
+        if content or self.recovered:
+            self.hide([block])
         self._ref_counts[block] = 1
         if self.records:
             self.records.clear(block)
