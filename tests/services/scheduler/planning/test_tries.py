@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.services.scheduler import scheduler
+from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import hash_block
 from penstock.services.scheduler.sequence import Sequence
-from tests.services.scheduler.builders import long_prompt
+from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.simulation import Simulation
 
 
@@ -59,23 +60,18 @@ def test_a_sequence_that_lacks_blocks_is_not_searched_for_again(counts: Counts) 
 def test_a_sequence_that_lacks_blocks_is_tried_when_enough_of_its_prefix_is_computed(
     counts: Counts,
 ) -> None:
-    sim = Simulation(num_blocks=12, max_num_batched_tokens=5, num_plans_in_flight=1)
-    first = endless(sim, long_prompt(28), client="a")
-    second = endless(sim, [*long_prompt(24), *long_prompt(4, 100)], client="b")
-    third = endless(sim, long_prompt(28, 200), client="c")
-    sim.step()
-    endless(sim, [9], client="d")  # takes what is left of a step
-    num_free = len(sim.pool._free)
-    assert num_free == 5
-    tries = []
-    while second not in sim.scheduler.running:
-        sim.step()
-        tries.append(counts.matches)
-        assert third not in sim.scheduler.running
-    assert first in sim.scheduler.running
-    assert second.num_cached_tokens >= 8
-    assert tries[-1] <= 4 + 1
-    sim.run()
+    """Seven blocks are needed and five are free, so two must be shared."""
+    blocks = BlockManager(BlockPool(12), 4)
+    first = make_sequence(long_prompt(28))
+    second = make_sequence([*long_prompt(24), *long_prompt(4, 100)])
+    assert blocks.allocate(first, keep_watermark=True)
+    assert not blocks.allocate(second, keep_watermark=True)
+    assert counts.matches == 2
+    for num_computed, fits in ((4, False), (4, False), (8, True)):
+        blocks.publish(first, num_computed)
+        assert blocks.allocate(second, keep_watermark=True) == fits
+        assert counts.matches == 2 + fits
+    assert second.num_planned_tokens == 8
 
 
 def test_a_freed_block_is_not_enough(counts: Counts) -> None:
@@ -131,6 +127,26 @@ def test_cached_prompts_are_hashed_in_pieces_while_others_run(
     assert max(numbers) <= 4 + 1  # and a block of the running sequence
     assert len(numbers) >= 3 * 14 // 4
     assert [sequence.num_cached_tokens for sequence in cached] == [56, 56, 56]
+    sim.finish(running, "abort")
+    sim.run()
+
+
+def test_a_plan_admits_few_long_prompts_that_are_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each hashes and shares 14 blocks, so the first leaves 12 of 40, and the second 24."""
+    monkeypatch.setattr(scheduler, "BLOCKS_PER_PLAN", 40)
+    sim = Simulation(num_blocks=100, max_model_len=100, max_num_seqs=16)
+    sim.add(long_prompt(60), max_tokens=1)
+    sim.run()
+    running = endless(sim, [5])
+    sim.step()
+    num_before = len(sim.plans)
+    cached = [endless(sim, [*long_prompt(56), 100 + i], client=f"{i}") for i in range(3)]
+    while cached[-1] not in sim.scheduler.running:
+        assert sim.send()
+        sim.receive()
+    assert [len(plan.added) for plan in sim.plans[num_before:]] == [1, 2]
     sim.finish(running, "abort")
     sim.run()
 
