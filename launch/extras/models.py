@@ -16,11 +16,12 @@ from penstock.launch.commands.gpus import physical_gpus
 from penstock.launch.commands.status import as_json
 from penstock.launch.pipeline.errors import LaunchError
 from penstock.launch.pipeline.options import add_options, given_options
-from penstock.models.architecture import Architecture, Ranks, Weight
+from penstock.models.architecture import Architecture, Layer, Ranks, Weight
 from penstock.models.architecture import describe as describe_model
 from penstock.protocol.checkpoint import ModelConfig, ModelError, read_model_config
 from penstock.protocol.checkpoint_files import check_files, weight_files
 from penstock.protocol.config import Config
+from penstock.protocol.quantization import WeightFormat
 
 CONTEXT = 32_768  # tokens of KV cache with which a model must fit
 MAX_TP = 8
@@ -57,10 +58,11 @@ class Listed(Struct, kw_only=True):
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     kv_bytes_of_32k: int = 0
-    state_bytes: int = 0  # recurrent state of a sequence
+    state_bytes: int = 0  # bytes of a state block: a sequence's recurrent state or a checkpoint
     needed_bytes: int = 0  # with 32k tokens of KV cache, and an estimate for the largest step
     available_bytes: int = 0  # bytes of one GPU or of the RAM, by --gpu-memory-utilization
     max_tokens: int = 0  # tokens that fit into the KV cache
+    max_states: int = 0  # state blocks beside them: two for each running sequence, and checkpoints
 
 
 class Layout(NamedTuple):
@@ -101,8 +103,16 @@ class Needs(NamedTuple):
         """Return the tokens whose keys and values also fit into `num_bytes`; 0: none."""
         if num_bytes < self.start:
             return 0
-        left = max(0, num_bytes - self.weights - self.step)
+        left = self._left(num_bytes)
         return int((left - min(MAX_STATE_BLOCKS * self.state, left / 2)) // self.kv_per_token)
+
+    def num_states(self, num_bytes: float) -> int:
+        """Return the state blocks that fit beside `num_tokens`, without that of padded rows."""
+        fitting = self._left(num_bytes) / 2 // self.state if self.state else 0
+        return max(0, min(MAX_STATE_BLOCKS, int(fitting)) - 1)
+
+    def _left(self, num_bytes: float) -> float:
+        return max(0, num_bytes - self.weights - self.step)
 
 
 def add_arguments(command: ArgumentParser) -> None:
@@ -242,6 +252,7 @@ def _filled(listed: Listed, need: Needs, tp: int, memory: float) -> Listed:
         needed_bytes=need.with_context(CONTEXT),
         available_bytes=int(memory),
         max_tokens=need.num_tokens(memory),
+        max_states=need.num_states(memory),
     )
 
 
@@ -251,7 +262,7 @@ def as_text(models: list[Listed], machine: Machine) -> str:
     head = f"{gpus if machine.gpus else 'no GPU'}, RAM of {_size(machine.ram)}"
     if not models:
         return f"{head}; no model in the cache: `launch all --model Qwen/Qwen3-0.6B` downloads one"
-    columns = ["MODEL", "WEIGHTS", "DTYPE", "KV/TOKEN", "KV OF 32K", "NEEDS", "FITS"]
+    columns = ["MODEL", "WEIGHTS", "DTYPE", "KV/TOKEN", "KV OF 32K", "STATE", "NEEDS", "FITS"]
     rows = [columns, *(_row(listed) for listed in models if not listed.refusal)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -264,8 +275,10 @@ def as_text(models: list[Listed], machine: Machine) -> str:
 
 def _row(listed: Listed) -> list[str]:
     fits = f"--tp {listed.tp}, {listed.max_tokens:,} tokens" if listed.fits else "no"
+    if listed.fits and listed.max_states:
+        fits += f", {listed.max_states:,} states"
     kv_sizes = listed.kv_bytes_per_token, listed.kv_bytes_of_32k
-    sizes = map(_size, (*kv_sizes, listed.needed_bytes))
+    sizes = map(_size, (*kv_sizes, listed.state_bytes, listed.needed_bytes))
     return [listed.model, _size(listed.weight_bytes), listed.dtype, *sizes, fits]
 
 
@@ -295,9 +308,10 @@ def needs(model: ModelConfig, layout: Layout) -> Needs:
 
 def weight_bytes(model: ModelConfig, layout: Layout) -> int:
     """Return the bytes of a rank's weights."""
-    architecture = describe_model(model)
+    architecture, weight_format = describe_model(model), model.weight_format
     num_bits = sum(
-        prod(weight.shape_of_rank(layout.ranks)) * _num_bits(model, layout, weight)
+        prod(weight.shape_of_rank(layout.ranks))
+        * _num_bits(model, layout, layer, weight, weight_format)
         for layer in architecture.layers + architecture.mtp
         for weight in layer.weights
         if layer.kind not in OUTER
@@ -317,15 +331,31 @@ def _outer_bytes(model: ModelConfig, architecture: Architecture, layout: Layout)
     return number * (num_copies * size + layout.quantize_lm_head)
 
 
-def _num_bits(model: ModelConfig, layout: Layout, weight: Weight) -> float:
+def _num_bits(
+    model: ModelConfig,
+    layout: Layout,
+    layer: Layer,
+    weight: Weight,
+    weight_format: WeightFormat | None,
+) -> float:
     """Return the bits of a number of a weight, including its share of a scale."""
-    weight_format = model.weight_format
     if not weight.is_matrix:
         return 8 * layout.element_bytes
     if layout.integer_bits:
         return layout.integer_bits + SCALE_BITS / INTEGER_GROUP
-    is_dequantized = model.is_packed and weight.experts and not layout.on_gpus
-    if weight_format is None or is_dequantized:
+    if weight_format:
+        # weights with the same inputs are joined; those of experts have one format
+        joined = (
+            next(other.names()).removesuffix(".weight")
+            for other in layer.weights
+            if other.is_matrix and (weight.experts or other.dim == weight.dim)
+        )
+        weight_format = weight_format.of(joined)
+    columns = weight.shape_of_rank(layout.ranks)[-1]
+    if weight_format and columns != weight.shape[-1]:
+        weight_format = weight_format.after_cut(columns=columns)
+    is_compiled = layout.on_gpus or not (weight.experts or model.is_hybrid)
+    if weight_format is None or not (weight_format.is_fp8 or is_compiled):
         return 8 * layout.element_bytes
     scales = SCALE_BITS if layout.on_gpus else 2 * SCALE_BITS
     group = weight_format.group_size

@@ -1,5 +1,7 @@
 """Estimates of memory, against the parameters of models in the published shapes."""
 
+import contextlib
+
 import msgspec
 import pytest
 import torch
@@ -15,12 +17,20 @@ from penstock.models.model import Model
 from penstock.models.parallel import with_integers
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights
-from penstock.protocol.checkpoint import ModelConfig, ModelError, quantized, read_model_config
+from penstock.protocol.checkpoint import (
+    ModelConfig,
+    ModelError,
+    quantized,
+    read_model_config,
+    text_fields,
+)
 from penstock.protocol.config import Config
 from penstock.services.worker.memory.kv_cache import KVLayout
-from tests.models.published import PUBLISHED
+from penstock.services.worker.memory.state_memory import StateLayout
+from tests.models.published import AWQ, COMPRESSED, GPTQ, PUBLISHED
 
-DEMO = Config().model_folder
+DEFAULTS = Config()
+DEMO = DEFAULTS.model_folder
 SERVED = [
     *("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B-FP8", "Qwen3-14B", "Qwen3-32B-FP8"),
     *("Qwen3-4B-AWQ", "Qwen3-1.7B-GPTQ-Int8", "(compressed-tensors, pack-quantized W4A16)"),
@@ -29,10 +39,50 @@ SERVED = [
 ]
 
 
+HYBRIDS = ["Qwen3.8-27B", "Qwen3.8-27B-FP8", "Qwen3.6-35B-A3B", "Qwen3-Coder-Next"]
+GROUP = {"targets": ["Linear"], "weights": COMPRESSED["pack-quantized W4A16"]}
+PARTLY = {
+    # formats of a hybrid model in which some modules keep 16 bits
+    "AWQ": AWQ | {"modules_to_not_convert": ["linear_attn", "layers.0.mlp"]},
+    "GPTQ": GPTQ | {"dynamic": {"-:.*linear_attn.*": {}, r"-:.*layers\.3\..*": {}}},
+    "GPTQ in any order": GPTQ | {"desc_act": True},
+    "GPTQ of some": GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["up_proj"]]},
+    "compressed": {
+        "config_groups": {"group_0": GROUP},
+        "format": "pack-quantized",
+        "ignore": ["re:.*linear_attn.*", "model.language_model.layers.1.mlp.down_proj"],
+        "quant_method": "compressed-tensors",
+    },
+    "modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "exclude_modules": ["*linear_attn*", "*.layers.2.mlp*"],
+    },
+    "FP8": {"quant_method": "fp8", "modules_to_not_convert": ["linear_attn"]},
+}
+
+
 def published(name: str) -> ModelConfig:
     """Return a configuration as it is read from `config.json`."""
-    given = {key: value for key, value in PUBLISHED[name].config.items() if value is not None}
+    fields = text_fields(PUBLISHED[name].config)
+    given = {key: value for key, value in fields.items() if value is not None}
     return msgspec.convert(given, ModelConfig)
+
+
+def parameter_bytes(config: ModelConfig, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return the bytes of the parameters that a rank's worker makes."""
+    monkeypatch.setattr(parallel, "stays_packed", lambda: layout.on_gpus)
+    group = TensorParallel(0, layout.tp, torch.device("cuda" if layout.on_gpus else "cpu"))
+    attention = TorchAttention(16, config.head_dim**-0.5)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if layout.on_gpus else torch.float32)
+    keep = contextlib.nullcontext() if config.is_hybrid else with_integers()
+    try:
+        with torch.device("meta"), keep:
+            model = Model(config, group, attention, 16, False, layout.quantize_lm_head)
+    finally:
+        torch.set_default_dtype(before)
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -48,7 +98,6 @@ def published(name: str) -> ModelConfig:
 def test_weights_are_the_parameters(
     name: str, layout: Layout, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel, "stays_packed", lambda: layout.on_gpus)
     config = published(name)
     if quantization == "fp8" and not (config.fp8 or config.weight_format is None):
         with pytest.raises(ModelError, match="quantization: got fp8, expected none for weights in"):
@@ -56,18 +105,22 @@ def test_weights_are_the_parameters(
         return
     config = quantized(config, quantization)
     config = msgspec.structs.replace(config, num_hidden_layers=2)
-    group = TensorParallel(0, layout.tp, torch.device("cuda" if layout.on_gpus else "cpu"))
-    attention = TorchAttention(16, config.head_dim**-0.5)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16 if layout.on_gpus else torch.float32)
-    try:
-        with torch.device("meta"), with_integers():
-            model = Model(config, group, attention, 16, False, layout.quantize_lm_head)
-    finally:
-        torch.set_default_dtype(before)
-    parameters = sum(one.nbytes for one in model.parameters())
+    parameters = parameter_bytes(config, layout, monkeypatch)
     error = 0.06 if config.is_packed and config.expert_count else 0.02
     assert weight_bytes(config, layout) == pytest.approx(parameters, rel=error)
+
+
+@pytest.mark.parametrize("name", [*HYBRIDS, *PARTLY])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(on_gpus=False)], ids=str)
+def test_weights_of_hybrid_models_are_the_parameters(
+    name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = published(name if name in HYBRIDS else "Qwen3.8-27B")
+    changed = {"quantization_config": PARTLY[name]} if name in PARTLY else {}
+    kinds = config.kinds_of_layers[:4]
+    config = msgspec.structs.replace(config, num_hidden_layers=4, layer_types=kinds, **changed)
+    parameters = parameter_bytes(config, layout, monkeypatch)
+    assert weight_bytes(config, layout) == pytest.approx(parameters, rel=0.02)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -79,6 +132,19 @@ def test_the_kv_cache_is_the_workers(name: str, tp: int, is_fp8: bool) -> None:
     num_bytes = need.kv_per_token * 16 * 1000
     assert layout.num_fitting_blocks(num_bytes) == 1000
     assert layout.num_fitting_blocks(num_bytes - 1) == 999
+
+
+@pytest.mark.parametrize("name", ["Qwen3.8-27B", "Qwen3.5-4B"])
+@pytest.mark.parametrize(("tp", "gibibytes"), [(1, 80), (2, 30), (1, 1000)])
+def test_the_state_blocks_are_the_workers(name: str, tp: int, gibibytes: int) -> None:
+    config = published(name)
+    need = needs(config, Layout(tp=tp))
+    left = gibibytes * 2**30
+    states = StateLayout(describe(config), tp)
+    expected = states.num_fitting_blocks(DEFAULTS.max_num_seqs, left)
+    assert need.num_states(left + need.weights + need.step) == expected
+    tokens = (left - states.num_bytes(expected)) // need.kv_per_token
+    assert need.num_tokens(left + need.weights + need.step) == pytest.approx(tokens, rel=0.02)
 
 
 def test_what_fits() -> None:
