@@ -37,7 +37,7 @@ def load_model(
     """
     config = with_own_head(read_model_config(folder, quantization, speculative_method), folder)
     attention = TorchAttention(16, config.head_dim**-0.5)
-    num_positions = config.max_position_embeddings
+    num_positions = config.rope.num_positions
     choices = expert_parallel, quantize_lm_head
     with with_integers() if keeps_integers else contextlib.nullcontext():
         model = Model(config, tp or TensorParallel(), attention, num_positions, *choices)

@@ -15,7 +15,7 @@ from penstock.models.weights import load_weights
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from tests.models.checkpoints import change_config, check_tensors
 from tests.models.forward import load_model, prefill_logits, random_prompts
-from tests.models.hybrid import EXPERTS, SIZES, SMALL, Steps, save_hybrid, shape_of
+from tests.models.hybrid import EXPERTS, SIZES, SMALL, Steps, rope_of, save_hybrid, shape_of
 from tests.search import in_long
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
@@ -42,6 +42,24 @@ def test_logits_are_those_of_transformers(tmp_path: Path, size: str, length: int
         limit = max(limit, float((expected - exact).abs().max()))
         expected = exact.float()
     torch.testing.assert_close(logits, expected, atol=limit, rtol=0.0)
+
+
+@pytest.mark.parametrize("size", ["9B", "35B-A3B", "Next-80B-A3B"])
+def test_logits_beyond_the_original_length(tmp_path: Path, size: str) -> None:
+    """As published for more than 262,144 tokens: YaRN of the part of a head that RoPE rotates."""
+    shape = {**shape_of(size), "max_position_embeddings": 64}
+    yarn = rope_of(shape) | {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    reference = save_hybrid(tmp_path, size != "Next-80B-A3B", **shape, rope_parameters=yarn)
+    rope = read_model_config(tmp_path).rope
+    assert (rope.num_positions, rope.share) == (256, 0.25)
+    prompts = random_prompts(264, 64, 65, 256)
+    logits = prefill_logits(load_model(tmp_path), prompts)
+    assert logits is not None
+    torch.testing.assert_close(logits, transformers_logits(reference, prompts), **TOLERANCE)
 
 
 @pytest.mark.parametrize("num_prompt", [1, 63, 64, 65, 130])
