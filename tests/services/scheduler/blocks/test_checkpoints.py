@@ -42,7 +42,7 @@ def test_another_last_message_finds_long_messages_before_it(size: int, found: in
 
 @pytest.mark.parametrize("changes", ["nothing", "reasoning", "last answer", "last message"])
 def test_forty_turns_of_an_agent_compute_what_is_new(changes: str) -> None:
-    """Whatever the client does to the last turn, each request computes little beside new tokens.
+    """Whatever the client does to the last turn, each request computes little more than new tokens.
 
     reasoning: earlier answers come without their reasoning, which changes the last token of what
     asked for them, such as the newline after `<think>`. last answer: each is generated twice.
