@@ -19,7 +19,7 @@ from penstock.launch.pipeline.options import add_options, given_options
 from penstock.models.architecture import Architecture, Layer, Ranks, Weight
 from penstock.models.architecture import describe as describe_model
 from penstock.protocol.checkpoint import ModelConfig, ModelError, read_model_config
-from penstock.protocol.checkpoint_files import check_files, weight_files
+from penstock.protocol.checkpoint_files import check_files, has_mtp, weight_files
 from penstock.protocol.config import Config
 from penstock.protocol.quantization import WeightFormat
 
@@ -175,7 +175,10 @@ def describe(name: str, folder: Path, config: Config, machine: Machine) -> Liste
     """Return the needs of a checkpoint on this machine, with the options in `config`."""
     listed = Listed(model=name, folder=str(folder))
     try:
-        model = read_model_config(folder, config.quantization, config.speculative_method)
+        method = config.speculative_method
+        if method == "auto" and machine.gpus and has_mtp(folder):
+            method = "mtp"
+        model = read_model_config(folder, config.quantization, method)
         describe_model(model)
         _check_integers(model, config, machine)
         missing = [file for file in weight_files(folder) if not (folder / file).exists()]

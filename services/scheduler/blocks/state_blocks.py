@@ -21,6 +21,7 @@ LOADED = -2  # in place of a plan's number: the block gets a checkpoint from the
 # tokens before the last message that are worth a checkpoint, which takes the memory of the KV of
 # 2,304 tokens of 27B
 MIN_SAVED = 1024
+MAX_MESSAGE = 8192  # tokens at the end of a prompt among which its last message is searched
 
 
 class StateBlocks:
@@ -192,5 +193,5 @@ def _border(sequence: Sequence, begin: int, end: int) -> Iterator[int]:
     conversation with the same instructions. end: of the prompt.
     """
     token_ids, eos = sequence.token_ids, sequence.end_token_ids
-    positions = range(end, begin + MIN_SAVED - 1, -1)
+    positions = range(end, max(begin + MIN_SAVED, end - MAX_MESSAGE) - 1, -1)
     return islice((n for n in positions if token_ids[n - 1] in eos), 1, 2)

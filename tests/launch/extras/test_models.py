@@ -75,6 +75,16 @@ def test_a_cache_that_cannot_be_read(
     assert f"{tmp_path} can't be read: Permission denied; HF_HOME" in said
 
 
+@pytest.mark.parametrize(("gpus", "counted"), [([22 * GIB], True), ([], False)])
+def test_the_layer_that_drafts_on_gpus_is_counted(gpus: list[int], counted: bool) -> None:
+    folder, machine = Config(model="demo-hybrid").model_folder, Machine(gpus, 64 * GIB)
+    by_default, without = (
+        describe("demo", folder, config, machine).weight_bytes
+        for config in (Config(), Config(speculative_method="none"))
+    )
+    assert (by_default > without) == counted
+
+
 @pytest.mark.parametrize(
     ("name", "machine", "options", "tp"),
     [
