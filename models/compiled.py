@@ -104,6 +104,10 @@ class CompiledDecoder:
             buffers=buffers,
         )
 
+    @property
+    def num_halves(self) -> int:
+        return self._compiled.num_halves
+
     def _embedded(self, token_ids: Tensor) -> Tensor:
         if self._tp.size == 1:
             return self._compiled.embed(token_ids, self._embed.weight)

@@ -25,6 +25,10 @@ HostStep = Callable[[NDArray[np.int32], int], list[int]]
 class Compiled(Protocol):
     """Faster replacement of the layers, and of the output layer unless it is `Quantized`."""
 
+    @property
+    def num_halves(self) -> int:
+        """A number that changes when half of a layer was computed, for any thread to read."""
+
     def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
         """Compute the decoder's `forward`."""
 
@@ -60,6 +64,7 @@ class Model(nn.Module):
         self.tp = tp
         self.attention = attention
         self.compiled: Compiled | None = None
+        self._num_layers = 0  # that were computed in torch
         # False: the model returns hidden states, and no logits are computed
         self.has_head = not config.is_embedding_model
         family = family_of(config)
@@ -89,6 +94,20 @@ class Model(nn.Module):
             return self.compiled.forward(batch, self.rope, kv_caches)
         self.attention.begin(batch)
         return self.model(batch, self.rope, kv_caches)  # type: ignore[no-any-return]
+
+    def count_layers(self) -> None:
+        """Let `progress` include layers in torch. On a GPU this would only cost time."""
+
+        def count(*_: object) -> None:
+            self._num_layers += 1
+
+        for layer in self.model.layers:
+            layer.register_forward_hook(count)
+
+    @property
+    def progress(self) -> int:
+        """A number that changes while a step is computed, for any thread to read."""
+        return self._num_layers + (self.compiled.num_halves if self.compiled else 0)
 
     def predict(
         self,

@@ -114,6 +114,9 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """maximum number of sequences in the running batch"""
     max_num_batched_tokens: Count = 2048
     """maximum number of tokens in one step; longer prompts are processed in chunks"""
+    target_itl_ms: Annotated[float, Meta(ge=0)] = 0.0
+    """longest time between two tokens of a stream beside prompts of others, ms: chunks of prompts
+    are as short as this needs; 0: steps may take a second, longer only where decoding is slow"""
     max_waiting_requests: Number = 1024
     """maximum number of waiting requests; further ones are refused as `overloaded`"""
     max_waiting_tokens: Count = 1 << 22
@@ -163,8 +166,8 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     hang_timeout: Seconds = 5.0
     """seconds after which a process without heartbeat and CPU use is killed"""
     step_timeout: Seconds = 60.0
-    """seconds after which a process is killed that works at one step, starts, or computes without a
-    heartbeat"""
+    """seconds after which a process is killed that makes no progress in a step, starts, or computes
+    without a heartbeat"""
     lease_timeout: Seconds = 30.0
     """seconds within which clients must resubmit running requests after a restart of the gateway"""
     drain_timeout: Annotated[float, Meta(ge=0)] = 30.0

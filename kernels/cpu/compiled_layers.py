@@ -18,7 +18,7 @@ from penstock.kernels.argument_checks import check_contiguous, check_tensor
 from penstock.kernels.cpu.compiler import Target, host, load
 from penstock.kernels.cpu.llvm_decoder import KEYS, Kinds, build_module
 from penstock.kernels.cpu.llvm_products import Kind, integer_kind, scratch_words
-from penstock.kernels.cpu.shared_memory import WORDS, SharedMemory
+from penstock.kernels.cpu.shared_memory import HALVES, WORDS, SharedMemory
 from penstock.kernels.cpu.types import (
     MATRICES,
     HeadFields,
@@ -99,6 +99,11 @@ class CompiledLayers:
         self._num_rows = 0
         self.version = 0  # changes with the memory addresses in StepFields and HeadFields
         self.reserve(1)
+
+    @property
+    def num_halves(self) -> int:
+        """Number of computed halves of layers, modulo resets. Any thread may read it."""
+        return int(self._barrier[HALVES])
 
     def reserve(self, num_rows: int) -> None:
         """Allocate memory for the intermediate results of a step with `num_rows` tokens."""

@@ -40,7 +40,7 @@ from penstock.kernels.cpu.llvm_products import (
     emit_rounding,
     name_of,
 )
-from penstock.kernels.cpu.shared_memory import emit_barrier
+from penstock.kernels.cpu.shared_memory import HALVES, add_atomically, emit_barrier
 from penstock.kernels.cpu.types import LAYER, HeadFields, StepFields
 from penstock.kernels.cpu.values import Kernel, Pointer, Value, Variable
 
@@ -332,6 +332,8 @@ class _Decoder:
                 self._attention_half(layer, half)
             with k.when((half % 2).compare("==", 1)):
                 self._mlp_half(layer, half)
+            with k.when(self.thread.compare("==", 0)):
+                add_atomically(k, self.at("barrier", "i64") + HALVES, 1)
         k.end()
 
     def _normed(self, layer: Pointer, name: str) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from penstock.kernels.cpu.compiler import load
 from penstock.kernels.cpu.values import INT32, INT64, POINTER, Kernel, Pointer, Value
 
-# words of a barrier, each in a separate cache line; BROKEN: positive after the loss of a process
-ARRIVED, GENERATION, SLEEPERS, BROKEN = 0, 8, 16, 24
-WORDS = 32
+# words of a barrier, each in a separate cache line; BROKEN: positive after the loss of a process;
+# HALVES: number of halves of layers that the threads have computed
+ARRIVED, GENERATION, SLEEPERS, BROKEN, HALVES = 0, 8, 16, 24, 32
+WORDS = 40
 SPINS = 10_000  # reads before a thread sleeps, about 20 µs
 WAIT, WAKE = 0, 1  # operations of futex(2)
 FUTEX = {"x86_64": 202, "aarch64": 98}  # number of the system call by architecture
@@ -64,7 +65,7 @@ def emit_barrier(k: Kernel) -> None:
     words, size = k.arguments
     with k.when(size > 1):
         b = k.builder
-        ticket = _add(k, words + ARRIVED, 1)
+        ticket = add_atomically(k, words + ARRIVED, 1)
         wanted = (ticket // size + 1) * size
         is_last = (ticket + 1).compare("==", wanted)
         system = _System(k, words)
@@ -78,9 +79,9 @@ def emit_barrier(k: Kernel) -> None:
         spins.value = spins.value + 1
         is_done = (_load(k, words + ARRIVED) >= wanted) | (_load(k, words + BROKEN) > 0)
         with k.when((spins.value > SPINS) & is_done.compare("==", 0)):
-            _add(k, words + SLEEPERS, 1)
+            add_atomically(k, words + SLEEPERS, 1)
             system.sleep(generation)
-            _add(k, words + SLEEPERS, -1)
+            add_atomically(k, words + SLEEPERS, -1)
         b.cbranch(is_done.raw, done, loop)
         b.position_at_end(done)
     k.end()
@@ -97,18 +98,18 @@ def build_ranks() -> ir.Module:
 def emit_end(k: Kernel) -> None:
     """Make all current and future waits return. Argument: the barrier's words."""
     (words,) = k.arguments
-    _add(k, words + BROKEN, 1)
+    add_atomically(k, words + BROKEN, 1)
     _next_generation(k, words, _System(k, words))
     k.end()
 
 
 def _next_generation(k: Kernel, words: Pointer, system: _System) -> None:
-    _add(k, words + GENERATION, 1)
+    add_atomically(k, words + GENERATION, 1)
     with k.when(_load(k, words + SLEEPERS) > 0):
         system.wake_all()
 
 
-def _add(k: Kernel, place: Pointer, number: int) -> Value:
+def add_atomically(k: Kernel, place: Pointer, number: int) -> Value:
     """Add atomically, and return the previous value."""
     return Value(k.builder, k.builder.atomic_rmw("add", place.raw, INT64(number), "seq_cst"))
 

@@ -121,3 +121,4 @@ class SampledTokens(Struct, PackedLists, array_like=True, tag="sampled"):
     # drafts of the tokens after each of `token_ids`: int32 [num_sampled, `BatchPlan.num_drafts`].
     # Those of a sequence's rows are equal, and follow its last right row.
     drafts: bytes = b""
+    seconds: float = 0.0  # that the step took; 0: not measured

@@ -100,7 +100,7 @@ class HeartbeatThread:
     The main thread calls `beat` every HEARTBEAT_INTERVAL, if its work allows; the first call starts
     the thread. A worker calls `start`, then `progress` in each step and `rest` after the step. A
     stopped process sends no heartbeats, and the time does not count. The supervisor kills a process
-    that is stuck at a piece of work after --step-timeout.
+    that is stuck at its work, without `progress` or a change of `work`, after --step-timeout.
     """
 
     def __init__(
@@ -108,17 +108,19 @@ class HeartbeatThread:
         process: Process,
         counters: Counters = dict[str, float],
         to_peers: Callable[[], None] | None = None,
+        work: Callable[[], int] = int,
     ) -> None:
         """Prepare the thread, which the first `beat` starts.
 
         counters: as in `HeartbeatSender`, called by the main thread. to_peers: function that sends
         heartbeats on the main thread's sockets; this thread calls it while the main thread is in
-        `working`.
+        `working`. work: a number that changes while the main thread gets on; this thread reads it.
         """
         self.sender = HeartbeatSender(process, counters)
         self._to_peers = to_peers
         self.working = LentSockets()
-        self._lost_seconds = 0.0  # this thread writes it, the main thread writes `_due`
+        # this thread writes these, the main thread writes `_due`
+        self._lost_seconds, self._work, self._seen, self._worked_at = 0.0, work, 0, -math.inf
         self._due = math.inf
         self._is_stopped = False
         self._called, self._sent = threading.Event(), threading.Event()
@@ -152,8 +154,14 @@ class HeartbeatThread:
     @property
     def busy_seconds(self) -> float:
         """Seconds by which the main thread's beat is late; 0 if less than an interval."""
-        late = self._now() - self._due
+        late = self._now() - max(self._due, self._worked_at)
         return late if late > HEARTBEAT_INTERVAL else 0.0
+
+    def look(self) -> None:
+        """Note whether the main thread's work has got on since the last look."""
+        seen, self._seen = self._seen, self._work()
+        if seen != self._seen:
+            self._worked_at = self._now()
 
     def stop(self) -> None:
         """End the thread, before its context is destroyed."""
@@ -166,6 +174,7 @@ class HeartbeatThread:
         while not self._is_stopped:
             is_called = self._called.is_set()
             self._called.clear()
+            self.look()
             self.sender.send(self.busy_seconds)
             if is_called:
                 self._sent.set()

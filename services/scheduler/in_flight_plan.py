@@ -16,6 +16,7 @@ from penstock.protocol.messages.plan import (
 )
 from penstock.protocol.messages.sampling import LOGITS_NUMBERS
 from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.step_costs import StepShape
 
 MIN_PLANS = 2  # minimum number of plans in flight; with fewer, the GPU waits for the host
 # Worst-case seconds from the end of a step to the launch of a plan that depends on its tokens: 1.1
@@ -37,6 +38,7 @@ class InFlightPlan(NamedTuple):
     # (published block of the chunks, number of its content); uncertain until the plan is confirmed
     published: list[tuple[int, int]]
     kept_states: list[tuple[int, int]]  # the same for state blocks with checkpoints
+    shape: StepShape
     # drafts that the workers make after each token; if any, the next plan names them
     num_drafts: int = 0
     is_awaited: bool = False  # the next plan waits for the tokens
@@ -85,10 +87,12 @@ class PlanBuilder:
     """The builder of a `BatchPlan` and its `InFlightPlan`."""
 
     def __init__(self, number: int) -> None:
-        self.plan = InFlightPlan(number, [], {}, [], [], [])
+        self.plan = InFlightPlan(number, [], {}, [], [], [], StepShape())
         self.added: list[RowAdded] = []
         self.drafts: list[int] = []
         self.appended: list[int] = []
+        # sequences whose prefill has too little time in the step; others may wait for their blocks
+        self.cut: list[Sequence] = []
         self._states: list[int] = []
         self._chunks: list[int] = []
 
@@ -97,9 +101,11 @@ class PlanBuilder:
 
     def add_chunk(self, sequence: Sequence, num_tokens: int) -> None:
         """Add a chunk of prefill: the `num_tokens` before the sequence's `num_planned_tokens`."""
+        end, has_logits = sequence.num_planned_tokens, sequence.needs_prompt_logprobs
         self._chunks.extend((sequence.slot, num_tokens))
+        self.plan.shape.add_chunk(end - num_tokens, end, has_logits)
         self.plan.chunks[sequence.slot] = sequence
-        self.plan.chunk_ends.append(sequence.num_planned_tokens)
+        self.plan.chunk_ends.append(end)
 
     def add_states(self, named: list[int], checkpoints: list[tuple[int, int]]) -> None:
         """Add the state blocks that `BatchPlan.states` names, and the plan's checkpoints."""

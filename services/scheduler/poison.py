@@ -1,7 +1,7 @@
 """Poison requests, which kill the workers or detokenizers that process them.
 
 Workers: a worker failure does not show its cause. A request that was in flight at
-`MAX_WORKER_DEATHS` - 1 consecutive failures, without a new token, is a suspect. A suspect runs
+`MAX_WORKER_DEATHS` - 1 consecutive failures, without progress, is a suspect. A suspect runs
 alone until its next token; other requests are preempted. If the workers die again, the suspect is a
 poison request and fails. If the suspect gets a token, it is cleared.
 

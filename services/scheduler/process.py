@@ -309,7 +309,9 @@ class SchedulerProcess:
             states = BlockPool(number, records=checkpoints)
         blocks = BlockManager.from_config(self.config, *size, records, states)
         length = self.model.context(self.config.max_model_len)
-        return Scheduler(self.config, length, blocks, self.group.epoch)
+        scheduler = Scheduler(self.config, length, blocks, self.group.epoch)
+        scheduler.step_costs.is_timed = True
+        return scheduler
 
     def end_group(self) -> None:
         """Drop the plans in flight after a worker failure. Fail poison requests."""

@@ -37,6 +37,7 @@ from penstock.services.scheduler.in_flight_plan import (
     row_of,
 )
 from penstock.services.scheduler.sequence import Sequence, Status, count_death
+from penstock.services.scheduler.step_costs import StepCosts
 from penstock.services.scheduler.waiting_queue import WaitingQueue
 
 NO_GROUP = -1  # the epoch while there is no worker group
@@ -63,6 +64,8 @@ class Scheduler:
         # tokens recomputed after preemptions and worker failures
         self.num_recomputed_tokens = 0
         self.step_tokens = Histogram.of(ITERATION_TOKENS)
+        states = block_manager.states
+        self.step_costs = StepCosts(config.target_itl_ms / 1000, states.unit if states else 1)
         # copies for the newest plan; workers must receive them before the plan
         self.copies: CopyBlocks | None = None
         self._max_length = min(max_model_len, block_manager.max_tokens)
@@ -175,7 +178,12 @@ class Scheduler:
         prefilling = self._schedule_decode(builder)
         num_decoding = len(plan.sampled)
         budget = self._max_tokens_per_step - num_decoding
-        budget = self._continue_prefill(prefilling, builder, budget)
+        self.block_manager.budget = BLOCKS_PER_PLAN
+        self.step_costs.begin(plan.shape, num_decoding, len(self.running) - len(prefilling))
+        if prefilling and self._must_share(prefilling[0], builder, budget):
+            budget = self._share_time(prefilling, builder, budget)
+        else:
+            budget = self._continue_prefill(prefilling, builder, budget)
         budget = self._admit(builder, budget)
         num_rows = self._max_rows - num_decoding - len(plan.chunks)
         if self._speculates:
@@ -233,6 +241,28 @@ class Scheduler:
                 sampled.append(sequence)
         return prefilling
 
+    def _must_share(self, first: Sequence, builder: PlanBuilder, budget: int) -> bool:
+        """Return whether the step has no time for all tokens that `first` could have in it."""
+        wanted = min(budget, first.num_prefill_tokens - first.num_planned_tokens)
+        return 2 * self.step_costs.least_tokens <= self._most_tokens(first, builder) < wanted
+
+    def _share_time(self, prefilling: list[Sequence], builder: PlanBuilder, budget: int) -> int:
+        """Continue prefill. A prompt that the step has no time for leaves half of it to others.
+
+        These are new prompts, then prompts with few tokens left. So short ones do not wait for long
+        ones, and the first one advances in any case.
+        """
+        shape = builder.plan.shape
+        limit = shape.limit
+        shape.limit = (limit + self.step_costs.seconds(shape)) / 2
+        builder.cut += prefilling
+        budget = self._admit(builder, budget)
+        first, *others = prefilling
+        others.sort(key=lambda s: s.num_prefill_tokens - s.num_planned_tokens)
+        budget = self._continue_prefill(others, builder, budget)
+        shape.limit = limit
+        return self._continue_prefill([first], builder, budget)
+
     def _continue_prefill(
         self, prefilling: list[Sequence], builder: PlanBuilder, budget: int
     ) -> int:
@@ -251,6 +281,10 @@ class Scheduler:
 
     def _add_chunk(self, sequence: Sequence, builder: PlanBuilder, budget: int) -> int:
         begin = sequence.num_planned_tokens
+        most = self._most_tokens(sequence, builder)
+        if most < budget:
+            builder.cut.append(sequence)
+            budget = most
         end = self.block_manager.chunk_end(sequence, begin + budget)
         if end == begin:
             return 0  # the budget is less than a chunk that this model takes
@@ -267,6 +301,11 @@ class Scheduler:
             builder.plan.sampled.append(sequence)
         return end - begin
 
+    def _most_tokens(self, sequence: Sequence, builder: PlanBuilder) -> int:
+        """Return how many tokens of a sequence's prompt the step has time for."""
+        begin, has_logits = sequence.num_planned_tokens, sequence.needs_prompt_logprobs
+        return self.step_costs.most_tokens(builder.plan.shape, begin, has_logits)
+
     def _loads(self, sequence: Sequence, builder: PlanBuilder) -> bool:
         """Plan a sequence's copies from the host. Return whether it may compute in this plan.
 
@@ -280,11 +319,14 @@ class Scheduler:
 
     def _admit(self, builder: PlanBuilder, budget: int) -> int:
         may_admit = budget and self._free_slots and self.block_manager.has_room(bool(self.running))
-        self.block_manager.budget = BLOCKS_PER_PLAN
         for sequence in self.waiting.candidates() if may_admit else ():
             if self._must_wait(sequence) or not sequence.may_run:
                 break
-            if not self.block_manager.is_chunk(sequence, budget):
+            if any(map(sequence.will_share, builder.cut)):
+                self.waiting.hold(sequence)
+                continue
+            most = min(budget, self._most_tokens(sequence, builder))
+            if not self.block_manager.is_chunk(sequence, most):
                 break
             is_allocated = self.block_manager.allocate(sequence, bool(self.running))
             may_admit = self.block_manager.budget > 0
@@ -347,7 +389,7 @@ class Scheduler:
         plan, confirm = self.in_flight.popleft(), self.block_manager.confirm
         output = PlanOutput([], [], [], [], plan.computes)
         for sequence, end in zip(plan.chunks.values(), plan.chunk_ends, strict=True):
-            sequence.num_computed_tokens = end
+            sequence.confirm_chunk(end)
         for sequence in plan.add_outputs(tokens):
             self.finish(sequence, "stop")
             output.finished.append(sequence)
@@ -372,6 +414,7 @@ class Scheduler:
                 if sequence.finish_reason:
                     output.finished.append(sequence)
         self.block_manager.confirm_plan(number, plan.published, plan.kept_states)
+        self.step_costs.measure(plan.shape, tokens.seconds)
         self.draft_scheduler.take(plan, tokens.drafts)
         return output
 
@@ -461,6 +504,7 @@ class Scheduler:
         given_up = count_death(in_flight)
         self.in_flight.clear()
         self.grammars.lose()
+        self.step_costs.forget_sizes()
         for plan in plans:
             self.block_manager.hide(plan.published, plan.kept_states)
         draining = [sequence for sequence in in_flight if sequence.status is Status.DRAINING]

@@ -52,7 +52,7 @@ class Sequence:
     Fields are written by methods of this class and by this code (see `test_sequence_writers.py`):
 
     - `Scheduler`: status, finish_reason, slot, token_ids, last_step, num_deaths, num_lost_tokens,
-      num_preemptions, num_planned_tokens, num_computed_tokens
+      num_preemptions, num_planned_tokens
     - `BlockManager`: block_table, capacity, num_prefill_tokens, num_planned_tokens,
       num_computed_tokens, num_published_blocks, published_content, record_place, loads,
       has_fetched, full_blocks, tried, awaited
@@ -64,7 +64,7 @@ class Sequence:
     - `Streams`: detokenizer, stream_id
     - `SchedulerProcess`: attempt
     - `SequencePoison`: num_deaths
-    - `sequence.count_death`: num_deaths
+    - `sequence.count_death`: num_deaths, died_at
     """
 
     request: InitVar[TokenizedRequest]
@@ -92,6 +92,7 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     # worker failures while this sequence was in flight, since its last token
     num_deaths: int = field(init=False)
+    died_at: int = -1  # positions that were planned at the latest of these failures; -1: none here
     cache_salt: str = field(init=False)
     # logprobs of each output token, None for tokens of an earlier attempt; None: not requested
     logprobs: list[PackedLogprobs | None] | None = None
@@ -246,6 +247,22 @@ class Sequence:
         is_text = self.pooling is None and not self.needs_prompt_logprobs
         return self.num_prefill_tokens > 0 and is_text
 
+    def will_share(self, other: "Sequence") -> bool:
+        """Return whether `other` will compute tokens that this sequence needs, too."""
+        end = other.num_planned_tokens + 1
+        near = slice(max(0, end - 64), end)  # a difference before is possible, and costs some time
+        is_equal = self.token_ids[near] == other.token_ids[near]
+        return is_equal and end <= other.num_prefill_tokens and self.cache_salt == other.cache_salt
+
+    def confirm_chunk(self, end: int) -> None:
+        """Note that the prefill is computed up to a position.
+
+        A sequence that comes further than at worker failures is not what the workers died of.
+        """
+        self.num_computed_tokens = end
+        if 0 <= self.died_at < end:
+            self.num_deaths, self.died_at = 0, -1
+
     def limit_length(self, max_length: int) -> None:
         """Set `max_length`. Raises CannotFitError."""
         room = 1 if self.pooling is None else 0
@@ -337,4 +354,5 @@ def count_death(in_flight: Collection[Sequence]) -> list[Sequence]:
     for sequence in in_flight:
         limit = MAX_WORKER_DEATHS if sequence in guilty else MAX_WORKER_DEATHS - 1
         sequence.num_deaths = min(sequence.num_deaths + 1, limit)
+        sequence.died_at = max(sequence.died_at, sequence.num_planned_tokens)
     return [sequence for sequence in guilty if sequence.finish_reason in (None, "abort")]

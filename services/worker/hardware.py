@@ -139,6 +139,7 @@ def narrow_weights(model: Model) -> None:
 
 def compile_layers(config: Config, model_config: ModelConfig, model: Model) -> None:
     """Use compiled code for steps, and for layers if possible. Raises ModelError."""
+    model.count_layers()
     use_compiled_step()
     bits = INTEGER_BITS.get(config.quantization)
     if not may_compile(config):

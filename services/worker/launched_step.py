@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ class StepOutput(NamedTuple):
     failed: list[tuple[int, str]]
     pooled: list[tuple[int, bytes]]
     drafts: bytes = b""
+    seconds: float = 0.0
 
 
 class PendingLogprobs(NamedTuple):
@@ -96,11 +98,11 @@ NO_TOKENS = torch.empty(0, dtype=torch.int64)
 class Completed(NamedTuple):
     """The outputs of a step whose launch is complete, in host memory.
 
-    Tokens and drafts are int64, and complete after the event (a torch.cuda.Event, or None).
+    Tokens and drafts are int64, and complete after the last event.
     """
 
     tokens: Tensor  # [num_rows]
-    event: Any = None
+    events: Any = None  # torch.cuda.Event of the beginning and of the end; None on a CPU
     pending: PendingOutput = NOTHING
     drafts: Tensor | None = None  # [num_rows, number of drafts]
 
@@ -117,6 +119,7 @@ class LaunchedStep:
         self._sampled = sampled
         self._complete: Callable[[], Completed] | None = complete
         self._token_ids: list[int] | None = None
+        self.seconds = 0.0  # that this thread has computed the step, which on a CPU is all
 
     @classmethod
     def finished(cls, token_ids: list[int]) -> "LaunchedStep":
@@ -129,19 +132,20 @@ class LaunchedStep:
     def complete(self) -> None:
         """Launch the rest of the step. Wait for the last step's tokens if rows depend on them."""
         if self._complete:
-            complete, self._complete = self._complete, None
-            self._tokens, self._event, self._pending, self._drafts = complete()
+            complete, self._complete, begin = self._complete, None, monotonic()
+            self._tokens, self._events, self._pending, self._drafts = complete()
+            self.seconds += monotonic() - begin
 
     def done(self) -> bool:
         """Return whether `token_ids` returns without waiting."""
-        return self._complete is None and (self._event is None or bool(self._event.query()))
+        return self._complete is None and (self._events is None or bool(self._events[1].query()))
 
     def token_ids(self) -> list[int]:
         """Wait for and return the sampled tokens; -1 for a failed row."""
         if self._token_ids is None:
             self.complete()
-            if self._event is not None:
-                self._event.synchronize()
+            if self._events is not None:
+                self._events[1].synchronize()
             ids: list[int] = self._tokens.numpy()[self._sampled].tolist()
             self._token_ids = ids
         return self._token_ids
@@ -152,9 +156,13 @@ class LaunchedStep:
         output = StepOutput([], [], [], []) if self._pending is NOTHING else self._pending.get()
         known = {index for index, _ in output.failed}
         output.failed.extend((index, BAD_LOGITS) for index in missing if index not in known)
-        if self._drafts is None:
-            return output
-        return output._replace(drafts=self._drafts.numpy()[self._sampled].astype("<i4").tobytes())
+        seconds, drafts = self.seconds, b""
+        if self._events:
+            begin, end = self._events
+            seconds = begin.elapsed_time(end) / 1000
+        if self._drafts is not None:
+            drafts = self._drafts.numpy()[self._sampled].astype("<i4").tobytes()
+        return output._replace(drafts=drafts, seconds=seconds)
 
 
 def to_device(array: Any, device: torch.device) -> Tensor:

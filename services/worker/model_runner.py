@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
@@ -146,6 +147,11 @@ class ModelRunner:
         """Return the GPU's idle time between steps, median and 99th percentile; 0 on a CPU."""
         return self._idle_times.percentiles() if self._idle_times else (0.0, 0.0)
 
+    @property
+    def progress(self) -> int:
+        """As `Model.progress`."""
+        return self._model.progress
+
     def clear(self) -> None:
         """Remove all sequences. The KV cache keeps its contents."""
         self._complete_last()
@@ -171,6 +177,12 @@ class ModelRunner:
         Raises ValueError for an invalid plan, GroupError.
         """
         self._complete_last()
+        begin = monotonic()
+        step = self._start(plan)
+        step.seconds = monotonic() - begin
+        return step
+
+    def _start(self, plan: BatchPlan) -> LaunchedStep:
         if self.offload:
             self.offload.before_step()
         if not 0 <= plan.num_drafts <= self.max_drafts:
@@ -236,8 +248,8 @@ class ModelRunner:
             self._sampler.share(computed.tokens, self._buffers.slots[: len(computed.tokens)])
         drafts = make_drafts() if make_drafts else None
         tokens, drafts = to_host(computed.tokens), None if drafts is None else to_host(drafts)
-        event = self._idle_times.end() if self._idle_times else None
-        return Completed(tokens, event, pending, drafts)
+        events = self._idle_times.end() if self._idle_times else None
+        return Completed(tokens, events, pending, drafts)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         if self.states is None:

@@ -64,10 +64,10 @@ class Worker:
         )
         self._process = process
         self._load = load
-        self.heartbeats = HeartbeatThread(process, self._counters)
+        self._runner: ModelRunner | None = None
+        self.heartbeats = HeartbeatThread(process, self._counters, work=self._progress)
         self.loop = EventLoop(process.context, self.send_state)
         self.loop.add(self.channel, self.receive)
-        self._runner: ModelRunner | None = None
         self._group = ""
         self._rank = -1
         self._epoch = -1
@@ -220,6 +220,9 @@ class Worker:
         if context.node_id or (config.device != "cpu" and torch.cuda.is_available()):
             return free_rendezvous(context.host)
         return f"file://{config.run_folder}/rendezvous-{uuid.uuid4().hex}"
+
+    def _progress(self) -> int:
+        return self._runner.progress if self._runner else 0
 
     def _counters(self) -> dict[str, float]:
         return {"standby_ready": float(self._is_standby and self._is_prepared)}

@@ -56,13 +56,13 @@ class IdleTimes:
         if follows and self._last_end is not None:
             self._gaps.append((self._last_end, self._begin))
 
-    def end(self) -> Any:
-        """Record the end of a launched step. Return the event."""
+    def end(self) -> tuple[Any, Any]:
+        """Record the end of a launched step. Return the events of its beginning and its end."""
         self._last_end = _event()
         while len(self._gaps) > 1 and self._gaps[0][1].query():
             end, begin = self._gaps.popleft()
             self._microseconds.append(end.elapsed_time(begin) * 1000)
-        return self._last_end
+        return self._begin, self._last_end
 
     def percentiles(self) -> tuple[float, float]:
         """Return the median and 99th percentile in microseconds; 0 without measurements."""

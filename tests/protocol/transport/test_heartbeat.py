@@ -96,6 +96,25 @@ def test_a_time_in_which_nothing_ran_belongs_to_no_work(heartbeats: HeartbeatThr
     assert 99 <= heartbeats.busy_seconds < 3600
 
 
+def test_slow_work_that_gets_on_is_not_stuck(process: Process) -> None:
+    """Each layer of a step counts, though the main thread says nothing for an hour."""
+    layers = iter([1, 1, 2, 2])
+    heartbeats = HeartbeatThread(process, work=lambda: next(layers))
+    heartbeats.look()
+    heartbeats.progress()
+    heartbeats._due -= 3600
+    heartbeats._worked_at -= 3600
+    heartbeats.look()
+    assert heartbeats.busy_seconds >= 3599
+    heartbeats.look()
+    assert heartbeats.busy_seconds == 0
+    heartbeats._worked_at -= 1800
+    heartbeats.look()
+    assert 1799 <= heartbeats.busy_seconds < 3599, "since the last layer"
+    heartbeats.rest()
+    assert heartbeats.busy_seconds == 0
+
+
 def test_a_heartbeat_is_sent_without_a_descriptor_left(
     process: Process, heartbeat: NextHeartbeat
 ) -> None:

@@ -18,6 +18,7 @@ from penstock.services.scheduler.blocks.state_blocks import StateBlocks
 from penstock.services.scheduler.in_flight_plan import PlanOutput
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
+from penstock.services.scheduler.step_costs import StepShape
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.invariants import (
     check_blocks,
@@ -55,6 +56,7 @@ class Simulation:
         num_host_slots: int = 0,
         num_state_blocks: int = 0,
         num_pieces: int = 1,
+        machine: Callable[[StepShape], float] = lambda _: 0.0,
         **options: object,
     ) -> None:
         defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
@@ -73,6 +75,9 @@ class Simulation:
         self.num_confirmed = 0
         """plans of this epoch whose result has come"""
         self.num_ahead = num_ahead
+        self.machine = machine  # seconds that a step takes; 0: it does not say
+        self.shapes: list[StepShape] = []  # of the steps that have ended
+        self.died_at: Counter[Sequence] = Counter()  # positions planned when the worker died
         self.computes_once = computes_once
         self.keeps_memory = keeps_memory
         """the memory of workers that die of poison is kept"""
@@ -202,7 +207,8 @@ class Simulation:
     def receive(self) -> PlanOutput | None:
         """Return the tokens of the oldest step; None if the scheduler dies meanwhile."""
         result = msgspec.msgpack.decode(self.results.popleft(), type=SampledTokens)
-        rows = self.scheduler.in_flight[0].sampled
+        plan = self.scheduler.in_flight[0]
+        rows, result.seconds = plan.sampled, self.machine(plan.shape)
         try:
             output = self.scheduler.update(result)
         except SchedulerDiedError:
@@ -210,6 +216,11 @@ class Simulation:
                 self.worker.hide_blocks()
             return self.restart_scheduler()
         self.num_confirmed += 1
+        self.shapes.append(plan.shape)
+        for sequence, end in zip(plan.chunks.values(), plan.chunk_ends, strict=True):
+            if sequence in self.died_at and end > self.died_at[sequence]:
+                self.num_deaths[sequence] = 0
+                del self.died_at[sequence]
         self.num_wasted.update(set(rows) - {*output.sequences, *output.finished})
         self.num_ends.update(output.finished)
         for sequence, reason in output.failed:
@@ -260,6 +271,8 @@ class Simulation:
         may_be_guilty = {one for one in at_risk if self.num_deaths[one] == 2 and len(at_risk) == 1}
         for sequence in at_risk - may_be_guilty:
             self.num_deaths[sequence] = min(2, self.num_deaths[sequence] + 1)
+        for sequence in at_risk:
+            self.died_at[sequence] = max(self.died_at[sequence], sequence.num_planned_tokens)
         epoch = self.scheduler.epoch + 1
         dead, self.worker = self.worker, self._new_worker(epoch)
         self.results.clear()

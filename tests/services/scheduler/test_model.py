@@ -26,6 +26,7 @@ from penstock.services.scheduler.blocks import state_blocks
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_records import HASH_BYTES, hash_block
 from penstock.services.scheduler.sequence import CannotFitError, Sequence
+from penstock.services.scheduler.step_costs import StepShape
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.reference import POISON, expected_output
 from tests.services.scheduler.simulation import Simulation
@@ -40,6 +41,20 @@ def weak_hash(parent: bytes, token_ids: bytes) -> bytes:
 
 
 NONE = st.just(0)
+
+
+def slow(shape: StepShape) -> float:
+    """A machine on which some chunks are longer than it has time for."""
+    per_token = 10 * shape.num_tokens + shape.num_keys / 10 + 100 * shape.num_logits
+    return (5 + shape.num_decoding + per_token) / 1000
+
+
+timed = st.fixed_dictionaries(
+    {
+        "machine": st.sampled_from([lambda _: 0.0, slow]),
+        "target_itl_ms": st.sampled_from([0, 0, 1, 400]),
+    }
+)
 
 
 @st.composite
@@ -73,6 +88,7 @@ def simulations(
         num_host_slots=draw(num_host_slots),
         num_pieces=draw(st.integers(1, 3)),
         kv_offload_folder=draw(st.sampled_from(["", "folder"])),
+        **draw(timed),
     )
 
 
@@ -243,6 +259,7 @@ class AmpleMachine(SchedulerMachine):
             max_num_batched_tokens=data.draw(st.integers(1, 32)),
             num_plans_in_flight=num_plans,
             keeps_memory=data.draw(st.booleans()),
+            **data.draw(timed),
         )
 
 

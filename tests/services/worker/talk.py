@@ -53,6 +53,7 @@ class FakeRunner:
     num_blocks = 5
     block_size = 16
     memory_id = 7
+    progress = 0
     offload = states = None
 
     def __init__(self) -> None:

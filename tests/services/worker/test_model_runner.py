@@ -95,6 +95,25 @@ def test_blocks_are_appended_when_a_row_needs_them(folder: Path, greedy: list[li
     assert driver.tokens == {0: greedy[3][:18], 1: greedy[4][:18]}
 
 
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_a_step_tells_its_seconds_and_that_it_gets_on(folder: Path, attention: str) -> None:
+    """With compiled layers and with those in torch; prompt logprobs come after the layers."""
+    runner = make_runner(folder, attention=attention)
+    prompt = PROMPTS[0]
+    asked = RowExtras(len(prompt), num_prompt_logprobs=0)
+    added = row(0, prompt, tables(16, 64, [len(prompt) + 9])[0], extras=asked)
+    seen = [runner.progress]
+    step = runner.launch(plan(added=[added], chunks=[(0, len(prompt))]))
+    seen.append(runner.progress)
+    launched = step.seconds
+    output = step.output()
+    assert 0 < launched < output.seconds
+    seconds = runner.launch(plan()).output().seconds
+    seen.append(runner.progress)
+    assert 0 < seconds < output.seconds
+    assert seen == sorted(set(seen))
+
+
 def test_a_plan_without_rows_gives_no_tokens(folder: Path) -> None:
     runner = make_runner(folder)
     assert runner.launch(plan()).token_ids() == []

@@ -1,0 +1,135 @@
+"""The seconds of steps by what they compute, learned from measurements. No I/O, no clock.
+
+A step takes as long as one that only decodes as many sequences, and as long as its chunks of
+prompts. Chunks cost a constant, and so much for each token, for each key that a token attends to,
+and for each row of logits, which prompt logprobs need. These costs are learned by normalised least
+mean squares (Nagumo and Noda 1967, doi:10.1109/TAC.1967.1098599), and never fall below 0.
+"""
+
+import math
+from dataclasses import dataclass
+
+# constant, tokens, keys and rows of logits of a usual step: costs of these are learned equally fast
+SCALES = 1.0, 256.0, 256.0 * 4096, 64.0
+RISE, FALL = 1 / 2, 1 / 8  # weight of a step that is slower or faster than expected
+MAX_RATIO = 4  # to the expected seconds: a step that was late, as of a paused machine, counts less
+FIRST_TOKENS = 64  # of the first chunks; later ones have up to twice the tokens of any before
+LEAST_TOKENS = 16  # that a step may always have, even if it takes longer than it should
+# Without a target, chunks may make a step take this number of seconds, or of times the seconds of a
+# step that only decodes. So other requests wait for no longer, and the machine is well used.
+MAX_SECONDS, MAX_TIMES = 1.0, 8
+MAX_STEP = 1e5  # seconds of a step that is believed
+MANY = 1 << 30  # tokens: no limit
+SHARE = 0.9  # of the target that a step is expected to take; the rest is for what varies
+
+
+@dataclass(slots=True)
+class StepShape:
+    """What a step computes."""
+
+    num_decoding: int = 0  # sequences, without their drafts
+    # of the chunks of prompts
+    num_tokens: int = 0
+    num_keys: int = 0  # sum over the tokens of the keys that each attends to
+    num_logits: int = 0  # rows of logits for prompt logprobs
+    limit: float = math.inf  # seconds that the step should take at most
+
+    def add_chunk(self, begin: int, end: int, has_logits: bool) -> None:
+        """Add the tokens of a prompt at the positions [begin, end)."""
+        self.num_tokens += end - begin
+        self.num_keys += (end - begin) * (begin + end) // 2
+        self.num_logits += (end - begin) * has_logits
+
+
+class StepCosts:
+    """The costs of steps, and the tokens of prompts that a step has time for."""
+
+    def __init__(self, target: float = 0.0, least_tokens: int = 1) -> None:
+        """Learn costs. Until `is_timed`, a step may have any number of tokens.
+
+        target: seconds of a step beside streams; 0: no target. least_tokens: of a chunk.
+        """
+        self._target = target * SHARE
+        self.least_tokens = max(least_tokens, LEAST_TOKENS)
+        # binary size of the batch → mean seconds of steps that only decode
+        self._decoding: dict[int, float] = {}
+        self._costs = [0.0] * len(SCALES)  # seconds for the amounts in SCALES
+        self.is_timed = False  # True: steps are measured, or will be
+        self._known: set[bool] = set()  # whether steps with chunks had rows of logits
+        self.forget_sizes()
+
+    def forget_sizes(self) -> None:
+        """Begin with short chunks again, as after a worker failure."""
+        # tokens and rows of logits that a step may have
+        self._most_tokens = self._most_logits = max(FIRST_TOKENS, self.least_tokens)
+
+    def begin(self, shape: StepShape, num_decoding: int, num_streams: int) -> None:
+        """Begin a step without chunks. num_streams: sequences that wait for their next token."""
+        shape.num_decoding = num_decoding
+        shape.limit = max(MAX_SECONDS, MAX_TIMES * self._decode_seconds(num_decoding))
+        if self._target and num_streams:
+            shape.limit = self._target
+
+    def most_tokens(self, shape: StepShape, begin: int, has_logits: bool) -> int:
+        """Return how many tokens at `begin` of a prompt a step still has time for."""
+        if not self.is_timed:
+            return MANY
+        most = min(self._fitting(shape, begin, has_logits), self._most_tokens - shape.num_tokens)
+        if has_logits:
+            most = min(most, self._most_logits - shape.num_logits)
+        return max(most, self.least_tokens - shape.num_tokens, 0)
+
+    def _fitting(self, shape: StepShape, begin: int, has_logits: bool) -> int:
+        """Return the number n for which the costs of n tokens are the seconds left."""
+        left = max(0.0, shape.limit - self.seconds(shape))
+        _, token, key, logits = (
+            cost / scale for cost, scale in zip(self._costs, SCALES, strict=True)
+        )
+        token += key * begin + logits * has_logits
+        root = math.sqrt(token * token + 2 * key * left)
+        # the root of token n + key n² / 2 = left, in a form without cancellation
+        return int(min(2 * left / (token + root), MANY)) if root else MANY * (left > 0)
+
+    def seconds(self, shape: StepShape) -> float:
+        """Return the expected seconds of a step; with chunks, even if it has none yet."""
+        costs = zip(self._costs, _amounts(shape), strict=True)
+        return self._decode_seconds(shape.num_decoding) + sum(cost * part for cost, part in costs)
+
+    def measure(self, shape: StepShape, seconds: float) -> None:
+        """Learn from a step; seconds: 0 if they were not measured."""
+        if not 0 < seconds < MAX_STEP:  # NaN, too
+            return
+        self.is_timed = True
+        if not shape.num_tokens:
+            size = shape.num_decoding.bit_length()
+            if not size:
+                return  # a plan that only brings copies
+            before = self._decoding.get(size, seconds)
+            self._decoding[size] = before + FALL * (min(seconds, MAX_RATIO * before) - before)
+            return
+        self._most_tokens = max(self._most_tokens, 2 * shape.num_tokens)
+        self._most_logits = max(self._most_logits, 2 * shape.num_logits)
+        expected, amounts, has_logits = self.seconds(shape), _amounts(shape), shape.num_logits > 0
+        if has_logits:  # other costs are better learned from other steps
+            amounts = (*[0.0] * (len(SCALES) - 1), amounts[-1])
+        is_known = has_logits in self._known
+        self._known.add(has_logits)
+        error = min(seconds, MAX_RATIO * expected if is_known else seconds) - expected
+        weight = (RISE if error > 0 else FALL) if is_known else 1.0
+        step = weight * error / sum(part * part for part in amounts)
+        self._costs = [
+            max(0.0, cost + step * part) for cost, part in zip(self._costs, amounts, strict=True)
+        ]
+
+    def _decode_seconds(self, num_decoding: int) -> float:
+        """Return the seconds of a step of the most similar known size; 0 if none is known."""
+        known, size = self._decoding, num_decoding.bit_length()
+        if not (known and size):
+            return 0.0
+        return known.get(size) or known[min(known, key=lambda other: abs(other - size))]
+
+
+def _amounts(shape: StepShape) -> tuple[float, ...]:
+    """Return the parts of the chunks' costs as multiples of SCALES."""
+    numbers = 1, shape.num_tokens, shape.num_keys, shape.num_logits
+    return tuple(number / scale for number, scale in zip(numbers, SCALES, strict=True))

@@ -1,0 +1,182 @@
+"""Steps within a time: chunks of prompts on machines whose seconds are given."""
+
+from typing import Any
+
+import pytest
+
+from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.step_costs import FIRST_TOKENS, LEAST_TOKENS, StepShape
+from tests.services.scheduler.builders import long_prompt
+from tests.services.scheduler.packed_plans import pairs
+from tests.services.scheduler.simulation import Simulation
+
+
+def machine(shape: StepShape) -> float:
+    """Take 1 ms for a token, 1 ms more at position 1,000, and 20 ms for a row of logits."""
+    per_token = shape.num_tokens + shape.num_keys / 1000 + 20 * shape.num_logits
+    return (5 + shape.num_decoding + per_token) / 1000
+
+
+def timed(**options: Any) -> Simulation:
+    sizes = {"num_blocks": 2000, "max_model_len": 2000, "max_num_seqs": 8}
+    sizes |= {"max_num_batched_tokens": 1024, "num_plans_in_flight": 1}
+    return Simulation(machine=machine, **sizes | options)
+
+
+def learn(sim: Simulation) -> Sequence:
+    """Return a stream, beside which prompts were computed."""
+    stream = sim.add(max_tokens=500, ignore_eos=True)
+    for number in range(20):
+        sim.step()
+        sim.add(long_prompt(150, 1000 * (number + 2)), max_tokens=1)
+        sim.step()
+    while sim.scheduler.waiting or len(sim.scheduler.running) > 1:
+        sim.step()
+    return stream
+
+
+def test_a_long_prompt_does_not_lengthen_the_steps_of_a_stream() -> None:
+    sim = timed(target_itl_ms=100)
+    stream = learn(sim)
+    before, num_tokens = len(sim.shapes), len(stream.token_ids)
+    sequence = sim.add(long_prompt(1200), max_tokens=1)
+    while not sequence.finish_reason:
+        sim.step()
+    shapes = [shape for shape in sim.shapes[before:] if shape.num_tokens]
+    seconds = sorted(map(machine, shapes))
+    assert seconds[-1] <= 0.13 and seconds[len(seconds) * 3 // 4] <= 0.1
+    assert sum(seconds) > 0.07 * len(seconds), "the time is used"
+    assert shapes[0].num_tokens > 1.5 * shapes[-2].num_tokens, "later tokens take longer"
+    assert len(stream.token_ids) - num_tokens >= len(shapes) - 1, "a token in each step"
+    sim.finish(stream, "abort")
+    sim.run()
+
+
+@pytest.mark.parametrize("target", [0, 100])
+def test_rows_of_logits_are_bounded(target: int) -> None:
+    """All at once would take 16 s."""
+    sim = timed(target_itl_ms=target)
+    stream = learn(sim)
+    before = len(sim.shapes)
+    sequence = sim.add(long_prompt(800), max_tokens=1, prompt_logprobs=0)
+    while not sequence.finish_reason:
+        sim.step()
+    rows = [shape.num_logits for shape in sim.shapes[before:] if shape.num_tokens]
+    assert rows[0] == FIRST_TOKENS, "nothing is known of them"
+    assert max(rows) <= FIRST_TOKENS
+    assert min(rows[1:-1]) >= (LEAST_TOKENS if target else 40)
+    assert sum(rows) == 800
+    sim.finish(stream, "abort")
+    sim.run()
+
+
+def test_short_prompts_do_not_wait_for_a_long_one() -> None:
+    """Nor for two; both long ones get on in every step, and end."""
+    sim = timed(target_itl_ms=200)
+    stream = learn(sim)
+    longs = [sim.add(long_prompt(1500, 1 + 4000 * n), max_tokens=1) for n in range(2)]
+    sim.step()  # each new one may have the half that the first one leaves for a step
+    for number in range(12):
+        sim.step()
+        planned = [sequence.num_planned_tokens for sequence in longs]
+        short = sim.add(long_prompt(12, 10_000 + 100 * number), max_tokens=1)
+        sim.step()
+        assert len(short.token_ids) == 13
+        assert longs[0].num_planned_tokens >= planned[0] + LEAST_TOKENS
+    assert not any(sequence.finish_reason for sequence in longs)
+    while not longs[1].finish_reason:
+        sim.step()
+    assert longs[0].finish_reason
+    sim.finish(stream, "abort")
+    sim.run()
+
+
+def test_a_long_prompt_ends_whatever_else_comes() -> None:
+    sim = timed(target_itl_ms=100)
+    stream = learn(sim)
+    sequence = sim.add(long_prompt(600), max_tokens=1)
+    num_steps = 0
+    while not sequence.finish_reason:
+        sim.add(long_prompt(300, 5000 + 400 * num_steps), max_tokens=1)
+        sim.step()
+        num_steps += 1
+    assert num_steps < 40
+    sim.finish(stream, "abort")
+
+
+def test_without_time_for_anything_the_first_prompt_gets_on() -> None:
+    """The target is shorter than a step that only decodes."""
+    sim = timed(target_itl_ms=1)
+    stream = learn(sim)
+    for number in range(3):
+        sim.add(long_prompt(100, 1 + 200 * number), max_tokens=1)
+    before = len(sim.shapes)
+    sim.step()
+    sim.step()
+    assert [shape.num_tokens for shape in sim.shapes[before:]] == [LEAST_TOKENS] * 2
+    sim.finish(stream, "abort")
+    sim.run()
+
+
+def test_equal_prompts_are_computed_once() -> None:
+    """The worker asserts it: the second prompt waits for the blocks of the first one."""
+    sim = timed(target_itl_ms=100, computes_once=True)
+    stream = learn(sim)
+    first, second = [sim.add([*long_prompt(700), n], max_tokens=1) for n in (5, 6)]
+    other = sim.add(long_prompt(20, 90_000), max_tokens=1)
+    while not second.finish_reason:
+        sim.step()
+    assert first.finish_reason and other.finish_reason
+    assert second.num_cached_tokens == 700
+    sim.finish(stream, "abort")
+
+
+def test_after_a_worker_s_death_chunks_are_short_again() -> None:
+    sim = timed()
+    learn(sim)
+    sim.add(long_prompt(1000), max_tokens=1)
+    plan = sim.send()
+    assert plan is not None
+    assert pairs(plan.chunks)[0][1] > FIRST_TOKENS
+    sim.restart(keeps_memory=True)
+    plan = sim.send()
+    assert plan is not None
+    assert sum(number for _, number in pairs(plan.chunks)) <= FIRST_TOKENS
+
+
+# ---- A slow step is not poison ---------------------------------------------------------------
+
+
+def test_a_prompt_that_gets_on_between_deaths_is_no_poison() -> None:
+    """Each death counts, until the prompt is further than it was at the death."""
+    sim = timed(max_num_batched_tokens=64, keeps_memory=True)
+    sequence = sim.add(long_prompt(900), max_tokens=3, ignore_eos=True)
+    for _ in range(6):
+        sim.step()
+        sim.send()
+        sim.restart(keeps_memory=True)
+        assert sequence.num_deaths == 1
+        sim.step()
+        sim.step()
+        assert sequence.num_deaths == 0
+    sim.run()
+    assert not sim.cut
+
+
+@pytest.mark.parametrize("keeps_memory", [True, False])
+def test_a_prompt_that_kills_at_a_position_is_poison(keeps_memory: bool) -> None:
+    """What comes before is computed again after each death, which is no progress."""
+    sim = timed(max_num_batched_tokens=64)
+    sequence = sim.add(long_prompt(600), max_tokens=1)
+    num_deaths = 0
+    while not sequence.finish_reason:
+        plan = sim.send()
+        ends = sim.scheduler.in_flight[-1].chunk_ends if plan else []
+        if ends and ends[0] > 300:
+            sim.restart(keeps_memory=keeps_memory)
+            num_deaths += 1
+        elif sim.has_result:
+            sim.receive()
+    assert sim.cut == {sequence}
+    assert num_deaths == 3
+    sim.run()
