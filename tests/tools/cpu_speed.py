@@ -51,23 +51,33 @@ def worker_turn(name: str, batch: int, length: int, steps: int) -> Turn:
         quantization=quantization or "none",  # type: ignore[arg-type]
         quantize_lm_head=":" in name,
         num_blocks=blocks * batch,
-        max_num_batched_tokens=batch * length,
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(batch * length, batch + 64),
         max_model_len=length + steps + 16,
     )
     runner = load(config, WorkerAssignment(1, "g", 0, 1, ""), lambda: None)
+
+    def states(step: int) -> bytes:
+        """Return the state blocks of the first two steps, which alternate later."""
+        if not runner.num_state_blocks or step > 1:
+            return b""
+        blocks = ((slot, 2 * slot if step else -1, 2 * slot + step) for slot in range(batch))
+        return pack(number for row in blocks for number in row)
 
     def turn() -> tuple[float, float]:
         runner.clear()
         rows = []
         for slot in range(batch):
             own = pack(range(slot * blocks, (slot + 1) * blocks))
-            rows.append(RowAdded(slot, pack(prompt(slot, length)), own, 0))
+            row = RowAdded(slot, pack(prompt(slot, length)), own, 0, num_prompt_tokens=length)
+            rows.append(row)
         chunks = pack(number for slot in range(batch) for number in (slot, length))
         start = clock()
-        runner.launch(BatchPlan(1, 0, added=rows, chunks=chunks)).token_ids()
+        plan = BatchPlan(1, 0, added=rows, chunks=chunks, states=states(0))
+        runner.launch(plan).token_ids()
         after = clock()
         for step in range(1, steps + 1):
-            runner.launch(BatchPlan(1, step)).token_ids()
+            runner.launch(BatchPlan(1, step, states=states(step))).token_ids()
         return after - start, (clock() - after) / steps
 
     return turn
@@ -104,12 +114,12 @@ def llama_turn(path: str, batch: int, length: int, steps: int) -> Turn:
 def hf_turn(name: str, batch: int, length: int, steps: int) -> Turn:
     """Return the turn of transformers' own loop; a name may end in `:bfloat16`."""
     import torch
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     folder, _, dtype = name.partition(":")
     torch.set_num_threads(num_threads)
     kind = getattr(torch, dtype or "float32")
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=kind).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind).eval()
     prompts = torch.tensor([prompt(slot, length) for slot in range(batch)])
 
     @torch.inference_mode()
