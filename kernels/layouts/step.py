@@ -11,6 +11,7 @@ from penstock.kernels.layouts.sampling import NUM_WORDS, SamplingTensors, make_p
 
 # int32 values of the parts of a record; see `penstock.kernels.step.apply_plan`
 HEADER, ROW, APPENDED, PARAMETERS = 8, 9, 3, 1 + NUM_WORDS
+TOKENS = 6  # in the header: where the token ids begin
 # columns of a record's rows
 SLOT, START, COUNT, FIRST, TOKEN_INDEX, FIRST_KEY, SAMPLING_SLOT, STATES, PROMPT_END = range(ROW)
 

@@ -33,7 +33,9 @@ def process_logits(
     """Apply penalties, bias and bitmask of each row's slot in place, in this order.
 
     deferred: also process rows of deferred slots; otherwise only rows of other slots. The newest
-    token of a processed row is counted first, unless it was given.
+    token of a processed row is counted first, unless it was given. Adjacent rows with the same slot
+    are those of a draft: their newest tokens are counted already, and each row ignores those of the
+    rows after it.
 
     logits: [num_rows, at least the shard's tokens], with any row stride. slots: int64 [num_rows],
     -1 for a row that stays unchanged. positions: int64 [num_rows], index of the token to be
@@ -118,10 +120,15 @@ def _process(
         own_slot = state.parameters[slot, None]
         words = own_slot[0]
         if flag & PENALTIES:
+            is_own = slots == slot
+            drafts = (newest[row + 1 :] - state.first_token)[is_own[row + 1 :]]
             token = int(newest[row]) - state.first_token
-            if position > words[WORD["num_given"]] and 0 <= token < logits.shape[1]:
+            is_new = position > words[WORD["num_given"]] and int(is_own.sum()) == 1
+            if is_new and 0 <= token < logits.shape[1]:
                 state.occurrences[slot, token] += 2
-            occurrences = state.occurrences[slot, None]
+            drafts = drafts[(drafts >= 0) & (drafts < logits.shape[1])]
+            ignored = torch.full_like(drafts, -2, dtype=torch.int32)
+            occurrences = state.occurrences[slot].index_add(0, drafts, ignored)[None]
             logits[row] = penalize(
                 logits[row, None],
                 occurrences >> 1,

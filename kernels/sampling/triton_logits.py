@@ -89,13 +89,17 @@ def top_logprobs(
 
 @triton.jit
 def _penalize(
-    logits_ptr, occurrences_ptr, repetition, frequency, presence, ids, exists, newest
+    logits_ptr, occurrences_ptr, repetition, frequency, presence, ids, exists, newest,
+    ignored_ptr, num_ignored, first_token,
 ):  # fmt: skip
     """Penalize the logits of tokens that occurred; newest: token to be counted, or -1."""
     occurrences = tl.load(occurrences_ptr + ids, exists, 0)
     is_new = exists & (ids == newest)
     occurrences = tl.where(is_new, occurrences + 2, occurrences)
     tl.store(occurrences_ptr + ids, occurrences, is_new)
+    for index in range(num_ignored):
+        ignored = tl.load(ignored_ptr + index) - first_token
+        occurrences = tl.where(ids == ignored, occurrences - 2, occurrences)
     occurred = exists & (occurrences > 0)
     logits = tl.load(logits_ptr + ids, occurred, 0.0)
     repetition += tl.zeros_like(logits)
@@ -146,8 +150,6 @@ def _process(
         if flags > 0:
             logits_ptr += row * row_stride
             position = tl.load(positions_ptr + row)
-            newest = (tl.load(newest_ptr + row) - first_token).to(tl.int32)
-            newest = tl.where(position > tl.load(parameters_ptr + _NUM_GIVEN), newest, -1)
             is_short = position < tl.load(parameters_ptr + _MIN_LENGTH)
             column = tl.where(is_short, _NUM_LONG_BIAS, _NUM_BIAS)
             num_bias = tl.load(parameters_ptr + column)
@@ -155,6 +157,15 @@ def _process(
             first = tl.program_id(0) * size
             end = tl.minimum(first + size, num_tokens)
             if (flags & _PENALTIES) > 0:
+                num_later = 0  # rows of the same draft after this row
+                num_after = tl.num_programs(1) - 1 - tl.program_id(1)
+                slots_ptr += row + 1
+                while tl.load(slots_ptr + num_later, num_later < num_after, -1) == slot:
+                    num_later += 1
+                newest = (tl.load(newest_ptr + row) - first_token).to(tl.int32)
+                is_draft = (num_later > 0) | (tl.load(slots_ptr - 2, row > 0, -1) == slot)
+                is_given = position <= tl.load(parameters_ptr + _NUM_GIVEN)
+                newest = tl.where(is_draft | is_given, -1, newest)
                 occurrences_ptr += slot * num_tokens
                 repetition = load_float(parameters_ptr + _REPETITION)
                 frequency = load_float(parameters_ptr + _FREQUENCY)
@@ -163,7 +174,7 @@ def _process(
                     ids = begin + tl.arange(0, BLOCK)
                     _penalize(
                         logits_ptr, occurrences_ptr, repetition, frequency, presence, ids,
-                        ids < num_tokens, newest,
+                        ids < num_tokens, newest, newest_ptr + row + 1, num_later, first_token,
                     )  # fmt: skip
             if (flags & _BIAS) > 0:
                 tl.debug_barrier()  # other threads wrote the logits of the same tokens

@@ -130,8 +130,7 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
 
 
 # Numbers that the worker keeps for each slot, with their neutral values. The sampler chooses tokens
-# by SAMPLER_NUMBERS; LOGITS_NUMBERS change the logits before. Rows with LOGITS_NUMBERS get no draft
-# tokens.
+# by SAMPLER_NUMBERS; LOGITS_NUMBERS change the logits before.
 SAMPLER_NUMBERS: dict[str, float] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LOGITS_NUMBERS: dict[str, float] = {
     "repetition_penalty": 1.0,

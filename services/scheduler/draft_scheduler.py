@@ -6,7 +6,7 @@ Each sequence has a proposer (`penstock.services.scheduler.proposer`).
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import unpack
-from penstock.protocol.messages.plan import STATE_WINDOW, RowAdded
+from penstock.protocol.messages.plan import STATE_WINDOW
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.draft_policy import DraftPolicy
 from penstock.services.scheduler.in_flight_plan import InFlightPlan, PlanBuilder
@@ -42,10 +42,10 @@ class DraftScheduler:
             "accepted_tokens_total": self.num_accepted_tokens,
         }
 
-    def begin(self, sequence: Sequence, row: RowAdded) -> None:
-        """Prepare an admitted sequence. A row with extras gets no drafts."""
-        speculates = self._make and sequence.sampling.speculative and row.extras is None
-        sequence.proposer = self._make(sequence.token_ids) if self._make and speculates else None
+    def begin(self, sequence: Sequence) -> None:
+        """Prepare an admitted sequence."""
+        may_have = self._make and sequence.may_have_drafts
+        sequence.proposer = self._make(sequence.token_ids) if self._make and may_have else None
 
     def check(self, sequence: Sequence, proposer: Proposer) -> None:
         """Compare a new token with its draft. After a wrong draft, roll later drafts back."""

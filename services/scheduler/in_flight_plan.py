@@ -4,9 +4,10 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count, repeat
 from typing import NamedTuple
 
-from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.packed import PackedLogprobs, pack
 from penstock.protocol.messages.plan import (
     BLOCK_BITS,
     BatchPlan,
@@ -25,6 +26,7 @@ ROUND_TRIP = 2.5e-3
 # Seconds of a step after which the next plan waits for its tokens: this costs 1 %, and what was
 # aborted meanwhile is not computed.
 LONG_STEP = 100 * ROUND_TRIP
+SampledRow = tuple[Sequence, int, PackedLogprobs | None]  # with its token
 
 
 class InFlightPlan(NamedTuple):
@@ -55,25 +57,22 @@ class InFlightPlan(NamedTuple):
     def rows(
         self,
         token_ids: Iterable[int],
-        failed: list[tuple[int, str]],
+        tokens: SampledTokens,
         fail: Callable[[Sequence, int, str], None],
-    ) -> Iterable[tuple[Sequence, int]]:
-        """Yield (sequence, token) of each sampled row, in order. Call `fail` for each failed row.
+    ) -> Iterable[SampledRow]:
+        """Yield each sampled row, in order. Call `fail` for each failed row.
 
         A row after a wrong draft is void and does not fail.
         """
-        rows = zip(self.sampled, token_ids, strict=True)
-        return _without_failed(rows, dict(failed), fail) if failed else rows
+        logprobs = map(dict(tokens.logprobs).get, count()) if tokens.logprobs else repeat(None)
+        rows = zip(self.sampled, token_ids, logprobs, strict=False)
+        return _without_failed(rows, dict(tokens.failed), fail) if tokens.failed else rows
 
     def add_outputs(self, tokens: SampledTokens) -> list[Sequence]:
-        """Add logprobs and pooled numbers to the sequences. Ignore logprobs of failed rows.
+        """Add prompt logprobs and pooled numbers to the sequences.
 
         Return the sequences that end with pooled numbers; their tokens are void.
         """
-        failed = dict(tokens.failed)
-        for index, packed in tokens.logprobs:
-            if index not in failed:
-                self.sampled[index].add_logprobs(packed)
         for slot, chunk in tokens.prompt_logprobs:
             self.chunks[slot].add_prompt_logprobs(chunk)
         return [
@@ -159,13 +158,14 @@ def _extras(sequence: Sequence, *, is_changed: bool) -> RowExtras | None:
 
 
 def _without_failed(
-    rows: Iterable[tuple[Sequence, int]],
+    rows: Iterable[SampledRow],
     reasons: dict[int, str],
     fail: Callable[[Sequence, int, str], None],
-) -> Iterator[tuple[Sequence, int]]:
-    for index, (sequence, token_id) in enumerate(rows):
+) -> Iterator[SampledRow]:
+    for index, row in enumerate(rows):
+        sequence, token_id, _ = row
         if index not in reasons:
-            yield sequence, token_id
+            yield row
         elif sequence.finish_reason is None:
             proposer = sequence.proposer
             if proposer is None or proposer.accept_row():
@@ -179,6 +179,7 @@ class PlanOutput(NamedTuple):
     token_ids: list[int]  # a token for each element of `sequences`
     finished: list[Sequence]
     failed: list[tuple[Sequence, str]]  # (failed sequence, reason)
+    logprobs: dict[int, PackedLogprobs]  # index in `sequences` → logprobs of the token
     is_step: bool = True  # False for an empty plan
 
 

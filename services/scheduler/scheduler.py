@@ -222,7 +222,7 @@ class Scheduler:
     def _add_row(self, sequence: Sequence, builder: PlanBuilder) -> None:
         builder.added.append(row_of(sequence))
         if self._speculates:
-            self.draft_scheduler.begin(sequence, builder.added[-1])
+            self.draft_scheduler.begin(sequence)
 
     def _schedule_decode(self, builder: PlanBuilder) -> list[Sequence]:
         """Plan a token for each sequence after its prefill. Return sequences in prefill."""
@@ -387,13 +387,14 @@ class Scheduler:
         if not expected or (expected.number, len(expected.sampled)) != (number, len(token_ids)):
             raise ValueError(f"got {len(token_ids)} tokens of step {number}; expected {expected}")
         plan, confirm = self.in_flight.popleft(), self.block_manager.confirm
-        output = PlanOutput([], [], [], [], plan.computes)
+        output = PlanOutput([], [], [], [], {}, plan.computes)
         for sequence, end in zip(plan.chunks.values(), plan.chunk_ends, strict=True):
             sequence.confirm_chunk(end)
         for sequence in plan.add_outputs(tokens):
             self.finish(sequence, "stop")
             output.finished.append(sequence)
-        for sequence, token_id in plan.rows(token_ids, tokens.failed, partial(self._fail, output)):
+        rows = plan.rows(token_ids, tokens, partial(self._fail, output))
+        for sequence, token_id, logprobs in rows:
             if sequence.finish_reason is not None:
                 continue  # the sequence ended while the plan was in flight
             proposer = sequence.proposer
@@ -401,18 +402,17 @@ class Scheduler:
                 continue
             confirm(sequence)
             sequence.token_ids.append(token_id)
+            if logprobs:
+                sequence.add_logprobs(logprobs)
+                output.logprobs[len(output.sequences)] = logprobs
             sequence.num_deaths = 0
             output.sequences.append(sequence)
             output.token_ids.append(token_id)
             if proposer:
                 self.draft_scheduler.check(sequence, proposer)
-            if (
-                token_id in sequence.stop_token_ids
-                or len(sequence.token_ids) >= sequence.max_length
-            ):
-                self._end_if_due(sequence)
-                if sequence.finish_reason:
-                    output.finished.append(sequence)
+            is_last = len(sequence.token_ids) >= sequence.max_length
+            if (is_last or token_id in sequence.stop_token_ids) and self._end_if_due(sequence):
+                output.finished.append(sequence)
         self.block_manager.confirm_plan(number, plan.published, plan.kept_states)
         self.step_costs.measure(plan.shape, tokens.seconds)
         self.draft_scheduler.take(plan, tokens.drafts)
@@ -421,12 +421,14 @@ class Scheduler:
     def _fail(self, output: PlanOutput, sequence: Sequence, token_id: int, reason: str) -> None:
         """End the sequence of a failed row. Hide blocks that may contain NaN.
 
-        If the grammar's matcher failed, retry the sequence once with a lexer of its own.
+        If the grammar's matcher failed, retry the sequence once with a lexer of its own, and
+        without drafts, whose masks also count for the lexer's limits.
         """
         if reason.startswith(GRAMMAR_FAILED):
             if sequence.status is Status.WAITING:
                 return  # from a later plan in flight
-            if self.grammars.isolate(sequence):
+            if self.grammars.isolate(sequence) or sequence.proposer:
+                sequence.may_have_drafts = False
                 self._restart(sequence)
                 return
         if token_id < 0:
@@ -440,11 +442,13 @@ class Scheduler:
         else:
             self.preempt(sequence)
 
-    def _end_if_due(self, sequence: Sequence) -> None:
+    def _end_if_due(self, sequence: Sequence) -> bool:
+        """End a sequence at a stop token or its last token. Return whether it has ended."""
         if sequence.is_stopped():
             self.finish(sequence, "stop")
         elif len(sequence.token_ids) >= sequence.max_length:
             self.finish(sequence, "length")
+        return sequence.finish_reason is not None
 
     # ---- slots and blocks ----------------------------------------------------------------------
 

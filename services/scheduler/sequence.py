@@ -121,6 +121,7 @@ class Sequence:
     num_lost_tokens: int = 0
     # number of the compiled grammar; 0 without a grammar, or before its compilation
     grammar: int = 0
+    may_have_drafts: bool = True
     proposer: Proposer | None = None  # made at admission, if the sequence may have drafts
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_preemptions: int = 0
@@ -159,6 +160,7 @@ class Sequence:
         self.client, self.priority = request.client, request.priority
         self.cache_salt = request.cache_salt
         self.sampling = sampling = request.sampling
+        self.may_have_drafts = sampling.speculative and request.pooling is None
         own_seed = xxhash.xxh64_intdigest(request.request_id.encode()) >> 1  # equal after a restart
         self.seed = own_seed if sampling.seed is None else sampling.seed
         self.reasoning, self.bad_words = request.reasoning, request.bad_words
@@ -320,8 +322,8 @@ class Sequence:
         return self.scheduled_at - self.arrived_at, self.first_token_at - self.scheduled_at
 
     def add_logprobs(self, packed: PackedLogprobs) -> None:
-        """Append logprobs of the next token, unless the sequence has ended."""
-        if self.logprobs is not None and self.finish_reason is None:
+        """Append logprobs of a new token."""
+        if self.logprobs is not None:
             self.logprobs.append(packed)
 
     def add_prompt_logprobs(self, chunk: list[PackedLogprobs]) -> None:

@@ -127,16 +127,17 @@ class Streams:
 
     def put(self, output: PlanOutput) -> None:
         """Add the tokens of a step to the next messages for detokenizers."""
-        outboxes = self._outboxes
-        for sequence, token_id in zip(output.sequences, output.token_ids, strict=True):
+        outboxes, logprobs = self._outboxes, output.logprobs
+        tokens = zip(output.sequences, output.token_ids, strict=True)
+        for index, (sequence, token_id) in enumerate(tokens):
             outbox = outboxes.get(sequence.detokenizer)  # type: ignore[arg-type]
             if outbox is None:
                 continue
             if sequence.stream_id in self._unopened:
                 self._open(sequence, outbox)
             else:
-                if sequence.logprobs and (packed := sequence.logprobs[-1]):
-                    outbox.logprobs.append((len(outbox.stream_ids), packed))
+                if index in logprobs:
+                    outbox.logprobs.append((len(outbox.stream_ids), logprobs[index]))
                 outbox.stream_ids.append(sequence.stream_id)
                 outbox.token_ids.append(token_id)
         for sequence in output.finished:

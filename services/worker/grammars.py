@@ -3,11 +3,12 @@
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
 from time import perf_counter, thread_time
+from typing import Any
 
 import numpy as np
 import psutil
@@ -55,10 +56,10 @@ class MaskFiller:
         self._num_steps = 0
 
     def fill(self, masks: Bitmask, rows: list[tuple[TimedMatcher, int]]) -> list[int]:
-        """Write the masks of rows (matcher, slot). Return the slots that exceed their budget."""
+        """Write masks of rows (matcher, index). Return the indices that exceed their budget."""
         self._num_steps += 1
         timed = [row for row in rows if row[0].is_timed]
-        others = [(row.matcher, slot) for row, slot in rows if not row.is_timed]
+        others = [(row.matcher, index) for row, index in rows if not row.is_timed]
         if others:
             begin = perf_counter()
             fill_next_token_bitmask_par(self._executor, others, masks)
@@ -74,7 +75,7 @@ class MaskFiller:
             return thread_time() - begin
 
         exceeding = []
-        for (row, slot), seconds in zip(rows, self._threads.map(fill, rows), strict=True):
+        for (row, index), seconds in zip(rows, self._threads.map(fill, rows), strict=True):
             row.is_timed = seconds > SLOW_SECONDS
             if not row.is_timed:
                 continue
@@ -82,7 +83,7 @@ class MaskFiller:
             row.first_step = row.first_step or self._num_steps
             steps = self._num_steps - row.first_step
             if row.seconds > MAX_MASK_SECONDS + SECONDS_PER_STEP * steps:
-                exceeding.append(slot)
+                exceeding.append(index)
         return exceeding
 
 
@@ -147,10 +148,24 @@ class _Row:
     def __init__(self, state: _State, ends: _Ends):
         self.state = state
         self.ends = ends
+        self.num_consumed = 0  # tokens that `Grammars.accept` has given to the matcher
         # set while the matcher determines the masks: not in reasoning, nor after the end
         self.matcher: TimedMatcher | None = None
         self.is_done = False  # True if the text has ended or the row has failed
         self.failure = ""
+
+    @property
+    def progress(self) -> tuple[Any, ...]:
+        """What drafts change, and the CPU time of the row's slow masks."""
+        own = self.matcher, self.is_done, self.failure, self.num_consumed
+        return self.state.reasoning, self.state.timed.seconds, *own
+
+    def roll_back(self, progress: tuple[Any, ...]) -> None:
+        num_consumed = self.num_consumed
+        self.state.reasoning, self.state.timed.seconds, *own = progress
+        self.matcher, self.is_done, self.failure, self.num_consumed = own
+        if num_consumed > self.num_consumed:
+            self.state.matcher.rollback(num_consumed - self.num_consumed)
 
     def find_matcher(self) -> TimedMatcher | None:
         """Return the matcher if it determines the next mask, else None."""
@@ -276,7 +291,24 @@ class Grammars:
         for slot, token_id in tokens.items():
             row = self._rows.get(slot)
             if row and token_id >= 0 and row.accept(token_id):
+                if slot in self._accepted:  # drafts were right
+                    self._consume()
                 self._accepted[slot] = row.state.matcher, token_id
+                row.num_consumed += 1
+
+    def _consume(self) -> None:
+        if self._accepted:
+            consume_token_par(self._executor, list(self._accepted.values()))
+            self._accepted.clear()
+
+    def progress(self, slots: Iterable[int]) -> dict[int, tuple[Any, ...]]:
+        """Return slot → progress of rows with a grammar, for `roll_back` after drafts."""
+        return {slot: self._rows[slot].progress for slot in slots if slot in self._rows}
+
+    def roll_back(self, progress: dict[int, tuple[Any, ...]]) -> None:
+        """Undo what `accept` and `fill` have changed since; all tokens are consumed."""
+        for slot, before in progress.items():
+            self._rows[slot].roll_back(before)
 
     def has(self, slot: int) -> bool:
         """Return whether the row at this slot has a grammar."""
@@ -291,48 +323,28 @@ class Grammars:
         optional = [slot for slot in slots if self._rows[slot].state.reasoning == "optional"]
         return dict.fromkeys(optional, self._tags[0] if optional else -1)
 
-    def fill(self, masks: Bitmask, slots: list[int]) -> dict[int, str]:
-        """Write the masks of allowed tokens. Return slot → reason for failed rows.
+    def fill(self, masks: Bitmask, slots: Mapping[int, int]) -> dict[int, str]:
+        """Write masks of allowed tokens. Return index → reason for failed rows.
 
         The mask of a failed row allows all tokens.
-        masks: [num_slots, num_words]. The model's tokens beyond the masks have no text.
+        masks: [num_rows, num_words]. slots: index of a mask → slot. The model's tokens beyond the
+        masks have no text.
         """
         matchers, with_ends = [], []
-        for slot in slots:
-            row = self._rows[slot]
+        rows = {index: self._rows[slot] for index, slot in slots.items()}
+        for index, row in rows.items():
             if matcher := row.matcher or row.find_matcher():
-                matchers.append((matcher, slot))
+                matchers.append((matcher, index))
             else:
-                masks[slot] = 0 if row.is_done else -1
-                with_ends.append(slot)
-        if self._accepted:
-            consume_token_par(self._executor, list(self._accepted.values()))
-            self._accepted.clear()
-        for slot in self._filler.fill(masks, matchers):
-            self._rows[slot].end(TOO_SLOW)
-            with_ends.append(slot)
-        for ends, some in self._by_ends(slot for _, slot in matchers):
+                masks[index] = 0 if row.is_done else -1
+                with_ends.append(index)
+        self._consume()
+        for index in self._filler.fill(masks, matchers):
+            rows[index].end(TOO_SLOW)
+            with_ends.append(index)
+        for ends, some in _by_ends(rows, (index for _, index in matchers)):
             with_ends += ends.all.found(masks, some)
-        return self._fill_ends(masks, with_ends) if with_ends else {}
-
-    def _fill_ends(self, masks: Bitmask, slots: list[int]) -> dict[int, str]:
-        """Allow end tokens exactly where a text may end. Return slot → reason for failed rows."""
-        for ends, some in self._by_ends(slots):
-            ends.all.forbid(masks, some)
-            ends.own.allow(masks, [slot for slot in some if self._rows[slot].may_end()])
-        # most masks have an allowed token in the first words
-        for index in np.flatnonzero(~masks[slots, :64].any(axis=1)).tolist():
-            if not masks[slots[index]].any():
-                self._rows[slots[index]].end(DEAD_END)
-        failed = {slot: self._rows[slot].failure for slot in slots if self._rows[slot].failure}
-        masks[list(failed)] = -1
-        return failed
-
-    def _by_ends(self, slots: Iterable[int]) -> Iterable[tuple[_Ends, list[int]]]:
-        groups: dict[_Ends, list[int]] = {}
-        for slot in slots:
-            groups.setdefault(self._rows[slot].ends, []).append(slot)
-        return groups.items()
+        return _fill_ends(masks, rows, with_ends) if with_ends else {}
 
     @cached_property
     def _tags(self) -> tuple[int, int]:
@@ -366,6 +378,27 @@ class Grammars:
         compiled[number] = matcher
         grown = max(0, psutil.Process().memory_info().rss - before)
         on_compiled(grown, matcher.get_error() if matcher.is_error() else "")
+
+
+def _fill_ends(masks: Bitmask, rows: dict[int, _Row], which: list[int]) -> dict[int, str]:
+    """Allow end tokens exactly where a text may end. Return index → reason for failed rows."""
+    for ends, some in _by_ends(rows, which):
+        ends.all.forbid(masks, some)
+        ends.own.allow(masks, [index for index in some if rows[index].may_end()])
+    # most masks have an allowed token in the first words
+    for place in np.flatnonzero(~masks[which, :64].any(axis=1)).tolist():
+        if not masks[which[place]].any():
+            rows[which[place]].end(DEAD_END)
+    failed = {index: rows[index].failure for index in which if rows[index].failure}
+    masks[list(failed)] = -1
+    return failed
+
+
+def _by_ends(rows: dict[int, _Row], which: Iterable[int]) -> Iterable[tuple[_Ends, list[int]]]:
+    groups: dict[_Ends, list[int]] = {}
+    for index in which:
+        groups.setdefault(rows[index].ends, []).append(index)
+    return groups.items()
 
 
 def _be_nice() -> None:

@@ -5,20 +5,24 @@ The step's CUDA graph changes the logits of most rows with extras, by the state 
 logits, and `LogitsProcessor.sample` changes and samples these logits in a second graph. Deferred
 rows are of two kinds. Rows with a grammar, or with bad words of several tokens, need a mask that
 depends on the previous token. Rows with logprobs need their raw logits. The host waits for the
-previous tokens and computes the masks while the GPU computes the step.
+previous tokens and computes the masks while the GPU computes the step. The row of a draft has the
+mask after the drafts before it, which are then undone: only sampled tokens remain.
 
 Each rank changes its shard of the logits. Rank 0 gets and samples the logits of deferred rows.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.layouts.sampling import DEFERRED, column
-from penstock.kernels.layouts.step import COUNT, FIRST, SLOT, Slots
+from penstock.kernels.layouts.sampling import DEFERRED, PENALTIES, column
+from penstock.kernels.layouts.step import COUNT, FIRST, SLOT, START, Slots
 from penstock.kernels.sampling.logits import apply_bitmask, process_logits
 from penstock.kernels.sampling.sampling import candidates_suffice, sample
 from penstock.models.model import Model
@@ -36,15 +40,26 @@ from penstock.services.worker.launched_step import (
     pack_logprobs,
     to_host,
 )
-from penstock.services.worker.persistent_batch import Integers, Rows
+from penstock.services.worker.persistent_batch import Integers, Rows, split_drafts
 from penstock.services.worker.processed_rows import (
+    Bitmask,
     LogitsChanges,
     ProcessedRow,
     TokenBits,
     TokenMasks,
+    has_token,
 )
 
 MAX_ROWS = 64  # rows whose logits are copied at a time, to bound the memory
+
+
+class AwaitedRow(NamedTuple):
+    """Row of a step whose token the host must know before the slot's next token is sampled."""
+
+    place: int  # among the sampled rows
+    at: int  # in the step
+    position: int  # of its input token
+    input_id: int  # -1: not a draft
 
 
 def pool(
@@ -138,8 +153,8 @@ class LogitsProcessor:
         self._masks = TokenMasks(num_slots, vocab_size, self._device) if grammars else None
         # traits of the row at each slot; False without a row
         self._traits: NDArray[np.bool_] = np.zeros((num_slots, 5), np.bool_)
-        # slot of a row that needs its tokens → index among the last sampled tokens
-        self._awaited: dict[int, int] = {}
+        # slot that needs its tokens → its rows in the last step of any such slot
+        self._awaited: dict[int, list[AwaitedRow]] = {}
         self._with_words: set[int] = set()  # slots of rows with bad words of several tokens
         self._last_tokens: Callable[[], list[int]] = list  # waits for the last sampled tokens
 
@@ -161,6 +176,17 @@ class LogitsProcessor:
         self._changes.add(added)
         return added
 
+    def count_drafts(self, drafts: bytes) -> None:
+        """Count drafts of rows with penalties before a step, instead of wrong drafts before."""
+        counts = [
+            (slot, *count)
+            for slot, position, token_ids in split_drafts(drafts)
+            if slot in self.rows and self.rows[slot].flags & PENALTIES
+            for count in self.rows[slot].count_draft(position, token_ids.tolist())
+        ]
+        if counts and self._model.head.stop > self._model.head.start:
+            self._changes.count(counts, self._slots.last_token)
+
     def follow(self, tokens: Callable[[], list[int]]) -> None:
         """Set `tokens`, which waits for and returns the tokens of the last launched step."""
         self._last_tokens = tokens
@@ -180,8 +206,6 @@ class LogitsProcessor:
             output = row.token_ids[extras.num_prompt_tokens :].tolist()
             begins = extras.end_token_ids, extras.reasoning, extras.grammar
             self.grammars.add(slot, grammar, output, *begins)
-        if is_deferred and self._masks:
-            self._masks.add(slot, grammar is not None)
         return row
 
     def _remove(self, slots: list[int]) -> None:
@@ -195,7 +219,7 @@ class LogitsProcessor:
 
     def handles(self, rows: Rows) -> bool:
         """Return whether `run` must be called after a step with these rows."""
-        return bool(self._traits[rows.table[:, SLOT]].any())
+        return bool(self._awaited) or bool(self._traits[rows.table[:, SLOT]].any())
 
     def run(self, rows: Rows, computed: Computed) -> PendingOutput:
         """Overwrite the tokens of deferred rows, in `computed` and in the persistent batch."""
@@ -207,13 +231,12 @@ class LogitsProcessor:
         slots = slots[rows.sampled]
         is_deferred, is_awaited, has_logprobs, _, is_pooled = self._traits[slots].T
         if is_deferred.any():
-            which = np.flatnonzero(is_awaited)
-            self._awaited = dict(zip(slots[which].tolist(), which.tolist(), strict=True))
-            output.failed.extend(self._restrict())
+            self._await(rows, np.flatnonzero(is_awaited))
+            output.failed.extend(self._restrict(rows.sampled[is_deferred]))
             if computed.sample_deferred and not (is_deferred & has_logprobs).any():
                 computed.sample_deferred()
             else:
-                self._sample_copies(rows.sampled[is_deferred], computed)
+                self._sample_copies(rows.sampled[is_deferred], slots[is_deferred], computed)
         which = np.flatnonzero(has_logprobs)
         for begin in range(0, len(which), MAX_ROWS):
             some = which[begin : begin + MAX_ROWS]
@@ -227,13 +250,29 @@ class LogitsProcessor:
             output.pooled.extend(pool(self._model, poolings, rows, computed))
         return output
 
+    def _await(self, rows: Rows, which: Integers) -> None:
+        """Keep the rows with these indices among the sampled rows, by slot."""
+        order = rows.sampled[which]
+        table = rows.table[order]
+        positions = table[:, START] + table[:, COUNT] - 1
+        parts = table[:, SLOT], which, order, positions, rows.inputs(order)
+        for slot, *row in zip(*(part.tolist() for part in parts), strict=True):
+            self._awaited.setdefault(slot, []).append(AwaitedRow(*row))
+
     def sample(
-        self, logits: Tensor, tokens: Tensor, slots: Tensor, positions: Tensor, newest: Tensor
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        newest: Tensor,
+        order: Tensor | None = None,
     ) -> None:
         """Overwrite the logits and tokens of deferred rows. Do not change other rows.
 
         logits: this rank's shard. tokens: tokens that were drawn from all tokens; rank 0 overwrites
-        them with the result. slots, positions, newest: as for `process_logits`.
+        them with the result. slots, positions, newest: as for `process_logits`. order: indices of
+        the rows in the step; None: the step's first rows.
         """
         # slot -1 reads the last slot's flags, but stays -1 in any case
         flags = column(self.state.parameters, "flags")[slots]
@@ -241,16 +280,22 @@ class LogitsProcessor:
         process_logits(logits, slots, positions, newest, self.state, deferred=True)
         joined = self._model.head.join(logits)
         if joined is not None and self._masks:
-            slots.masked_fill_(tokens == self._masks.tags[slots], -1)
-            apply_bitmask(joined, self._masks.bitmask, slots)
+            order = torch.arange(len(slots), device=slots.device) if order is None else order
+            slots.masked_fill_(tokens == self._masks.tags[order], -1)
+            apply_bitmask(joined, self._masks.bitmask, order.masked_fill(slots < 0, -1))
             sample(joined, slots, positions, self._slots.sampling(), tokens)
 
-    def _sample_copies(self, order: Integers, computed: Computed) -> None:
+    def _sample_copies(self, order: Integers, slots: Integers, computed: Computed) -> None:
         """Sample rows from copies of their logits, because peers may still read the logits."""
-        for begin in range(0, len(order), MAX_ROWS):
-            (some,) = integers_to_device((order[begin : begin + MAX_ROWS],), self._device)
+        end = 0
+        while end < len(order):
+            begin, end = end, min(end + MAX_ROWS, len(order))
+            while end < len(order) and slots[end] == slots[end - 1]:
+                end += 1  # rows of a draft stay together
+            (some,) = integers_to_device((order[begin:end],), self._device)
             tokens = computed.tokens[some]
-            self.sample(computed.logits[some], tokens, *(part[some] for part in computed.rows))
+            slots_of, positions, newest = (part[some] for part in computed.rows)
+            self.sample(computed.logits[some], tokens, slots_of, positions, newest, some)
             computed.tokens[some] = tokens
 
     def _logprobs(self, order: Integers, number: int, computed: Computed) -> Tensor | None:
@@ -279,34 +324,91 @@ class LogitsProcessor:
                 output.prompt_logprobs.setdefault(slot, []).append(to_host(packed))
 
     def _accept(self) -> None:
-        """Advance grammars and bad words by the last sampled tokens."""
-        if not self._awaited or not self.grammars:
+        """Advance grammars and bad words by the last sampled tokens that follow no wrong draft."""
+        awaited, self._awaited = self._awaited, {}
+        if not awaited or not self.grammars:
             return
         token_ids = self._last_tokens()
-        drawn = {slot: token_ids[index] for slot, index in self._awaited.items()}
-        for slot in self._with_words & drawn.keys():
-            self.rows[slot].accept(drawn[slot])
-        self.grammars.accept(drawn)
-        self._awaited.clear()
+        for slot, rows in awaited.items():
+            for row in rows:
+                if self.rows[slot].follows(row.position, row.input_id):
+                    self._advance(self.grammars, slot, token_ids[row.place])
 
-    def _restrict(self) -> list[tuple[int, str]]:
-        """Write the masks of `_awaited` rows. Return (index, reason) of failed rows."""
+    def _advance(self, grammars: Grammars, slot: int, token_id: int) -> None:
+        self.rows[slot].accept(token_id)
+        grammars.accept({slot: token_id})
+
+    def _restrict(self, order: Integers) -> list[tuple[int, str]]:
+        """Write the masks of deferred rows. Return (index, reason) of failed rows.
+
+        order: indices of the deferred rows in the step.
+        """
         if not self._masks or not self.grammars:
             return []
         self._last_tokens()  # wait until the last step has read its masks
-        slots = list(self._awaited)
         masks = self._masks.on_host(self.grammars.num_words)
-        with_grammar = [slot for slot in slots if self.grammars.has(slot)]
-        failed = self.grammars.fill(masks, with_grammar)
-        for slot in self._with_words & self._awaited.keys():
-            if not self.grammars.has(slot):
-                masks[slot] = -1
-            bad = self.rows[slot].bad_tokens()
-            TokenBits(token for token in bad if token < 32 * masks.shape[1]).forbid(masks, [slot])
-        for slot in with_grammar:
+        masks[order] = -1
+        known = {  # without slots whose rows all follow a wrong draft
+            slot: rows
+            for slot, rows in self._awaited.items()
+            if self.rows[slot].follows(rows[0].position, rows[0].input_id)
+        }
+        drafted = [slot for slot, rows in known.items() if len(rows) > 1]
+        before = {slot: copy(self.rows[slot]) for slot in drafted}
+        progress = self.grammars.progress(drafted)
+        tags: dict[int, int] = {}
+        failed = self._fill_drafts(self.grammars, masks, list(known.items()), tags)
+        self.rows.update(before)
+        self.grammars.roll_back(progress)
+        some = slice(int(order.min()), int(order.max()) + 1)
+        with_grammar = [slot for slot in known if self.grammars.has(slot)]
+        self._masks.copy(some, [row.at for slot in with_grammar for row in known[slot]], tags)
+        return failed
+
+    def _fill_drafts(
+        self,
+        grammars: Grammars,
+        masks: Bitmask,
+        left: list[tuple[int, list[AwaitedRow]]],
+        tags: dict[int, int],
+    ) -> list[tuple[int, str]]:
+        """Write the masks and tags of (slot, rows), each row after the drafts before it.
+
+        A draft that its mask forbids is wrong: the rows after it are void, and have no mask. Return
+        (index, reason) of failed rows.
+        """
+        failed: list[tuple[int, str]] = []
+        while left:
+            slots = {rows[0].at: slot for slot, rows in left}
+            reasons = self._fill(grammars, masks, slots, tags)
+            following = []
+            for slot, (row, *later) in left:
+                if row.at in reasons:
+                    failed += [(each.place, reasons[row.at]) for each in (row, *later)]
+                elif later:
+                    draft = later[0].input_id
+                    may_open = tags.get(row.at) == draft
+                    if may_open or not grammars.has(slot) or has_token(masks[row.at], draft):
+                        self._advance(grammars, slot, draft)
+                        following.append((slot, later))
+            left = following
+        return failed
+
+    def _fill(
+        self, grammars: Grammars, masks: Bitmask, slots: dict[int, int], tags: dict[int, int]
+    ) -> dict[int, str]:
+        """Write the masks and tags of rows, index → slot. Return index → reason of failed rows."""
+        with_grammar = {at: slot for at, slot in slots.items() if grammars.has(slot)}
+        failed = grammars.fill(masks, with_grammar)
+        for at, slot in slots.items():
+            if slot in self._with_words:
+                bad = self.rows[slot].bad_tokens()
+                TokenBits(token for token in bad if token < 32 * masks.shape[1]).forbid(masks, [at])
+        opening = grammars.opening_tags(list(with_grammar.values()))
+        for at, slot in with_grammar.items():
             own = self.rows[slot].mask
-            if own is not None and not (masks[slot, : len(own)] & own[: masks.shape[1]]).any():
-                failed.setdefault(slot, CONTRADICTION)
-        tags = self.grammars.opening_tags(with_grammar).items()
-        self._masks.copy(slots, {slot: tag for slot, tag in tags if self.rows[slot].allows(tag)})
-        return [(self._awaited[slot], reason) for slot, reason in failed.items()]
+            if own is not None and not (masks[at, : len(own)] & own[: masks.shape[1]]).any():
+                failed.setdefault(at, CONTRADICTION)
+            if slot in opening and self.rows[slot].allows(opening[slot]):
+                tags[at] = opening[slot]
+        return failed

@@ -196,6 +196,8 @@ class ModelRunner:
             for slot, row in processed.items():
                 self._batch.set_numbers(slot, row.numbers())
         rows = self._batch.advance(plan.chunks, plan.drafts)
+        if plan.drafts and self.logits_processor.rows:
+            self.logits_processor.count_drafts(plan.drafts)
         if rows is None:
             return LaunchedStep.finished([])
         if self.profiler:

@@ -35,6 +35,13 @@ class Rows(NamedTuple):
         """True if any row's input is a token that the last step has sampled."""
         return bool((self.table[:, layout.TOKEN_INDEX] == -1).any())
 
+    def inputs(self, order: Integers) -> Integers:
+        """Return the input tokens of decode rows that name theirs, otherwise -1."""
+        index = self.table[order, layout.TOKEN_INDEX]
+        named = np.where(index < -1, self.record[layout.TOKENS] - 2 - index, 0)
+        found: Integers = np.where(index < -1, self.record[named], -1)
+        return found
+
 
 class Changes(NamedTuple):
     """The changes of slots that the next record will contain."""
@@ -166,7 +173,7 @@ def drafted_rows(
     drafts: as in `BatchPlan`. firsts, lasts: range of positions at which a slot's draft may begin.
     """
     drafted = []
-    for slot, position, token_ids in _split(drafts):
+    for slot, position, token_ids in split_drafts(drafts):
         if not (0 <= slot < len(decodes) and decodes[slot]):
             raise ValueError(f"draft: got slot {slot} twice, or without a row that decodes")
         least, most = firsts[slot], lasts[slot]
@@ -189,7 +196,7 @@ def merged(plain: Decoding, drafted: list[Decoding]) -> Decoding:
     return Decoding(*(column[order] for column in rows))
 
 
-def _split(drafts: bytes) -> Iterator[tuple[int, int, Integers]]:
+def split_drafts(drafts: bytes) -> Iterator[tuple[int, int, Integers]]:
     """Yield (slot, position, token ids) of each draft. Raises ValueError."""
     left = integers(drafts)
     while left.size:

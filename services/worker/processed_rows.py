@@ -1,5 +1,6 @@
 """The rows of the logits processor: their state on the host and on the device."""
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,6 +39,10 @@ class ProcessedRow:
         self._words = [(pack(ids[:-1]), ids[-1]) for ids in words if len(ids) > 1]
         self._num_bytes = max((len(begin) for begin, _ in self._words), default=0)
         self._tail = b""  # packed last tokens of the output, for the longest word
+        # the number of tokens that the host knows, and the last of them; -1: it was given
+        self._num_known, self._last_id = len(self.token_ids), -1
+        # (position, token) of drafts that are counted; all that may be in flight
+        self._drafted: deque[tuple[int, int]] = deque(maxlen=512)
         self._extend(self.token_ids[extras.num_prompt_tokens :].tolist())
         # mask of tokens that the row's parameters allow; None: all tokens (a grammar has own masks)
         self.mask = self._mask([ids[0] for ids in words if len(ids) == 1], vocab_size)
@@ -101,9 +106,31 @@ class ProcessedRow:
         summands = np.repeat(np.array([1, 2], np.int32), [len(prompt), len(output)])
         return np.concatenate([prompt, output]), summands
 
+    def follows(self, position: int, input_id: int) -> bool:
+        """Return whether a step's row follows the known tokens, and no wrong draft.
+
+        position, input_id: of the row's input token; -1 for a token that is right in any case.
+        """
+        is_right = input_id == self._last_id or -1 in (input_id, self._last_id)
+        return position == self._num_known - 1 and is_right
+
+    def count_draft(self, position: int, token_ids: list[int]) -> list[tuple[int, int]]:
+        """Return (token, number to count) for a draft at a position, and for what it replaces.
+
+        Tokens at and after the position were wrong. A draft of one token is counted as any token.
+        """
+        counts = []
+        while self._drafted and self._drafted[-1][0] >= position:
+            counts.append((self._drafted.pop()[1], -1))
+        if len(token_ids) > 1:
+            self._drafted.extend(enumerate(token_ids, position))
+            counts += [(token_id, 1) for token_id in token_ids]
+        return counts
+
     def accept(self, token_id: int) -> None:
         """Append the row's new token, or -1 for a row without a token."""
-        if token_id >= 0 and self._words:
+        if token_id >= 0:
+            self._num_known, self._last_id = self._num_known + 1, token_id
             self._extend([token_id])
 
     def bad_tokens(self) -> list[int]:
@@ -112,12 +139,18 @@ class ProcessedRow:
 
     def allows(self, token_id: int) -> bool:
         """Return whether the row's parameters, apart from a grammar, allow a token now."""
-        in_mask = self.mask is None or bool(self.mask[token_id // 32] >> token_id % 32 & 1)
+        in_mask = self.mask is None or has_token(self.mask, token_id)
         return in_mask and token_id not in self.bad_tokens()
 
     def _extend(self, token_ids: Iterable[int]) -> None:
         if self._words:
             self._tail = (self._tail + pack(token_ids))[-self._num_bytes :]
+
+
+def has_token(mask: Bitmask, token_id: int) -> bool:
+    """Return whether a mask [num_words] has a token."""
+    word = token_id // 32
+    return word < len(mask) and bool(mask[word] >> token_id % 32 & 1)
 
 
 class TokenBits:
@@ -177,65 +210,70 @@ class LogitsChanges:
             values = to_device(np.concatenate(summands), self._device)
             self.state.occurrences.view(-1).index_add_(0, index, values)
 
+    def count(self, tokens: list[tuple[int, int, int]], last_token: Tensor) -> None:
+        """Count (slot, token, number): a token of the output; -1 is the slot's last token."""
+        lists = list(zip(*tokens, strict=True))
+        slots, token_ids, numbers = integers_to_device(lists, self._device)
+        token_ids = torch.where(token_ids < 0, last_token[slots], token_ids) - self._start
+        own = (token_ids >= 0) & (token_ids < self._stop - self._start)
+        # tokens of other shards add 0 to the first token
+        index = slots, torch.where(own, token_ids, 0)
+        values = torch.where(own, 2 * numbers, 0).int()
+        self.state.occurrences.index_put_(index, values, accumulate=True)
+
 
 class TokenMasks:
-    """The masks and allowed opening tags of deferred rows by slot, on the host and on the device.
+    """The masks and allowed opening tags of a step's deferred rows, on the host and on the device.
 
     Host memory is pinned. A separate stream copies it to the device while the step runs. Earlier
     steps must have ended before the masks of the next step are written.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        """Allocate the masks on the device."""
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        """Allocate the masks of up to `num_rows` rows on the device."""
         self._device = device
         num_words = -(-vocab_size // 32)
-        # slots without a mask allow all tokens
-        self.bitmask = torch.full((num_slots, num_words), -1, dtype=torch.int32, device=device)
-        # a token that is kept if it was sampled, whatever the mask; the last element is for slot -1
-        self.tags = torch.full((num_slots + 1,), NO_TAG, dtype=torch.int64, device=device)
+        self.bitmask = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device)
+        # a token that is kept if it was sampled, whatever the mask
+        self.tags = torch.full((num_rows,), NO_TAG, dtype=torch.int64, device=device)
         self._host = torch.empty(0, 0, dtype=torch.int32)
-        self._new: dict[int, bool] = {}  # slots with a new row → the row has a grammar
+        self._with_grammar: list[int] = []
         self._tags: dict[int, int] = {}
         self._stream: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def add(self, slot: int, has_grammar: bool) -> None:
-        """Allow all tokens for a new deferred row, with a grammar only the tokenizer's tokens."""
-        self._new[slot] = has_grammar
-
     def on_host(self, num_words: int) -> Bitmask:
-        """Return the host's masks, to be written, with `num_words` words for the vocabulary."""
+        """Return the host's masks, to be written, with `num_words` words for the tokenizer."""
         if not self._host.numel():
             shape = len(self.bitmask), num_words
             is_pinned = self._stream is not None
             self._host = torch.full(shape, -1, dtype=torch.int32, pin_memory=is_pinned)
         masks: Bitmask = self._host.numpy()
-        if self._new:
-            masks[list(self._new)] = -1
         return masks
 
-    def copy(self, slots: list[int], tags: dict[int, int]) -> None:
-        """Copy the masks of `slots`, and allowed opening tags (slot → token), to the device."""
+    def copy(self, rows: slice, with_grammar: list[int], tags: dict[int, int]) -> None:
+        """Copy the masks of rows, and allowed opening tags (row → token), to the device.
+
+        Rows with a grammar allow no token that the tokenizer lacks.
+        """
         if self._stream is None:
-            self._copy(slots, tags)
+            self._copy(rows, with_grammar, tags)
             return
         with torch.cuda.stream(self._stream):
-            self._copy(slots, tags)
+            self._copy(rows, with_grammar, tags)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def _copy(self, slots: list[int], tags: dict[int, int]) -> None:
+    def _copy(self, rows: slice, with_grammar: list[int], tags: dict[int, int]) -> None:
         width = min(self._host.shape[1], self.bitmask.shape[1])
-        for slot, has_grammar in self._new.items():
-            self.bitmask[slot].fill_(-1)
-            if has_grammar:
-                self.bitmask[slot, width:].zero_()
-        self._new.clear()
-        if slots:
-            some = slice(min(slots), max(slots) + 1)
-            self.bitmask[some, :width].copy_(self._host[some, :width], non_blocking=True)
+        self.bitmask[rows, :width].copy_(self._host[rows, :width], non_blocking=True)
+        if width < self.bitmask.shape[1] and with_grammar != self._with_grammar:
+            self._with_grammar = with_grammar
+            words = np.full(len(self.bitmask), -1, np.int32)
+            words[with_grammar] = 0
+            self.bitmask[:, width:] = to_device(words, self._device)[:, None]
         if tags != self._tags:
             self._tags = tags
-            by_slot = np.full(len(self.tags), NO_TAG)
-            by_slot[list(tags)] = list(tags.values())
-            self.tags.copy_(to_device(by_slot, self._device))
+            by_row = np.full(len(self.tags), NO_TAG)
+            by_row[list(tags)] = list(tags.values())
+            self.tags.copy_(to_device(by_row, self._device))

@@ -60,10 +60,18 @@ def random_state(vocab_size: int, first_token: int, num_tokens: int) -> LogitsSt
 
 
 def rows_of(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots with padded rows, positions before and after what was given, newest tokens."""
+    """Slots with padded rows and drafts, positions around what was given, newest tokens."""
     slots = torch.randperm(len(FLAGS))
     slots[3] = -1
+    slots = slots.repeat_interleave(1 + 2 * (slots % 4 == 1))
     return slots, 100 + torch.arange(len(slots)) % 4, torch.randint(0, vocab_size, (len(slots),))
+
+
+def count_drafts(state: LogitsState, slots: Tensor, newest: Tensor) -> None:
+    """Count the tokens of slots with several rows, as the logits processor does before a step."""
+    for slot, token in zip(slots.tolist(), (newest - state.first_token).tolist(), strict=True):
+        if (slots == slot).sum() > 1 and 0 <= token < state.occurrences.shape[1]:
+            state.occurrences[slot, token] += 2
 
 
 def to(device: str, state: LogitsState) -> LogitsState:
@@ -80,6 +88,7 @@ def test_processes_logits_like_the_reference(
     state = random_state(*sizes)
     slots, positions, newest = rows_of(sizes[0])
     newest[::2] = sizes[1] + torch.randint(0, sizes[2], (len(newest[::2]),))
+    count_drafts(state, slots, newest)
     raw = torch.randn(len(slots), sizes[2] + 5) * 4
     expected, there = raw.clone(), to("cpu", state)
     wrapper.process_logits(expected, slots, positions, newest, there, deferred=deferred)
@@ -111,6 +120,23 @@ def test_the_newest_token_is_counted_once_unless_it_was_given() -> None:
     assert state.occurrences.nonzero().tolist() == [[1, 7]]
     assert logits[1, 7] == -0.5 * 2 - 0.5
     assert state.bias.shape == (2, 2, MAX_BIAS)
+
+
+def test_rows_of_a_draft_are_penalized_as_rows_of_steps() -> None:
+    """Whatever is drafted: each row counts the tokens up to its own."""
+    state = random_state(50, 0, 50)
+    slots = torch.full((4,), FLAGS.index(PENALTIES))
+    positions, newest = 200 + torch.arange(4), torch.tensor([7, 9, 7, 7])
+    raw = torch.randn(4, 50)
+    one_by_one, at_once = raw.clone(), raw.clone()
+    there = to("cpu", state)
+    for row in range(4):
+        some = slice(row, row + 1)
+        wrapper.process_logits(one_by_one[some], slots[some], positions[some], newest[some], there)
+    count_drafts(state, slots, newest)
+    wrapper.process_logits(at_once, slots, positions, newest, state)
+    assert torch.equal(at_once, one_by_one)
+    assert torch.equal(state.occurrences, there.occurrences)
 
 
 @pytest.mark.parametrize("vocab_size", [264, 9001])

@@ -69,12 +69,13 @@ class Desk:
         for sequence in sequences:
             sequence.add_logprobs(packed(token_id))
             sequence.token_ids.append(token_id)
+        told = {at: packed(token_id) for at, one in enumerate(sequences) if one.logprobs}
         ended = [sequence for sequence in sequences if sequence.finish_reason]
-        self.streams.put(PlanOutput(sequences, [token_id] * len(sequences), ended, []))
+        self.streams.put(PlanOutput(sequences, [token_id] * len(sequences), ended, [], told))
 
     def end(self, sequence: Sequence) -> None:
         """End a sequence without a token."""
-        self.streams.put(PlanOutput([], [], [sequence], []))
+        self.streams.put(PlanOutput([], [], [sequence], [], {}))
 
     def deliver(self) -> None:
         for identity, delta in self.streams.take_messages():

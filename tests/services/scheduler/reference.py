@@ -71,7 +71,11 @@ def expected_output(
 
 def logprobs_at(token_ids: SequenceOf[int], position: int) -> PackedLogprobs:
     """Return the logprobs of one token, which hold its position as a second token."""
-    return PackedLogprobs(pack([token_ids[position], position]), bytes(8))
+    return told_of(token_ids[position], position)
+
+
+def told_of(token_id: int, position: int) -> PackedLogprobs:
+    return PackedLogprobs(pack([token_id, position]), bytes(8))
 
 
 def pooled_of(token_ids: SequenceOf[int]) -> bytes:
@@ -96,7 +100,6 @@ class Row:
         if extras and extras.num_prompt_logprobs >= 0:
             assert not self.num_computed, "these logprobs come of computing the whole prompt"
             self.num_prompt_logprobs = extras.num_prompt_tokens - 1
-        self.has_extras = extras is not None
         self.is_pooled = extras is not None and extras.pooling is not None
         self.num_drafted = 0
         """tokens of its draft, if the last plan that it is part of has one"""
@@ -181,11 +184,13 @@ class ReferenceWorker:
             sampled += new
             drafts += self._drafts_after(row, new, plan.num_drafts) * len(new)
             if row.tells_logprobs:
-                position = len(row.token_ids) - 1
-                told = logprobs_at(row.token_ids, position)
-                tokens.logprobs.append((len(sampled) - 1, told))
-            if row.token_ids[-1] == VOID:
-                tokens.failed.append((len(sampled) - 1, "no way out"))
+                position = len(row.token_ids) - max(1, row.num_drafted - 1)
+                for index in range(len(new)):
+                    told = told_of(new[index], position + index)
+                    tokens.logprobs.append((len(sampled) - len(new) + index, told))
+            for index, token_id in enumerate(new, len(sampled) - len(new)):
+                if token_id == VOID:
+                    tokens.failed.append((index, "no way out"))
         tokens.token_ids, tokens.drafts = pack(sampled), pack(drafts)
         return msgspec.msgpack.encode(tokens)
 
@@ -243,7 +248,6 @@ class ReferenceWorker:
         """Forgets the row's tokens from there on and takes others; returns how many."""
         row = self.rows[slot]
         assert row.num_given <= position <= row.num_computed, "a token before was not computed"
-        assert not row.has_extras, "what it asks for is made for one token a step"
         if token_ids[0] == -1:
             assert row.num_drafted < 2 and position == len(row.token_ids) - 1, "it has no token"
             token_ids = [row.token_ids[-1], *token_ids[1:]]
@@ -313,7 +317,11 @@ class ReferenceWorker:
     def _sample(self, row: Row) -> list[int]:
         if row.num_drafted > 1:
             ends = range(len(row.token_ids) - row.num_drafted + 1, len(row.token_ids) + 1)
-            return [next_token(row.seed, row.token_ids[:end]) for end in ends]
+            sampled = [next_token(row.seed, row.token_ids[:end]) for end in ends]
+            if row.has_grammar and DEAD_END in sampled:
+                first = sampled.index(DEAD_END)
+                sampled[first:] = [VOID] * (len(sampled) - first)
+            return sampled
         token_id = next_token(row.seed, row.token_ids)
         if row.has_grammar and (token_id == DEAD_END or row.token_ids[-1] == VOID):
             token_id = VOID

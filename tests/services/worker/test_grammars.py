@@ -40,7 +40,7 @@ def fill(grammars: Grammars, *slots: int) -> tuple[list[Bitmask], dict[int, str]
     """Return the masks of some slots, in memory that held anything, and the reasons."""
     masks = np.random.default_rng(1).integers(-(2**31), 2**31, (10, grammars.num_words), np.int32)
     before = masks.copy()
-    failed = grammars.fill(masks, list(slots))
+    failed = grammars.fill(masks, {slot: slot for slot in slots})
     others = [slot for slot in range(10) if slot not in slots]
     assert np.array_equal(masks[others], before[others])
     return [masks[slot] for slot in slots], failed

@@ -250,7 +250,7 @@ def test_a_worker_that_is_ready_has_loaded_the_grammars_tokenizer(
     assert matchers is not None
     assert matchers._tokenizer.done()
     matchers.add(0, StructuredOutputs(regex="a"), [], [])
-    matchers.fill(np.zeros((1, matchers.num_words), np.int32), [0])
+    matchers.fill(np.zeros((1, matchers.num_words), np.int32), {0: 0})
     assert loads == [str(folder / "tokenizer.json")]
 
 

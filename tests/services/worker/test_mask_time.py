@@ -28,14 +28,14 @@ def test_an_ambiguous_grammar_fails_alone(grammars: Grammars) -> None:
     grammars.add(1, StructuredOutputs(regex="a*"), [], [IM_END])
     masks = np.zeros((2, grammars.num_words), np.int32)
     for _ in range(MAX_TOKENS):
-        if failed := grammars.fill(masks, [0, 1]):
+        if failed := grammars.fill(masks, {0: 0, 1: 1}):
             break
         assert masks[0, 3] & 2
         grammars.accept({0: ord("a"), 1: ord("a")})
     assert failed.keys() == {0}
     assert "whose masks take more than" in failed[0]
     assert (masks[0] == -1).all()
-    assert not grammars.fill(masks, [1])
+    assert not grammars.fill(masks, {1: 1})
     assert masks[1].tolist() == [0, 0, 0, 2, 0, 0, 0, 0, 4]
 
 
@@ -46,8 +46,8 @@ def test_a_slow_row_fails_where_its_text_may_not_end(
     monkeypatch.setattr(mask_time, "MAX_MASK_SECONDS", -1.0)
     grammars.add(0, StructuredOutputs(regex="ab"), [], [IM_END])
     masks = np.zeros((1, grammars.num_words), np.int32)
-    assert not grammars.fill(masks, [0])
-    assert "whose masks take more than" in grammars.fill(masks, [0])[0]
+    assert not grammars.fill(masks, {0: 0})
+    assert "whose masks take more than" in grammars.fill(masks, {0: 0})[0]
 
 
 def test_timed_masks_are_the_same(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,11 +57,11 @@ def test_timed_masks_are_the_same(grammars: Grammars, monkeypatch: pytest.Monkey
     rows = [grammars._rows[slot].state.timed for slot in (0, 1)]
     plain, timed = (np.zeros((2, grammars.num_words), np.int32) for _ in range(2))
     monkeypatch.setattr(mask_time, "SLOW_SECONDS", -1.0)
-    assert not grammars.fill(plain, [0, 1])
+    assert not grammars.fill(plain, {0: 0, 1: 1})
     assert [row.is_timed for row in rows] == [True, True]
-    assert not grammars.fill(timed, [0, 1])
+    assert not grammars.fill(timed, {0: 0, 1: 1})
     assert all(row.seconds > 0 for row in rows)
     monkeypatch.setattr(mask_time, "SLOW_SECONDS", 1e9)
-    assert not grammars.fill(timed, [0, 1])
+    assert not grammars.fill(timed, {0: 0, 1: 1})
     assert [row.is_timed for row in rows] == [False, False]
     assert np.array_equal(plain, timed)

@@ -257,5 +257,5 @@ def test_grammars_of_an_earlier_epoch_are_dropped(seated: Talk, grammars: HeldGr
     assert (last.epoch, last.number) == (2, 1)
     grammars.add(0, StructuredOutputs(regex="b"), [], [258], number=1)
     masks = np.zeros((1, grammars.num_words), np.int32)
-    assert not grammars.fill(masks, [0])
+    assert not grammars.fill(masks, {0: 0})
     assert masks[0, ord("b") // 32] == 1 << ord("b") % 32

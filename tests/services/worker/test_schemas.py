@@ -123,7 +123,7 @@ def texts(schemas: list[Schema], seed: int) -> list[str]:
     slots = list(range(len(schemas)))
     for _ in range(MAX_TOKENS):
         masks = np.zeros((len(schemas), grammars.num_words), np.int32)
-        failed = grammars.fill(masks, slots)
+        failed = grammars.fill(masks, {slot: slot for slot in slots})
         assert not failed, [(failed[slot], schemas[slot]) for slot in failed]
         bits = np.unpackbits(masks[slots].view(np.uint8), axis=1, bitorder="little")
         token_ids = (noise.random(bits.shape) * bits).argmax(axis=1).tolist()

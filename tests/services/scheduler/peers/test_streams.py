@@ -14,6 +14,7 @@ from penstock.protocol.poison import MAX_DEATHS
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS, Channel
 from penstock.protocol.transport.peers import MAX_SILENT
 from penstock.protocol.transport.process import Identity
+from penstock.services.scheduler.in_flight_plan import PlanOutput
 from penstock.services.scheduler.poison import TRIAL_BATCH, DetokenizerTrials, SequencePoison
 from penstock.services.scheduler.process import SchedulerProcess
 from penstock.services.scheduler.sequence import Sequence
@@ -210,6 +211,20 @@ def test_logprobs_reach_their_reader_with_the_tokens() -> None:
         early.stream_id: [packed(5), packed(6), packed(7)],
         late[0].stream_id: [packed(6), packed(7)],
     }
+
+
+def test_tokens_of_one_step_have_their_own_logprobs() -> None:
+    """Drafts that were right give a sequence several tokens in a step."""
+    desk = Desk("a")
+    (sequence,) = desk.open(logprobs=0)
+    desk.step([sequence], 4)
+    for token_id in 5, 6:
+        sequence.add_logprobs(packed(token_id))
+        sequence.token_ids.append(token_id)
+    told = {0: packed(5), 1: packed(6)}
+    desk.streams.put(PlanOutput([sequence, sequence], [5, 6], [], [], told))
+    desk.deliver()
+    assert desk.readers[b"a"].logprobs == {sequence.stream_id: [packed(4), packed(5), packed(6)]}
 
 
 def test_reopened_stream_is_told_all_logprobs() -> None:

@@ -212,3 +212,17 @@ def test_rows_that_fail_with_a_shared_grammar_are_tried_alone(sim: Simulation) -
     scheduler.add(new)
     assert set(asked(sim).removed) == {1, 2}
     assert new.grammar == 0, "the failed one is not used again"
+
+
+def test_a_row_whose_matcher_failed_is_tried_again_without_drafts() -> None:
+    """Masks of drafts also count for the matcher's limits."""
+    sim = Simulation(num_blocks=100, speculative_method="ngram")
+    scheduler, sequence = sim.scheduler, sim.add(structured_outputs=A, max_tokens=9)
+    tries = []
+    for _ in range(2):
+        sim.compile()
+        plan = scheduler.schedule()
+        assert plan
+        tries.append((sequence.proposer is not None, failing(sim, plan, 0)))
+    assert tries[0] == (True, [])
+    assert tries[1] == (False, [(sequence, f"{GRAMMAR_FAILED}: x")])
