@@ -148,7 +148,7 @@ def test_the_outputs_of_plain_decoding(
         engine.run()
         for kind, sequence in sequences.items():
             assert output_of(sequence) == expected[kind], kind
-    if situation == "large":
+    if (situation, number) == ("large", 4):
         assert {kind for kind in KINDS if not right[kind]} <= {"penalties, grammar"}
         kinds = "minimum", "long bad words", "grammar, seed, logprobs", "object"
         assert [kind for kind in (*kinds, "penalties, grammar") if not wrong[kind]] == []
