@@ -93,8 +93,8 @@ def _run_all(arguments: Namespace) -> int:
         source = hub_model(fields)
         config = Config(**resolve(fields, weights=fields.get("backend") != "ray"))
         source = source and source._replace(revision=config.model_folder.name)
-    models = tuple(with_method(model) for model in config.models)
-    config = with_method(replace(read_api_key(config), models=models))
+    decided = tuple(with_method(model) for model in config.models)
+    config = with_method(replace(read_api_key(config), models=decided))
     max_deaths = arguments.max_deaths
     return start(config, arguments.procfile, max_deaths, source, addresses_to_choose(fields))
 
