@@ -52,7 +52,7 @@ class Sequence:
     Fields are written by methods of this class and by this code (see `test_sequence_writers.py`):
 
     - `Scheduler`: status, finish_reason, slot, token_ids, last_step, num_deaths, num_lost_tokens,
-      num_preemptions, num_planned_tokens
+      num_preemptions, num_planned_tokens, logprobs, may_have_drafts
     - `BlockManager`: block_table, capacity, num_prefill_tokens, num_planned_tokens,
       num_computed_tokens, num_published_blocks, published_content, record_place, loads,
       has_fetched, full_blocks, tried, awaited
