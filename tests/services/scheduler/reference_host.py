@@ -1,6 +1,7 @@
 """Reference for the host tier: copies that run as late as they may, and void ones after a death."""
 
 from collections import deque
+from collections.abc import Container
 
 from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
@@ -97,9 +98,13 @@ class ReferenceHost:
             for hash_, slot in zip(request.stored, slots, strict=True):
                 self._stored[hash_] = self.slots[slot]
 
-    def end_stores(self) -> None:
-        """End copies to the host that overlap the last step."""
-        stores = [(block, slot) for block, slot in self._overlapped if slot >= 0]
+    def end_stores(self, slots: Container[int] | None = None) -> None:
+        """End copies to the host that overlap the last step; slots: only of these."""
+        stores = [
+            (block, slot)
+            for block, slot in self._overlapped
+            if slot >= 0 and (slots is None or slot in slots)
+        ]
         self._overlapped = [copy for copy in self._overlapped if copy not in stores]
         for block, slot in stores:
             self._copy(block, slot)
@@ -126,6 +131,9 @@ class ReferenceHost:
                 self.files.setdefault(hash_, self._stored[hash_])
                 report.added.append(hash_)
         slots = unpack(request.slots)
+        self.end_stores(set(slots))  # as `KvFolder.fetch` waits for copies that use a slot
+        for copies in (self._ended, *self._written):
+            copies[:] = [copy for copy in copies if copy[1] not in slots]
         for index, (hash_, slot) in enumerate(zip(request.fetched, slots, strict=True)):
             if hash_ in self.files and not (fails and index % 2):
                 self.slots[slot] = self.files[hash_]
