@@ -214,7 +214,7 @@ def test_workers_that_die_in_mid_step_and_keep_their_memory(
 
     def disturb() -> None:
         nonlocal num_deaths
-        if random.random() < 0.3 and engine.scheduler.in_flight:
+        if random.random() < 0.5 and engine.scheduler.in_flight:
             num_deaths += 1
             steps.die(random)
             lose_workers(engine)
