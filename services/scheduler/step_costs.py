@@ -25,7 +25,7 @@ SHARE = 0.9  # of the target that a step is expected to take; the rest is for wh
 
 @dataclass(slots=True)
 class StepShape:
-    """What a step computes."""
+    """Amounts of work in a step."""
 
     num_decoding: int = 0  # sequences, without their drafts
     # of the chunks of prompts

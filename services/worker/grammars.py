@@ -156,7 +156,7 @@ class _Row:
 
     @property
     def progress(self) -> tuple[Any, ...]:
-        """What drafts change, and the CPU time of the row's slow masks."""
+        """State that drafts change, and the CPU time of the row's slow masks."""
         own = self.matcher, self.is_done, self.failure, self.num_consumed
         return self.state.reasoning, self.state.timed.seconds, *own
 

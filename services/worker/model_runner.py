@@ -149,7 +149,7 @@ class ModelRunner:
 
     @property
     def progress(self) -> int:
-        """As `Model.progress`."""
+        """A number that changes while a step is computed, for any thread to read."""
         return self._model.progress
 
     def clear(self) -> None:

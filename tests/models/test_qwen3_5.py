@@ -46,7 +46,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, size: str, length: int
 
 @pytest.mark.parametrize("size", ["9B", "35B-A3B", "Next-80B-A3B"])
 def test_logits_beyond_the_original_length(tmp_path: Path, size: str) -> None:
-    """As published for more than 262,144 tokens: YaRN of the part of a head that RoPE rotates."""
+    """YaRN as published for more than 262,144 tokens, on the part of a head that RoPE rotates."""
     shape = {**shape_of(size), "max_position_embeddings": 64}
     yarn = rope_of(shape) | {
         "rope_type": "yarn",

@@ -165,7 +165,7 @@ def test_a_prompt_that_gets_on_between_deaths_is_no_poison() -> None:
 
 @pytest.mark.parametrize("keeps_memory", [True, False])
 def test_a_prompt_that_kills_at_a_position_is_poison(keeps_memory: bool) -> None:
-    """What comes before is computed again after each death, which is no progress."""
+    """Tokens that are computed again after a death are no progress."""
     sim = timed(max_num_batched_tokens=64)
     sequence = sim.add(long_prompt(600), max_tokens=1)
     num_deaths = 0

@@ -1,4 +1,4 @@
-"""What waiting sequences cost: tries that can't succeed, and hashes. A block has 4 tokens."""
+"""The cost of waiting sequences: tries that can't succeed, and hashes. A block has 4 tokens."""
 
 from collections.abc import Iterator
 

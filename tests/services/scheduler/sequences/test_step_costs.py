@@ -1,4 +1,4 @@
-"""What steps cost, learned from data, and the tokens of prompts that a step has time for."""
+"""The costs of steps, learned from data, and the tokens of prompts that a step has time for."""
 
 import math
 
@@ -22,7 +22,7 @@ MOST = 1 << 14
 
 
 class Machine:
-    """A machine whose steps take so many milliseconds for each part."""
+    """A machine whose steps take a number of milliseconds for each part."""
 
     def __init__(
         self, decoding: float, token: float, key: float, logits: float, constant: float = 5.0
@@ -70,7 +70,7 @@ def test_without_measurements_there_is_no_limit() -> None:
 
 
 def test_a_new_machine_gets_short_chunks_which_double() -> None:
-    """Of rows of logits, too, although tokens are known."""
+    """Rows of logits begin with few, too, although tokens are known."""
     costs, machine = StepCosts(), Machine(0.1, 0.001, 0, 0.001)
     decode(costs, machine, 4)
     found = [prefill(costs, machine).num_tokens for _ in range(5)]
