@@ -49,7 +49,7 @@ class Deterministic(NamedTuple):
 
     multiply: Callable[..., Tensor]  # like `penstock.kernels.linear.small_m_gemm.multiply`
     decode: Callable[..., Any]  # makes a `penstock.kernels.attention.triton_decode.DecodeAttention`
-    prefill: Callable[..., None]  # like `penstock.kernels.attention.backends.triton_prefill`
+    prefill: Callable[..., None]  # like `penstock.kernels.attention.backends.TritonPrefill`
 
 
 class BackEnds:

@@ -152,23 +152,31 @@ def flash_prefill(
     out[first:].copy_(attended)
 
 
-def triton_prefill(
-    q: Tensor, kv_cache: KVCache, batch: ForwardBatch, scale: float, out: Tensor
-) -> None:
-    """Write the Triton kernel's result for the prefilling rows into `out`."""
-    from penstock.kernels.attention.triton_prefill import prefill_attention
+class TritonPrefill:
+    """Prefill by the Triton kernel, with memory for programs that share a tile's keys."""
 
-    prefill_attention(
-        q,
-        kv_cache,
-        tiles=batch.tiles,
-        tile_size=batch.shape.tile_size,
-        cu_seqlens_q=batch.cu_seqlens_q,
-        context_lens=batch.context_lens,
-        block_tables=batch.block_tables,
-        scale=scale,
-        out=out,
-    )
+    def __init__(self, head_dim: int, device: torch.device) -> None:
+        from penstock.kernels.attention import triton_prefill
+
+        self._attend = triton_prefill.prefill_attention
+        self._partial_results = triton_prefill.PartialResults.allocate(head_dim, device)
+
+    def __call__(
+        self, q: Tensor, kv_cache: KVCache, batch: ForwardBatch, scale: float, out: Tensor
+    ) -> None:
+        """Write the result for the prefilling rows into `out`."""
+        self._attend(
+            q,
+            kv_cache,
+            tiles=batch.tiles,
+            tile_size=batch.shape.tile_size,
+            cu_seqlens_q=batch.cu_seqlens_q,
+            context_lens=batch.context_lens,
+            block_tables=batch.block_tables,
+            scale=scale,
+            out=out,
+            partial_results=self._partial_results,
+        )
 
 
 def _check_deterministic(name: str, kv_cache_dtype: str) -> None:
@@ -213,7 +221,8 @@ def choose_attention(
             fixed = deterministic.decode(max_rows, *layout, device, is_fp8=is_fp8)
             return GpuAttention(name, block_size, scale, fixed, deterministic.prefill)
         decode = DecodeAttention(max_rows, *layout, device, is_fp8=is_fp8)
-        return GpuAttention(name, block_size, scale, decode, triton_prefill)
+        prefill = TritonPrefill(head_dim, device)
+        return GpuAttention(name, block_size, scale, decode, prefill)
     if kv_cache_dtype == "fp8":
         raise ValueError(f"attention: got {name!r} with a KV cache in fp8, expected 'triton'")
     if find_spec("flash_attn") is None:

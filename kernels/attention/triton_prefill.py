@@ -2,6 +2,10 @@
 
 FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691): a program holds one tile of queries
 of one head and reads the keys once, with a running maximum and sum of the softmax.
+
+Few tiles do not fill a GPU: several programs share the keys of such a tile, and the last program to
+finish merges their results, as in Flash-decoding (triton_decode.py). The device chooses the number
+of programs, because the number of tiles differs between replays of a CUDA graph.
 """
 
 import math
@@ -9,6 +13,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,6 +27,9 @@ from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 MIN_HEAD_DIM = 16
 BARRIER_BYTES = 2048  # at most
+MAX_SPLIT_TILES = tl.constexpr(128)  # tiles of a step with more are not split
+PROGRAMS_PER_SM = 4  # of split tiles
+LEAST_KEYS = tl.constexpr(512)  # that a program of a split tile attends to
 
 
 class PrefillTuning(NamedTuple):
@@ -30,6 +38,26 @@ class PrefillTuning(NamedTuple):
     block_n: int  # keys per iteration
     num_warps: int
     num_stages: int  # iterations whose keys and values are loaded at the same time
+
+
+class PartialResults(NamedTuple):
+    """Memory for the results of programs that share a tile's keys; a tile has SMALL_TILE tokens."""
+
+    sums: Tensor  # float32 [num_programs, SMALL_TILE, head_dim]
+    lses: Tensor  # float32 [num_programs, SMALL_TILE]: base 2 logarithms of the weights' sums
+    arrived: Tensor  # int32 [num_programs]; 0 between launches
+
+    @classmethod
+    def allocate(
+        cls, head_dim: int, device: torch.device | str, num_programs: int = 0
+    ) -> "PartialResults":
+        """Allocate memory for programs that fill the device, or for `num_programs`."""
+        number = num_programs or PROGRAMS_PER_SM * this_device().num_sms
+        return cls(
+            torch.empty(number, SMALL_TILE, head_dim, dtype=torch.float32, device=device),
+            torch.empty(number, SMALL_TILE, dtype=torch.float32, device=device),
+            torch.zeros(number, dtype=torch.int32, device=device),
+        )
 
 
 def prefill_shared_bytes(
@@ -92,14 +120,16 @@ def prefill_attention(
     scale: float,
     out: Tensor,
     tuning: PrefillTuning | None = None,
+    partial_results: PartialResults | None = None,
 ) -> None:
     """Write the attention of the tiles' tokens into `out`; other rows of `out` keep their values.
 
     tiles: int32 [num_tiles, 2]: sequence, and index of the first of `tile_size` tokens (a power of
     two) in the sequence's chunk; -1 for padding. Other arguments are as in
     penstock.kernels.attention.reference.attend. q, out: contiguous [num_tokens, num_heads,
-    head_dim]. Each row of block_tables is contiguous, and scale > 0. Raises ValueError if head_dim
-    is not a power of two, or below MIN_HEAD_DIM.
+    head_dim]. Each row of block_tables is contiguous, and scale > 0. partial_results: lets programs
+    share the keys of small tiles; calls with the same must not overlap. Raises ValueError if
+    head_dim is not a power of two, or below MIN_HEAD_DIM.
     """
     _, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_cache.k.shape[1:3]
@@ -108,20 +138,27 @@ def prefill_attention(
     block_n, num_warps, num_stages = tuning or default_tuning(
         tile_size, block_size, head_dim, is_fp8=kv_cache.scales is not None
     )
-    if not tiles.shape[0]:
+    if not (num_tiles := tiles.shape[0]):
         return
-    _prefill_attention_kernel[(num_heads, tiles.shape[0])](
+    num_programs = num_tiles
+    most = 0  # programs of a head that share keys
+    if partial_results and tile_size == SMALL_TILE:
+        most = len(partial_results.arrived) // num_heads
+        num_programs = max(num_tiles, most)
+    _prefill_attention_kernel[(num_heads, num_programs)](
         q, as_operand(kv_cache.k), as_operand(kv_cache.v), *(kv_cache.scales or (None, None)), out,
-        tiles, cu_seqlens_q, context_lens, block_tables, block_tables.stride(0),
+        *((partial_results if most else None) or (None, None, None)), most,
+        tiles, num_tiles, cu_seqlens_q, context_lens, block_tables, block_tables.stride(0),
         scale * math.log2(math.e), num_heads, num_kv_heads, head_dim, block_size, tile_size,
         block_n, num_warps=num_warps, num_stages=num_stages, **LAUNCH,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["max_blocks"])
+@triton.jit(do_not_specialize=["max_blocks", "num_tiles", "most_splits"])
 def _prefill_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, out_ptr,
-    tiles_ptr, cu_seqlens_q_ptr, context_lens_ptr, block_tables_ptr, max_blocks,
+    sums_ptr, lses_ptr, arrived_ptr, most_splits,
+    tiles_ptr, num_tiles, cu_seqlens_q_ptr, context_lens_ptr, block_tables_ptr, max_blocks,
     scale,  # factor of the scores, for powers of 2
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -129,7 +166,15 @@ def _prefill_attention_kernel(
     """Compute BLOCK_M queries of one head in each program; heads of a group are neighbors."""
     launch_dependents()
     wait()
-    head, tile = tl.program_id(0), tl.program_id(1)
+    head, program = tl.program_id(0), tl.program_id(1)
+    tile = program
+    if sums_ptr is not None:
+        index = tl.arange(0, MAX_SPLIT_TILES)
+        used = tl.load(tiles_ptr + 2 * index, index < num_tiles, -1) >= 0
+        num_splits = tl.maximum(most_splits // tl.maximum(tl.max(used * (index + 1)), 1), 1)
+        tile, split = program // num_splits, program % num_splits
+        if tile >= num_tiles:
+            return
     seq, first = tl.load(tiles_ptr + 2 * tile), tl.load(tiles_ptr + 2 * tile + 1)
     if seq < 0:
         return
@@ -156,16 +201,66 @@ def _prefill_attention_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     end = tl.minimum(context_len, position + BLOCK_M)
     full_end = (position + 1) // BLOCK_N * BLOCK_N  # every query sees every key before
+    begin_key, full_stop = 0, full_end
+    if sums_ptr is not None:
+        num_splits = tl.minimum(num_splits, tl.maximum(full_end // LEAST_KEYS, 1))
+        size = tl.cdiv(full_end, num_splits * BLOCK_N) * BLOCK_N
+        num_splits = tl.maximum(tl.cdiv(full_end, tl.maximum(size, 1)), 1)
+        if split >= num_splits:
+            return
+        begin_key, full_stop = split * size, tl.minimum((split + 1) * size, full_end)
+        end = tl.where(split == num_splits - 1, end, full_end)
     acc, highest, total = _attend_keys(
-        q, keys, values, k_scale_ptr, v_scale_ptr, table, 0, full_end,
+        q, keys, values, k_scale_ptr, v_scale_ptr, table, begin_key, full_stop,
         acc, highest, total, positions, scale, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, False,
     )  # fmt: skip
     acc, highest, total = _attend_keys(
         q, keys, values, k_scale_ptr, v_scale_ptr, table, full_end, end,
         acc, highest, total, positions, scale, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, True,
     )  # fmt: skip
-    result = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + q_offset + q_offsets, result, q_mask)
+    result = acc / total[:, None]
+    if sums_ptr is not None:  # noqa: SIM102  the compiler decides this
+        if num_splits > 1:
+            part = (program.to(tl.int64) * NUM_HEADS + head) * BLOCK_M
+            cells = rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+            tl.store(sums_ptr + part * HEAD_DIM + cells, result)
+            tl.store(lses_ptr + part + rows, highest + tl.log2(total))
+            # every thread stores its results before the counter's addition, which releases them
+            tl.debug_barrier()
+            counter_ptr = arrived_ptr + tile * NUM_HEADS + head
+            is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_splits - 1
+            if is_last:
+                tl.store(counter_ptr, 0)
+                part -= split * (NUM_HEADS * BLOCK_M)
+                result = _merged(
+                    sums_ptr + part * HEAD_DIM, lses_ptr + part, num_splits,
+                    NUM_HEADS, BLOCK_M, HEAD_DIM,
+                )  # fmt: skip
+            q_mask &= is_last
+    tl.store(out_ptr + q_offset + q_offsets, result.to(out_ptr.dtype.element_ty), q_mask)
+
+
+@triton.jit
+def _merged(
+    sums_ptr, lses_ptr, num_splits,
+    NUM_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Return the mean of a tile's partial results, weighted by 2 ** lse, in the splits' order."""
+    rows = tl.arange(0, BLOCK_M)
+    cells = rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for split in range(num_splits):
+        place = split * (NUM_HEADS * BLOCK_M)
+        lse = tl.load(lses_ptr + place + rows)
+        higher = tl.maximum(highest, lse)
+        weight, correction = tl.exp2(lse - higher), tl.exp2(highest - higher)
+        part = tl.load(sums_ptr + place * HEAD_DIM + cells)
+        total = total * correction + weight
+        acc = acc * correction[:, None] + part * weight[:, None]
+        highest = higher
+    return acc / total[:, None]
 
 
 @triton.jit

@@ -39,6 +39,8 @@ class WorkerState(Struct, array_like=True, tag=True):
     # after which a sequence can continue from each block; -1: none
     kept_states: bytes = b""
     num_pieces: int = 0  # host slots that a state block takes
+    # numbers of tokens to which steps with chunks of prompts are padded, ascending
+    step_sizes: list[int] = []
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):

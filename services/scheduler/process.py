@@ -311,6 +311,7 @@ class SchedulerProcess:
         length = self.model.context(self.config.max_model_len)
         scheduler = Scheduler(self.config, length, blocks, self.group.epoch)
         scheduler.step_costs.is_timed = True
+        scheduler.step_costs.sizes = self.group.step_sizes
         return scheduler
 
     def end_group(self) -> None:

@@ -3,10 +3,13 @@
 A step takes as long as one that only decodes as many sequences, and as long as its chunks of
 prompts. Chunks cost a constant, and so much for each token, for each key that a token attends to,
 and for each row of logits, which prompt logprobs need. These costs are learned by normalised least
-mean squares (Nagumo and Noda 1967, doi:10.1109/TAC.1967.1098599), and never fall below 0.
+mean squares (Nagumo and Noda 1967, doi:10.1109/TAC.1967.1098599), and never fall below 0. CUDA
+graphs pad the tokens of a step to one of a few sizes; then padding costs as much as other tokens,
+and a chunk fills the largest size that the step has time for.
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 # constant, tokens, keys and rows of logits of a usual step: costs of these are learned equally fast
@@ -50,6 +53,8 @@ class StepCosts:
         target: seconds of a step beside streams; 0: no target. least_tokens: of a chunk.
         """
         self._target = target * SHARE
+        # tokens to which workers pad steps with chunks, ascending; longer steps are not padded
+        self.sizes: list[int] = []
         self.least_tokens = max(least_tokens, LEAST_TOKENS)
         # binary size of the batch → mean seconds of steps that only decode
         self._decoding: dict[int, float] = {}
@@ -80,19 +85,31 @@ class StepCosts:
         return max(most, self.least_tokens - shape.num_tokens, 0)
 
     def _fitting(self, shape: StepShape, begin: int, has_logits: bool) -> int:
-        """Return the number n for which the costs of n tokens are the seconds left."""
-        left = max(0.0, shape.limit - self.seconds(shape))
+        """Return the largest n for which the costs of n tokens are at most the seconds left."""
         _, token, key, logits = (
             cost / scale for cost, scale in zip(self._costs, SCALES, strict=True)
         )
-        token += key * begin + logits * has_logits
-        root = math.sqrt(token * token + 2 * key * left)
-        # the root of token n + key n² / 2 = left, in a form without cancellation
-        return int(min(2 * left / (token + root), MANY)) if root else MANY * (left > 0)
+        each = key * begin + logits * has_logits
+        before = shape.num_decoding + shape.num_tokens
+        left = shape.limit - self.seconds(shape) + token * self._padded(shape)
+        numbers = [
+            min(size - before, _number(each, key, left - token * (size - shape.num_decoding)))
+            for size in self.sizes[bisect_left(self.sizes, before) :]
+        ]
+        unpadded = _number(token + each, key, left - token * shape.num_tokens)
+        if not self.sizes or before + unpadded > self.sizes[-1]:
+            numbers.append(unpadded)
+        return max(numbers, default=0)
+
+    def _padded(self, shape: StepShape) -> int:
+        """Return the tokens of chunks, and of padding."""
+        number = shape.num_decoding + shape.num_tokens
+        at = bisect_left(self.sizes, number) if shape.num_tokens else len(self.sizes)
+        return self.sizes[at] - shape.num_decoding if at < len(self.sizes) else shape.num_tokens
 
     def seconds(self, shape: StepShape) -> float:
         """Return the expected seconds of a step; with chunks, even if it has none yet."""
-        costs = zip(self._costs, _amounts(shape), strict=True)
+        costs = zip(self._costs, self._amounts(shape), strict=True)
         return self._decode_seconds(shape.num_decoding) + sum(cost * part for cost, part in costs)
 
     def measure(self, shape: StepShape, seconds: float) -> None:
@@ -109,7 +126,8 @@ class StepCosts:
             return
         self._most_tokens = max(self._most_tokens, 2 * shape.num_tokens)
         self._most_logits = max(self._most_logits, 2 * shape.num_logits)
-        expected, amounts, has_logits = self.seconds(shape), _amounts(shape), shape.num_logits > 0
+        expected, has_logits = self.seconds(shape), shape.num_logits > 0
+        amounts = self._amounts(shape)
         if has_logits:  # other costs are better learned from other steps
             amounts = (*[0.0] * (len(SCALES) - 1), amounts[-1])
         is_known = has_logits in self._known
@@ -128,8 +146,16 @@ class StepCosts:
             return 0.0
         return known.get(size) or known[min(known, key=lambda other: abs(other - size))]
 
+    def _amounts(self, shape: StepShape) -> tuple[float, ...]:
+        """Return the parts of the chunks' costs as multiples of SCALES."""
+        numbers = 1, self._padded(shape), shape.num_keys, shape.num_logits
+        return tuple(number / scale for number, scale in zip(numbers, SCALES, strict=True))
 
-def _amounts(shape: StepShape) -> tuple[float, ...]:
-    """Return the parts of the chunks' costs as multiples of SCALES."""
-    numbers = 1, shape.num_tokens, shape.num_keys, shape.num_logits
-    return tuple(number / scale for number, scale in zip(numbers, SCALES, strict=True))
+
+def _number(each: float, key: float, left: float) -> int:
+    """Return the largest n for which each n + key n² / 2 is at most `left`, 0 or more."""
+    if left <= 0:
+        return 0
+    root = math.sqrt(each * each + 2 * key * left)
+    # the root of the equation in a form without cancellation
+    return int(min(2 * left / (each + root), MANY)) if root else MANY

@@ -25,9 +25,9 @@ PREFILL_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096
 PREFILL_ROWS = (16, 64)  # numbers of rows of prefill graphs, in addition to max_num_seqs
 # extra tiles of a prefill graph, for chunks that do not fill their last tile
 SPARE_TILES = 16
-# FLOPs of a GPU while the host launches the kernels of a step without a graph, 12 to 15 ms (H200).
-# A graph of a larger step saves nothing, and its padding costs time.
-LAUNCH_FLOPS = 1e13
+# FLOPs of a GPU while the host launches the kernels of a step without a graph, 20 ms beside other
+# work (H200, 8B). A graph of a larger step saves nothing, and its padding costs time.
+LAUNCH_FLOPS = 1.6e13
 
 
 class Computed(NamedTuple):
@@ -110,6 +110,11 @@ class CudaGraphs:
         self._graphs: dict[BatchShape, Any] = {}
         self._computed: dict[BatchShape, Computed] = {}
         self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def prefill_sizes(self) -> list[int]:
+        """The numbers of tokens to which steps with prefill are padded, ascending."""
+        return sorted({shape.num_tokens for shape in self._shapes if shape.num_tiles})
 
     def capture_all(self) -> Iterator[None]:
         """Capture all graphs, and yield after each.

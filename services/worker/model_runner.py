@@ -148,6 +148,11 @@ class ModelRunner:
         return self._idle_times.percentiles() if self._idle_times else (0.0, 0.0)
 
     @property
+    def step_sizes(self) -> list[int]:
+        """As `WorkerState.step_sizes`."""
+        return self._graphs.prefill_sizes if self._graphs else []
+
+    @property
     def progress(self) -> int:
         """A number that changes while a step is computed, for any thread to read."""
         return self._model.progress

@@ -143,7 +143,7 @@ def decode(
 
 
 def _prefill(block_size: int, tile_size: int, is_fp8: bool, head_dim: int = HEAD_DIM) -> None:
-    from penstock.kernels.attention.triton_prefill import prefill_attention
+    from penstock.kernels.attention.triton_prefill import PartialResults, prefill_attention
 
     q = numbers(4096, 32, head_dim)
     prefill_attention(
@@ -156,6 +156,7 @@ def _prefill(block_size: int, tile_size: int, is_fp8: bool, head_dim: int = HEAD
         block_tables=ints(4, 64),
         scale=0.1,
         out=torch.empty_like(q),
+        partial_results=PartialResults.allocate(head_dim, "meta", 528),
     )
 
 

@@ -1,6 +1,6 @@
 """Attention of prefill chunks, against the torch reference."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ gpu = pytest.importorskip("penstock.kernels.attention.triton_prefill")
 
 MIXED = [(70, 70), (1, 200), (130, 300), (1, 1), (5, 64), (3, 257)]
 """(tokens in the step, context length) of each sequence"""
+LONG = [(9, 1300), (70, 1100), (2, 513), (40, 40), (1, 2100)]
 SHORT = [(64, 128), (1, 63), (9, 65), (33, 33)]
 NUM_DECODE_ROWS = 3
 
@@ -28,7 +29,9 @@ class Case(NamedTuple):
     context_lens: Tensor
     block_tables: Tensor
 
-    def run(self, device: str, tile_size: int = 64, tuning: object = None) -> Tensor:
+    def run(
+        self, device: str, tile_size: int = 64, tuning: object = None, partial_results: Any = None
+    ) -> Tensor:
         """Return the kernel's output, which was NaN before."""
         out = torch.full_like(self.q, torch.nan, device=device)
         gpu.prefill_attention(
@@ -42,6 +45,7 @@ class Case(NamedTuple):
             scale=self.scale,
             out=out,
             tuning=tuning,
+            partial_results=partial_results,
         )
         return out.cpu()
 
@@ -150,6 +154,38 @@ def test_8_bits(
     case = random_case(parts, heads, head_dim, block_size, dtype)
     case = case._replace(kv_cache=in_8_bits(case.kv_cache))
     assert_right(case, case.run(device, tile_size))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("e4m3")
+@by_turns(
+    "heads, head_dim, block_size, is_fp8, num_programs",
+    ((2, 1), 64, 64, False, 80),
+    ((2, 2), 32, 48, True, 60),
+    ((1, 1), 64, 16, False, 40),
+    in_long((4, 2), 64, 64, False, 400),
+    on_gpu((32, 8), 128, 128, False, 2000),
+    on_gpu((24, 4), 256, 128, False, 1000),
+    on_gpu((32, 8), 128, 128, True, 2000),
+)
+def test_programs_that_share_the_keys_of_a_tile(
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    is_fp8: bool,
+    num_programs: int,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    case = random_case(LONG, heads, head_dim, block_size, dtype)
+    if is_fp8:
+        case = case._replace(kv_cache=in_8_bits(case.kv_cache))
+    partial_results = gpu.PartialResults.allocate(head_dim, device, num_programs)
+    partial_results.sums.fill_(torch.nan)
+    for _ in range(2):  # the first launch leaves the memory as the second needs it
+        assert_right(case, case.run(device, partial_results=partial_results))
+    assert not partial_results.arrived.any()
+    assert partial_results.sums.isfinite().any()  # they were used
 
 
 @pytest.mark.slow
