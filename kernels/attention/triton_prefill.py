@@ -28,7 +28,7 @@ from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 MIN_HEAD_DIM = 16
 BARRIER_BYTES = 2048  # at most
 MAX_SPLIT_TILES = tl.constexpr(128)  # tiles of a step with more are not split
-PROGRAMS_PER_SM = 4  # of split tiles
+PROGRAMS_PER_SM = 2  # that run at the same time; more were slower (H200)
 LEAST_KEYS = tl.constexpr(512)  # that a program of a split tile attends to
 
 
@@ -131,7 +131,7 @@ def prefill_attention(
     share the keys of small tiles; calls with the same must not overlap. Raises ValueError if
     head_dim is not a power of two, or below MIN_HEAD_DIM.
     """
-    _, num_heads, head_dim = q.shape
+    num_tokens, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_cache.k.shape[1:3]
     if head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1):
         raise ValueError(f"head_dim: got {head_dim}, expected a power of 2, {MIN_HEAD_DIM} or more")
@@ -144,6 +144,7 @@ def prefill_attention(
     most = 0  # programs of a head that share keys
     if partial_results and tile_size == SMALL_TILE:
         most = len(partial_results.arrived) // num_heads
+        most *= num_tokens // tile_size < most  # others are faster without these results
         num_programs = max(num_tiles, most)
     _prefill_attention_kernel[(num_heads, num_programs)](
         q, as_operand(kv_cache.k), as_operand(kv_cache.v), *(kv_cache.scales or (None, None)), out,
@@ -169,9 +170,7 @@ def _prefill_attention_kernel(
     head, program = tl.program_id(0), tl.program_id(1)
     tile = program
     if sums_ptr is not None:
-        index = tl.arange(0, MAX_SPLIT_TILES)
-        used = tl.load(tiles_ptr + 2 * index, index < num_tiles, -1) >= 0
-        num_splits = tl.maximum(most_splits // tl.maximum(tl.max(used * (index + 1)), 1), 1)
+        num_splits = _splits_of_tiles(tiles_ptr, num_tiles, most_splits)
         tile, split = program // num_splits, program % num_splits
         if tile >= num_tiles:
             return
@@ -196,71 +195,112 @@ def _prefill_attention_kernel(
         q = q.to(tl.float32 if q.dtype == tl.float32 else tl.float16)  # as in decode attention
     position = context_len - num_queries + first  # position of the first query
     positions = position + rows
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     end = tl.minimum(context_len, position + BLOCK_M)
     full_end = (position + 1) // BLOCK_N * BLOCK_N  # every query sees every key before
-    begin_key, full_stop = 0, full_end
+    first_key, full_stop = 0, full_end
     if sums_ptr is not None:
-        num_splits = tl.minimum(num_splits, tl.maximum(full_end // LEAST_KEYS, 1))
-        size = tl.cdiv(full_end, num_splits * BLOCK_N) * BLOCK_N
-        num_splits = tl.maximum(tl.cdiv(full_end, tl.maximum(size, 1)), 1)
+        size, num_splits = _keys_of_split(full_end, num_splits, BLOCK_N)
         if split >= num_splits:
             return
-        begin_key, full_stop = split * size, tl.minimum((split + 1) * size, full_end)
+        first_key, full_stop = split * size, tl.minimum((split + 1) * size, full_end)
         end = tl.where(split == num_splits - 1, end, full_end)
-    acc, highest, total = _attend_keys(
-        q, keys, values, k_scale_ptr, v_scale_ptr, table, begin_key, full_stop,
-        acc, highest, total, positions, scale, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, False,
+    result, lse = _attend_tile(
+        q, keys, values, k_scale_ptr, v_scale_ptr, table, first_key, full_stop, full_end, end,
+        positions, scale, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
-    acc, highest, total = _attend_keys(
-        q, keys, values, k_scale_ptr, v_scale_ptr, table, full_end, end,
-        acc, highest, total, positions, scale, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, True,
-    )  # fmt: skip
-    result = acc / total[:, None]
     if sums_ptr is not None:  # noqa: SIM102  the compiler decides this
         if num_splits > 1:
-            part = (program.to(tl.int64) * NUM_HEADS + head) * BLOCK_M
-            cells = rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-            tl.store(sums_ptr + part * HEAD_DIM + cells, result)
-            tl.store(lses_ptr + part + rows, highest + tl.log2(total))
-            # every thread stores its results before the counter's addition, which releases them
-            tl.debug_barrier()
-            counter_ptr = arrived_ptr + tile * NUM_HEADS + head
-            is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_splits - 1
-            if is_last:
-                tl.store(counter_ptr, 0)
-                part -= split * (NUM_HEADS * BLOCK_M)
-                result = _merged(
-                    sums_ptr + part * HEAD_DIM, lses_ptr + part, num_splits,
-                    NUM_HEADS, BLOCK_M, HEAD_DIM,
-                )  # fmt: skip
+            counter_ptr, part = arrived_ptr + tile * NUM_HEADS + head, program * NUM_HEADS + head
+            result, is_last = _merge(
+                result, lse, sums_ptr, lses_ptr, counter_ptr, part, split, num_splits, NUM_HEADS
+            )  # fmt: skip
             q_mask &= is_last
     tl.store(out_ptr + q_offset + q_offsets, result.to(out_ptr.dtype.element_ty), q_mask)
 
 
 @triton.jit
-def _merged(
-    sums_ptr, lses_ptr, num_splits,
-    NUM_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+def _splits_of_tiles(tiles_ptr, num_tiles, most_splits):
+    """Return the number of programs that may share a tile's keys; all tiles have up to most_splits.
+
+    Padding follows the tiles.
+    """
+    index = tl.arange(0, MAX_SPLIT_TILES)
+    is_tile = tl.load(tiles_ptr + 2 * index, index < num_tiles, -1) >= 0
+    return tl.maximum(most_splits // tl.maximum(tl.max(is_tile * (index + 1)), 1), 1)
+
+
+@triton.jit
+def _keys_of_split(full_end, most_splits, BLOCK_N: tl.constexpr):
+    """Return the keys of a program of a tile, and the number of programs.
+
+    Each has a key that every query sees, so that no sum of weights is 0. The last one has all that
+    follow full_end, too.
+    """
+    num_splits = tl.minimum(most_splits, tl.maximum(full_end // LEAST_KEYS, 1))
+    size = tl.cdiv(full_end, num_splits * BLOCK_N) * BLOCK_N
+    return size, tl.maximum(tl.cdiv(full_end, tl.maximum(size, 1)), 1)
+
+
+@triton.jit
+def _merge(
+    result, lse, sums_ptr, lses_ptr, counter_ptr, part, split, num_splits, NUM_HEADS: tl.constexpr
 ):  # fmt: skip
-    """Return the mean of a tile's partial results, weighted by 2 ** lse, in the splits' order."""
+    """Store a program's result as number `part`. Return the tile's result, and True if it is whole.
+
+    The last program finds it: the mean of the partial results, weighted by 2 ** lse, in the splits'
+    order.
+    """
+    BLOCK_M: tl.constexpr = result.shape[0]
+    HEAD_DIM: tl.constexpr = result.shape[1]
     rows = tl.arange(0, BLOCK_M)
     cells = rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    for split in range(num_splits):
-        place = split * (NUM_HEADS * BLOCK_M)
-        lse = tl.load(lses_ptr + place + rows)
-        higher = tl.maximum(highest, lse)
-        weight, correction = tl.exp2(lse - higher), tl.exp2(highest - higher)
-        part = tl.load(sums_ptr + place * HEAD_DIM + cells)
-        total = total * correction + weight
-        acc = acc * correction[:, None] + part * weight[:, None]
-        highest = higher
-    return acc / total[:, None]
+    place = part.to(tl.int64) * BLOCK_M
+    tl.store(sums_ptr + place * HEAD_DIM + cells, result)
+    tl.store(lses_ptr + place + rows, lse)
+    # every thread stores its results before the counter's addition, which releases them
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_splits - 1
+    if is_last:
+        tl.store(counter_ptr, 0)
+        place -= split * (NUM_HEADS * BLOCK_M)
+        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+        for _ in range(num_splits):
+            lse = tl.load(lses_ptr + place + rows)
+            higher = tl.maximum(highest, lse)
+            weight, correction = tl.exp2(lse - higher), tl.exp2(highest - higher)
+            other = tl.load(sums_ptr + place * HEAD_DIM + cells)
+            total = total * correction + weight
+            acc = acc * correction[:, None] + other * weight[:, None]
+            highest = higher
+            place += NUM_HEADS * BLOCK_M
+        result = acc / total[:, None]
+    return result, is_last
+
+
+@triton.jit
+def _attend_tile(
+    q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, first_key, full_stop, full_end, end,
+    positions, scale,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Return the attention over [first_key, full_stop) and over [full_end, end), and its lse.
+
+    Every query sees all keys of the first range. lse: base 2 logarithm of the sum of the weights.
+    """
+    highest = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros(q.shape, tl.float32)
+    acc, highest, total = _attend_keys(
+        q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, first_key, full_stop,
+        acc, highest, total, positions, scale, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, False,
+    )  # fmt: skip
+    acc, highest, total = _attend_keys(
+        q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table, full_end, end,
+        acc, highest, total, positions, scale, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, True,
+    )  # fmt: skip
+    return acc / total[:, None], highest + tl.log2(total)
 
 
 @triton.jit

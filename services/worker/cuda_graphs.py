@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 PROGRESS = 10  # captured graphs between log lines
 # Largest record of a step in a graph, in int32: 4 MiB, and up to four times as much pinned memory.
 MAX_RECORD = 1 << 20
-PREFILL_TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+PREFILL_TOKENS = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048, 3072, 4096)
 PREFILL_ROWS = (16, 64)  # numbers of rows of prefill graphs, in addition to max_num_seqs
 # extra tiles of a prefill graph, for chunks that do not fill their last tile
 SPARE_TILES = 16
@@ -50,7 +50,7 @@ def graph_shapes(config: Config, model: Model, max_model_len: int) -> list[Batch
     """Return the shapes of all graphs of a model."""
     shapes = decode_shapes(config.max_num_seqs, max_model_len)
     if model.attention.can_capture_prefill:
-        num_weights = sum(parameter.numel() for parameter in model.parameters())
+        num_weights = sum(parameter.numel() for parameter in model.model.layers.parameters())
         num_weights -= sum(moe.num_idle_weights for moe in model.modules() if isinstance(moe, MoE))
         sizes = config.max_num_seqs, config.max_num_batched_tokens
         shapes += prefill_shapes(*sizes, num_weights, max_model_len)

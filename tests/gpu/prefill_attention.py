@@ -1,6 +1,8 @@
 """Prefill attention, compared with flash-attn if that is installed.
 
 Prints TFLOP/s of causal attention of 16,384 tokens in whole prompts, with the heads of Qwen3-8B.
+Then µs of short chunks at the end of a context, by one program for each tile, and by programs that
+share the keys of a tile.
 """
 
 import argparse
@@ -11,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.triton_prefill import prefill_attention
+from penstock.kernels.attention.triton_prefill import PartialResults, prefill_attention
 from penstock.kernels.bench.timing import graph_us
-from penstock.kernels.layouts.forward_batch import tile_size
+from penstock.kernels.layouts.forward_batch import SMALL_TILE, tile_size
 from penstock.kernels.layouts.kv_cache import KVCache
 
 try:
@@ -24,6 +26,8 @@ except ImportError:
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 BATCHES = [(32, 512), (8, 2048), (2, 8192), (1, 16384)]
 """(sequences, tokens of each)"""
+CHUNKS = [(16, 2000), (16, 100_000), (64, 4000), (64, 100_000), (256, 4000), (448, 8000)]
+"""(tokens of the chunk, context with them)"""
 BLOCK_SIZE = 256
 
 
@@ -104,13 +108,36 @@ def measure(num_seqs: int, length: int, block_size: int) -> None:
         print(f"{name} flash-attn {tflops(batch, flash(batch)):6.1f} TFLOP/s")
 
 
+def measure_chunk(length: int, context: int, block_size: int) -> None:
+    """Print a line for a chunk at the end of a context."""
+    batch = random_batch(1, context, block_size)
+    q = batch.q[:length]
+    call = partial(
+        prefill_attention,
+        q,
+        batch.kv_cache,
+        tiles=torch.tensor([(0, first) for first in range(0, length, SMALL_TILE)]).int().cuda(),
+        tile_size=SMALL_TILE,
+        cu_seqlens_q=torch.tensor([0, length]).int().cuda(),
+        context_lens=batch.context_lens,
+        block_tables=batch.block_tables,
+        scale=HEAD_DIM**-0.5,
+        out=torch.empty_like(q),
+    )
+    shared = partial(call, partial_results=PartialResults.allocate(HEAD_DIM, "cuda"))
+    alone, together = graph_us([call]), graph_us([shared])
+    print(f"{length:3} of {context}: alone {alone:.0f}, shared {together:.0f} µs")
+
+
 def main() -> None:
-    """Measure all batches."""
+    """Measure all batches and chunks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--block-size", type=int, default=BLOCK_SIZE, help="tokens per KV block")
     options = parser.parse_args()
     for num_seqs, length in BATCHES:
         measure(num_seqs, length, options.block_size)
+    for length, context in CHUNKS:
+        measure_chunk(length, context, options.block_size)
 
 
 if __name__ == "__main__":

@@ -143,21 +143,23 @@ def decode(
 
 
 def _prefill(block_size: int, tile_size: int, is_fp8: bool, head_dim: int = HEAD_DIM) -> None:
+    """Launch for a long chunk, and for one whose tiles are shared by programs."""
     from penstock.kernels.attention.triton_prefill import PartialResults, prefill_attention
 
-    q = numbers(4096, 32, head_dim)
-    prefill_attention(
-        q,
-        cache_of(block_size, 8, is_fp8, head_dim),
-        tiles=ints(64, 2),
-        tile_size=tile_size,
-        cu_seqlens_q=ints(5),
-        context_lens=ints(4),
-        block_tables=ints(4, 64),
-        scale=0.1,
-        out=torch.empty_like(q),
-        partial_results=PartialResults.allocate(head_dim, "meta", 528),
-    )
+    for num_tokens in (4096, 256):
+        q = numbers(num_tokens, 32, head_dim)
+        prefill_attention(
+            q,
+            cache_of(block_size, 8, is_fp8, head_dim),
+            tiles=ints(64, 2),
+            tile_size=tile_size,
+            cu_seqlens_q=ints(5),
+            context_lens=ints(4),
+            block_tables=ints(4, 64),
+            scale=0.1,
+            out=torch.empty_like(q),
+            partial_results=PartialResults.allocate(head_dim, "meta", 264),
+        )
 
 
 def _rope(is_fp8: bool) -> None:
