@@ -322,7 +322,7 @@ class Scheduler:
         for sequence in self.waiting.candidates() if may_admit else ():
             if self._must_wait(sequence) or not sequence.may_run:
                 break
-            if any(map(sequence.will_share, builder.cut)):
+            if any(self.block_manager.will_share(sequence, other) for other in builder.cut):
                 self.waiting.hold(sequence)
                 continue
             most = min(budget, self._most_tokens(sequence, builder))

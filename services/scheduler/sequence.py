@@ -249,13 +249,6 @@ class Sequence:
         is_text = self.pooling is None and not self.needs_prompt_logprobs
         return self.num_prefill_tokens > 0 and is_text
 
-    def will_share(self, other: "Sequence") -> bool:
-        """Return whether `other` will compute tokens that this sequence needs, too."""
-        end = other.num_planned_tokens + 1
-        near = slice(max(0, end - 64), end)  # a difference before is possible, and costs some time
-        is_equal = self.token_ids[near] == other.token_ids[near]
-        return is_equal and end <= other.num_prefill_tokens and self.cache_salt == other.cache_salt
-
     def confirm_chunk(self, end: int) -> None:
         """Note that the prefill is computed up to a position.
 

@@ -131,6 +131,24 @@ def test_equal_prompts_are_computed_once() -> None:
     sim.finish(stream, "abort")
 
 
+@pytest.mark.parametrize(
+    ("options", "sampling"), [({"enable_prefix_caching": False}, {}), ({}, {"prompt_logprobs": 0})]
+)
+def test_a_prompt_that_shares_no_blocks_does_not_wait_for_them(
+    options: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    sim = timed(target_itl_ms=100, **options)
+    stream = learn(sim)
+    first = sim.add(long_prompt(900), max_tokens=1)
+    sim.step()
+    second = sim.add(long_prompt(900), max_tokens=1, **sampling)
+    sim.step()
+    sim.step()
+    assert second.num_planned_tokens > 0
+    assert not first.finish_reason
+    sim.finish(stream, "abort")
+
+
 def test_after_a_worker_s_death_chunks_are_short_again() -> None:
     sim = timed()
     learn(sim)
