@@ -117,17 +117,23 @@ class StepCosts:
         if not 0 < seconds < MAX_STEP:  # NaN, too
             return
         self.is_timed = True
-        if not shape.num_tokens:
-            size = shape.num_decoding.bit_length()
-            if not size:
-                return  # a plan that only brings copies
+        # a step with chunks takes no less than one without: the mean is that of a slower time
+        if not shape.num_tokens or seconds < self._decode_seconds(shape.num_decoding):
+            self._measure_decoding(shape.num_decoding.bit_length(), seconds)
+        if shape.num_tokens:
+            self._measure_chunks(shape, seconds)
+
+    def _measure_decoding(self, size: int, seconds: float) -> None:
+        if size:  # not a plan that only brings copies
             before = self._decoding.get(size, seconds)
             self._decoding[size] = before + FALL * (min(seconds, MAX_RATIO * before) - before)
-            return
+
+    def _measure_chunks(self, shape: StepShape, seconds: float) -> None:
         self._most_tokens = max(self._most_tokens, 2 * shape.num_tokens)
         self._most_logits = max(self._most_logits, 2 * shape.num_logits)
-        expected, has_logits = self.seconds(shape), shape.num_logits > 0
-        amounts = self._amounts(shape)
+        amounts, has_logits = self._amounts(shape), shape.num_logits > 0
+        decoding = self._decode_seconds(shape.num_decoding)
+        expected = self.seconds(shape) - max(0.0, decoding - seconds)
         if has_logits:  # other costs are better learned from other steps
             amounts = (*[0.0] * (len(SCALES) - 1), amounts[-1])
         is_known = has_logits in self._known

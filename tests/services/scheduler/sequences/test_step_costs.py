@@ -203,6 +203,18 @@ def test_a_step_that_was_late_changes_little() -> None:
     assert before * 0.8 < prefill(costs, machine).num_tokens <= before * 1.2
 
 
+def test_a_machine_that_was_slow_is_used_again() -> None:
+    """Also while prompts keep coming, so that no step only decodes."""
+    costs, machine = StepCosts(0.05), Machine(0.05, 0.03, 0, 0)
+    learn(costs, machine)
+    for _ in range(40):
+        decode(costs, Machine(0, 0, 0, 0, constant=200), 4)
+    assert prefill(costs, machine).num_tokens == LEAST_TOKENS
+    seconds = [machine.seconds(prefill(costs, machine)) for _ in range(60)]
+    assert max(seconds) <= 0.05
+    assert seconds[-1] > 0.04
+
+
 costs_of_machines = st.builds(
     Machine,
     decoding=st.floats(0, 1),
