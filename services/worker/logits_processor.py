@@ -406,8 +406,10 @@ class LogitsProcessor:
                 TokenBits(token for token in bad if token < 32 * masks.shape[1]).forbid(masks, [at])
         opening = grammars.opening_tags(list(with_grammar.values()))
         for at, slot in with_grammar.items():
-            own = self.rows[slot].mask
-            if own is not None and not (masks[at, : len(own)] & own[: masks.shape[1]]).any():
+            own, mask = self.rows[slot].mask, masks[at]
+            if own is not None:
+                mask = mask[: len(own)] & own[: len(mask)]
+            if (own is not None or slot in self._with_words) and not mask.any():
                 failed.setdefault(at, CONTRADICTION)
             if slot in opening and self.rows[slot].allows(opening[slot]):
                 tags[at] = opening[slot]

@@ -169,6 +169,10 @@ def test_with_a_grammar(folder: Path) -> None:
     listener.step(plan(added=[row(3, PROMPT, range(5), extras=asked)], chunks=[(3, 37)]), 3)
     assert listener.tokens[3] == [-1]
     assert listener.outputs[0].failed == [(0, CONTRADICTION)]
+    asked = extras(structured_outputs=StructuredOutputs(choice=["ab"]), bad_words=[list(b"ab")])
+    listener = generate(folder, asked)
+    assert listener.tokens[3][:2] == [ord("a"), -1]
+    assert listener.outputs[1].failed == [(1, CONTRADICTION)]
 
 
 def test_a_forbidden_tag_begins_no_thought(folder: Path, plain: dict[int, list[int]]) -> None:
