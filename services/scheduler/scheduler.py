@@ -180,10 +180,8 @@ class Scheduler:
         budget = self._max_tokens_per_step - num_decoding
         self.block_manager.budget = BLOCKS_PER_PLAN
         self.step_costs.begin(plan.shape, num_decoding, len(self.running) - len(prefilling))
-        if prefilling and self._must_share(prefilling[0], builder, budget):
+        if prefilling:
             budget = self._share_time(prefilling, builder, budget)
-        else:
-            budget = self._continue_prefill(prefilling, builder, budget)
         budget = self._admit(builder, budget)
         num_rows = self._max_rows - num_decoding - len(plan.chunks)
         if self._speculates:
@@ -241,23 +239,23 @@ class Scheduler:
                 sampled.append(sequence)
         return prefilling
 
-    def _must_share(self, first: Sequence, builder: PlanBuilder, budget: int) -> bool:
-        """Return whether the step has no time for all tokens that `first` could have in it."""
-        wanted = min(budget, first.num_prefill_tokens - first.num_planned_tokens)
-        return 2 * self.step_costs.least_tokens <= self._most_tokens(first, builder) < wanted
-
     def _share_time(self, prefilling: list[Sequence], builder: PlanBuilder, budget: int) -> int:
         """Continue prefill. A prompt that the step has no time for leaves half of it to others.
 
         These are new prompts, then prompts with few tokens left. So short ones do not wait for long
-        ones, and the first one advances in any case.
+        ones. The first one advances in every step, or every other step if half is too little.
         """
-        shape = builder.plan.shape
+        first, *others = prefilling
+        most, shape = self._most_tokens(first, builder), builder.plan.shape
+        is_half_enough = most >= 2 * self.step_costs.least_tokens
+        is_whole = most >= min(budget, first.num_prefill_tokens - first.num_planned_tokens)
+        if is_whole or (not is_half_enough and builder.plan.number % 2 == 0):
+            return self._continue_prefill(prefilling, builder, budget)
         limit = shape.limit
-        shape.limit = (limit + self.step_costs.seconds(shape)) / 2
+        if is_half_enough:
+            shape.limit = (limit + self.step_costs.seconds(shape)) / 2
         builder.cut += prefilling
         budget = self._admit(builder, budget)
-        first, *others = prefilling
         others.sort(key=lambda s: s.num_prefill_tokens - s.num_planned_tokens)
         budget = self._continue_prefill(others, builder, budget)
         shape.limit = limit

@@ -104,16 +104,23 @@ def test_a_long_prompt_ends_whatever_else_comes() -> None:
     sim.finish(stream, "abort")
 
 
-def test_without_time_for_anything_the_first_prompt_gets_on() -> None:
-    """The target is shorter than a step that only decodes."""
-    sim = timed(target_itl_ms=1)
+@pytest.mark.parametrize("target", [1, 35])
+def test_without_time_for_two_chunks_prompts_take_turns(target: int) -> None:
+    """The target is shorter than a step that only decodes, or than one with 32 tokens."""
+    sim = timed(target_itl_ms=target)
     stream = learn(sim)
-    for number in range(3):
-        sim.add(long_prompt(100, 1 + 200 * number), max_tokens=1)
-    before = len(sim.shapes)
-    sim.step()
-    sim.step()
-    assert [shape.num_tokens for shape in sim.shapes[before:]] == [LEAST_TOKENS] * 2
+    longs = [sim.add(long_prompt(600, 1 + 800 * number), max_tokens=1) for number in range(3)]
+    for number in range(5):
+        before = len(sim.shapes), longs[0].num_planned_tokens
+        short = sim.add(long_prompt(12, 5000 + 100 * number), max_tokens=1)
+        for _ in range(8):
+            sim.step()
+        assert len(short.token_ids) == 13
+        tokens = [shape.num_tokens for shape in sim.shapes[before[0] :]]
+        assert LEAST_TOKENS <= min(tokens) <= sorted(tokens)[4] < 2 * LEAST_TOKENS
+        assert longs[0].num_planned_tokens >= before[1] + 4 * LEAST_TOKENS
+    while not longs[2].finish_reason:
+        sim.step()
     sim.finish(stream, "abort")
     sim.run()
 
