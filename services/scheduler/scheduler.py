@@ -180,8 +180,7 @@ class Scheduler:
         budget = self._max_tokens_per_step - num_decoding
         self.block_manager.budget = BLOCKS_PER_PLAN
         self.step_costs.begin(plan.shape, num_decoding, len(self.running) - len(prefilling))
-        if prefilling:
-            budget = self._share_time(prefilling, builder, budget)
+        budget = self._share_time(prefilling, builder, budget) if prefilling else budget
         budget = self._admit(builder, budget)
         num_rows = self._max_rows - num_decoding - len(plan.chunks)
         if self._speculates:

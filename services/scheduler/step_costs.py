@@ -117,16 +117,13 @@ class StepCosts:
         if not 0 < seconds < MAX_STEP:  # NaN, too
             return
         self.is_timed = True
+        size = shape.num_decoding.bit_length()  # 0: a plan that only brings copies, or only chunks
         # a step with chunks takes no less than one without: the mean is that of a slower time
-        if not shape.num_tokens or seconds < self._decode_seconds(shape.num_decoding):
-            self._measure_decoding(shape.num_decoding.bit_length(), seconds)
-        if shape.num_tokens:
-            self._measure_chunks(shape, seconds)
-
-    def _measure_decoding(self, size: int, seconds: float) -> None:
-        if size:  # not a plan that only brings copies
+        if size and (not shape.num_tokens or seconds < self._decode_seconds(shape.num_decoding)):
             before = self._decoding.get(size, seconds)
             self._decoding[size] = before + FALL * (min(seconds, MAX_RATIO * before) - before)
+        if shape.num_tokens:
+            self._measure_chunks(shape, seconds)
 
     def _measure_chunks(self, shape: StepShape, seconds: float) -> None:
         self._most_tokens = max(self._most_tokens, 2 * shape.num_tokens)

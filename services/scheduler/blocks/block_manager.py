@@ -190,12 +190,11 @@ class BlockManager:
 
     def will_share(self, sequence: Sequence, other: Sequence) -> bool:
         """Return whether `other` will compute the next block that a waiting sequence may share."""
-        index = other.num_planned_tokens // self.block_size
-        end = (index + 1) * self.block_size
+        end = (other.num_planned_tokens // self.block_size + 1) * self.block_size
         near = slice(max(0, end - 64), end)  # a difference before is possible, and costs some time
         is_equal = sequence.token_ids[near] == other.token_ids[near]
-        is_shared = index < self._num_matchable(sequence) and end <= other.num_prefill_tokens
-        return is_equal and is_shared and sequence.cache_salt == other.cache_salt
+        most = min(self._num_matchable(sequence) * self.block_size, other.num_prefill_tokens)
+        return is_equal and end <= most and sequence.cache_salt == other.cache_salt
 
     def _lookups(self, sequence: Sequence, begin: int, end: int) -> Iterator[tuple[bytes, bytes]]:
         """Yield (hash, token ids) of the full blocks [begin, end). Hash each when it is needed."""
