@@ -251,8 +251,7 @@ class Scheduler:
         if is_whole or (not is_half_enough and builder.plan.number % 2 == 0):
             return self._continue_prefill(prefilling, builder, budget)
         limit = shape.limit
-        if is_half_enough:
-            shape.limit = (limit + self.step_costs.seconds(shape)) / 2
+        shape.limit = (limit + self.step_costs.seconds(shape)) / 2 if is_half_enough else limit
         builder.cut += prefilling
         budget = self._admit(builder, budget)
         others.sort(key=lambda s: s.num_prefill_tokens - s.num_planned_tokens)

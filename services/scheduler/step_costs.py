@@ -107,10 +107,13 @@ class StepCosts:
         at = bisect_left(self.sizes, number) if shape.num_tokens else len(self.sizes)
         return self.sizes[at] - shape.num_decoding if at < len(self.sizes) else shape.num_tokens
 
-    def seconds(self, shape: StepShape) -> float:
-        """Return the expected seconds of a step; with chunks, even if it has none yet."""
-        costs = zip(self._costs, self._amounts(shape), strict=True)
-        return self._decode_seconds(shape.num_decoding) + sum(cost * part for cost, part in costs)
+    def seconds(self, shape: StepShape, most: float = math.inf) -> float:
+        """Return the expected seconds of a step; with chunks, even if it has none yet.
+
+        most: seconds that decoding alone may take.
+        """
+        most = min(most, self._decode_seconds(shape.num_decoding))
+        return most + sum(a * b for a, b in zip(self._costs, self._amounts(shape), strict=True))
 
     def measure(self, shape: StepShape, seconds: float) -> None:
         """Learn from a step; seconds: 0 if they were not measured."""
@@ -128,9 +131,8 @@ class StepCosts:
     def _measure_chunks(self, shape: StepShape, seconds: float) -> None:
         self._most_tokens = max(self._most_tokens, 2 * shape.num_tokens)
         self._most_logits = max(self._most_logits, 2 * shape.num_logits)
-        amounts, has_logits = self._amounts(shape), shape.num_logits > 0
-        decoding = self._decode_seconds(shape.num_decoding)
-        expected = self.seconds(shape) - max(0.0, decoding - seconds)
+        amounts, expected = self._amounts(shape), self.seconds(shape, seconds)
+        has_logits = shape.num_logits > 0
         if has_logits:  # other costs are better learned from other steps
             amounts = (*[0.0] * (len(SCALES) - 1), amounts[-1])
         is_known = has_logits in self._known

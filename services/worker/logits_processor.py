@@ -406,9 +406,8 @@ class LogitsProcessor:
                 TokenBits(token for token in bad if token < 32 * masks.shape[1]).forbid(masks, [at])
         opening = grammars.opening_tags(list(with_grammar.values()))
         for at, slot in with_grammar.items():
-            own, mask = self.rows[slot].mask, masks[at]
-            if own is not None:
-                mask = mask[: len(own)] & own[: len(mask)]
+            own = self.rows[slot].mask
+            mask = masks[at] if own is None else masks[at, : len(own)] & own[: masks.shape[1]]
             if (own is not None or slot in self._with_words) and not mask.any():
                 failed.setdefault(at, CONTRADICTION)
             if slot in opening and self.rows[slot].allows(opening[slot]):
