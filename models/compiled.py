@@ -11,18 +11,19 @@ from penstock.kernels.cpu.compiled_layers import CompiledLayers, unsupported
 from penstock.kernels.cpu.compiled_step import DecodeStep, compiled_step
 from penstock.kernels.cpu.compiler import host
 from penstock.kernels.cpu.shared_memory import SharedMemory
-from penstock.kernels.cpu.types import MATRICES, LayerShape, LayerWeights, Matrix
+from penstock.kernels.cpu.types import MATRICES, DeltaShape, LayerShape, LayerWeights, Matrix
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
+from penstock.kernels.layouts.states import States
 from penstock.kernels.layouts.step import Slots, StepBuffers
 from penstock.kernels.packed.matrices import Integers, quantize, without_needless_shift
-from penstock.models import qwen3
-from penstock.models.architecture import Ranks, describe, family_of
-from penstock.models.layers import MoE
+from penstock.models.architecture import QWEN3, QWEN3_5, Ranks, describe, family_of
+from penstock.models.layers import MoE, SharedExpert
 from penstock.models.model import Model
-from penstock.models.parallel import RMSNorm
-from penstock.models.qwen3 import DecoderLayer
+from penstock.models.parallel import RMSNorm, dequantize
 from penstock.protocol.checkpoint import ModelConfig
+
+FAMILIES = QWEN3.module, QWEN3_5.module
 
 
 class CompiledDecoder:
@@ -39,11 +40,15 @@ class CompiledDecoder:
         """
         if config.fp8 or (config.weight_format and bits != 16):
             raise ValueError(f"weights in {config.format_name}")
-        if not isinstance(model.model, qwen3.Decoder):
-            raise ValueError("layers of another family than Qwen3")
+        if type(model.model).__module__ not in FAMILIES:
+            raise ValueError("layers of another family than Qwen3 and Qwen3.5")
+        for module in model.modules():
+            if isinstance(module, SharedExpert) or module is model.mtp:
+                dequantize(module)  # these stay in torch
+        self._makes_drafts = model.mtp is not None
         self._tp, self._rope, self._norm = model.tp, model.rope, model.model.norm
         self._embed = model.model.embed_tokens
-        self._layers: list[DecoderLayer] = [*model.model.layers]
+        self._layers: list[Any] = [*model.model.layers]
         shape = _layer_shape(config, model.tp.size)
         weight = model.head.weight
         narrowed = narrow(model)
@@ -83,10 +88,10 @@ class CompiledDecoder:
         return residual
 
     def decode_step(
-        self, slots: Slots, buffers: StepBuffers, kv_caches: Sequence[KVCache]
+        self, slots: Slots, buffers: StepBuffers, caches: Sequence[KVCache], states: States | None
     ) -> DecodeStep | None:
         """Return the function for decode-only steps, or None if a part runs in torch."""
-        if self._tp.size > 1 or self._has_experts or self._head is None:
+        if self._tp.size > 1 or self._has_experts or self._makes_drafts or self._head is None:
             return None
         if CHOSEN.compiled_step is None:  # it could not be compiled
             return None
@@ -99,7 +104,8 @@ class CompiledDecoder:
             eps=self._norm.eps,
             head=self._head,
             rope=self._rope,
-            kv_caches=kv_caches,
+            kv_caches=caches,
+            states=states,
             slots=slots,
             buffers=buffers,
         )
@@ -134,13 +140,20 @@ class CompiledDecoder:
 
 def can_compile(config: ModelConfig, tp_size: int) -> bool:
     """Return True if the form and the sizes of a rank's layers can be compiled."""
-    is_qwen3 = family_of(config).module == qwen3.__name__
-    return is_qwen3 and not unsupported(_layer_shape(config, tp_size))
+    is_known = family_of(config).module in FAMILIES
+    return is_known and not unsupported(_layer_shape(config, tp_size))
 
 
 def _layer_shape(config: ModelConfig, tp_size: int) -> LayerShape:
-    heads, kv_heads = describe(config).heads
-    ranks = Ranks(tp_size)
+    architecture, ranks = describe(config), Ranks(tp_size)
+    heads, kv_heads = architecture.heads
+    delta = None
+    if layers := architecture.state_layers:
+        states = [state.shape_of_rank(ranks) for state in layers[0].state]
+        key_heads = layers[0].state[1].axes[0].units_of_rank(ranks)
+        value_heads, *dims = states[0]
+        kernel, window = states[1][0] + 1, states[2][0]
+        delta = DeltaShape(key_heads, value_heads, dims[0], dims[1], kernel, window)
     return LayerShape(
         config.hidden_size,
         heads.units_of_rank(ranks),
@@ -148,19 +161,37 @@ def _layer_shape(config: ModelConfig, tp_size: int) -> LayerShape:
         kv_heads.unit_size,
         config.intermediate_size // tp_size,
         config.rms_norm_eps,
+        config.rotary_dim,
+        config.is_hybrid,
+        delta,
     )
 
 
-def _weights(layer: DecoderLayer) -> LayerWeights:
-    attention: Any = layer.self_attn
-    mlp: Any = layer.mlp
+def _weights(layer: Any) -> LayerWeights:
+    mlp = layer.mlp
     is_sparse = isinstance(mlp, MoE)
+    if delta := getattr(layer, "linear_attn", None):
+        mixer = {
+            "qkv": delta.qkvz_proj.weight,
+            "q_norm": delta.norm.weight,
+            "k_norm": None,
+            "o": delta.out_proj.weight,
+            "ba": delta.ba_proj.weight,
+            "conv": delta.conv.weight.squeeze(1).t().contiguous(),
+            "a_log": delta.a_log.weight,
+            "dt_bias": delta.dt_bias.weight,
+        }
+    else:
+        attention = layer.self_attn
+        mixer = {
+            "qkv": attention.qkv_proj.weight,
+            "q_norm": attention.q_norm.weight,
+            "k_norm": attention.k_norm.weight,
+            "o": attention.o_proj.weight,
+        }
     return LayerWeights(
+        **mixer,
         input_norm=layer.input_layernorm.weight,
-        qkv=attention.qkv_proj.weight,
-        q_norm=attention.q_norm.weight,
-        k_norm=attention.k_norm.weight,
-        o=attention.o_proj.weight,
         post_norm=layer.post_attention_layernorm.weight,
         gate_up=None if is_sparse else mlp.gate_up_proj.weight,
         down=None if is_sparse else mlp.down_proj.weight,
@@ -185,10 +216,9 @@ def narrow(model: Model) -> list[nn.Parameter]:
 
     Returns the float matrices. In layers that can't be compiled, nothing is replaced.
     """
-    if not isinstance(model.model, qwen3.Decoder):
+    if type(model.model).__module__ not in FAMILIES:
         return []
-    layers: list[DecoderLayer] = list(model.model.layers)  # type: ignore[arg-type]
-    weights: list[Any] = [weight for layer in layers for weight in _weights(layer)]
+    weights: list[Any] = [weight for layer in model.model.layers for weight in _weights(layer)]
     weights += [model.model.embed_tokens.weight, model.head.weight]
     parameters = (weight for weight in weights if isinstance(weight, nn.Parameter))
     matrices = [parameter for parameter in parameters if parameter.ndim == 2]

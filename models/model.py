@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock.kernels.attention.backends import AttentionBackend
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
+from penstock.kernels.layouts.states import States
 from penstock.kernels.layouts.step import Slots, StepBuffers
 from penstock.models.architecture import family_of
 from penstock.models.layers import rope_table
@@ -38,7 +39,7 @@ class Compiled(Protocol):
         """Compute `VocabParallelEmbedding.logits`."""
 
     def decode_step(
-        self, slots: Slots, buffers: StepBuffers, kv_caches: Sequence[KVCache]
+        self, slots: Slots, buffers: StepBuffers, caches: Sequence[KVCache], states: States | None
     ) -> HostStep | None:
         """Return the function for decode-only steps, or None if it does not exist."""
 
@@ -126,7 +127,7 @@ class Model(nn.Module):
         layer, and the norm after it. next_ids: each token's next token. only_keys: store keys and
         values only; the result is undefined.
         """
-        embedded = self.model.embed_tokens(next_ids)
+        embedded = self.model.embed_tokens(next_ids).to(residual.dtype)
         inputs = residual, norm, embedded, batch, self.rope, kv_caches[-1]
         return self.mtp(*inputs, only_keys)  # type: ignore[no-any-return]
 
@@ -135,9 +136,14 @@ class Model(nn.Module):
         head: VocabParallelEmbedding = getattr(self, "lm_head", self.model.embed_tokens)
         return head
 
-    def compute_logits(self, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return this rank's share of the logits: see `VocabParallelEmbedding.logits`."""
-        weight = self.head.weight
+    def compute_logits(
+        self, hidden_states: Tensor, out: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> Tensor:
+        """Return this rank's share of the logits: see `VocabParallelEmbedding.logits`.
+
+        norm: by default the model's last.
+        """
+        weight, norm = self.head.weight, norm or self.model.norm
         if self.compiled and isinstance(weight, Tensor):
-            return self.compiled.logits(hidden_states, self.model.norm, weight, out)
-        return self.head.logits(hidden_states, self.model.norm, out)
+            return self.compiled.logits(hidden_states, norm, weight, out)
+        return self.head.logits(hidden_states, norm, out)

@@ -20,7 +20,8 @@ from penstock.kernels.cpu.llvm_decoder import KEYS, Kinds, build_module
 from penstock.kernels.cpu.llvm_products import Kind, integer_kind, scratch_words
 from penstock.kernels.cpu.shared_memory import HALVES, WORDS, SharedMemory
 from penstock.kernels.cpu.types import (
-    MATRICES,
+    ALL_MATRICES,
+    STATE,
     HeadFields,
     LayerShape,
     LayerWeights,
@@ -33,6 +34,7 @@ from penstock.kernels.packed.matrices import UNIT, Integers, fitting_group
 
 # work below which another thread costs more than it saves, since it has to wake up
 MIN_NANOSECONDS = 500_000
+ROWS_OF_STATES = "read", "written", "first", "last", "window"  # in `StateStep` and `StepFields`
 # kinds of matrices by element type
 _KINDS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -43,6 +45,9 @@ def unsupported(shape: LayerShape) -> str:
         return f"head_dim: got {shape.head_dim}, expected a multiple of {KEYS}"
     if shape.intermediate % 2:
         return f"intermediate_size: got {shape.intermediate}, expected an even number"
+    if (delta := shape.delta) and (delta.key_dim % KEYS or delta.value_dim % KEYS):
+        found = f"got {delta.key_dim} and {delta.value_dim}, expected multiples of {KEYS}"
+        return f"linear_key_head_dim and linear_value_head_dim: {found}"
     return ""
 
 
@@ -70,7 +75,7 @@ class CompiledLayers:
             raise ValueError(reason)
         for layer in layers:
             _check_layer(layer, shape)
-        found = (getattr(layer, name) for layer in layers for name in MATRICES)
+        found = (getattr(layer, name) for layer in layers for name in ALL_MATRICES)
         matrices = [matrix for matrix in found if matrix is not None]
         num_weights = sum(math.prod(matrix.shape) for matrix in matrices)
         self._half_weights = num_weights // (2 * len(layers))
@@ -80,7 +85,7 @@ class CompiledLayers:
         self._layers = layers  # keeps the memory alive
         self._shape, self._block_size = shape, block_size
         kinds = Kinds(of_layers, self._head_kind, _KINDS[self._embedding_dtype])
-        sizes = kinds, shape.head_dim, shape.heads // shape.kv_heads
+        sizes = kinds, shape.head, shape.delta
         self._library = load(lambda cpu: str(build_module(cpu, *sizes)), repr(sizes), target)
         self._decoder = self._library.function("decoder", 6)
         self._head = self._library.function("head", 3)
@@ -89,13 +94,15 @@ class CompiledLayers:
         self._pool = ThreadPoolExecutor(max(1, self._max_threads - 1), "layers")
         self._addresses = [_addresses(layer, of_layers) for layer in layers]
         self._kv_caches: Sequence[KVCache] | None = None
+        self._states: Sequence[Sequence[Tensor]] = ()
         self._scale, self._eps = (
             torch.tensor(number, dtype=torch.float32)
             for number in (shape.head_dim**-0.5, shape.eps)
         )
         self._barrier = torch.zeros(WORDS, dtype=torch.int64)
-        inputs = shape.hidden, shape.heads * shape.head_dim, shape.intermediate
-        self._scratch_words = scratch_words(target or host(), inputs)
+        self._scratch_words = scratch_words(target or host(), shape.inputs)
+        if shape.delta:
+            self._scratch_words = max(self._scratch_words, shape.delta.scratch_words)
         self._num_rows = 0
         self.version = 0  # changes with the memory addresses in StepFields and HeadFields
         self.reserve(1)
@@ -111,9 +118,10 @@ class CompiledLayers:
             return
         self._num_rows, shape = num_rows, self._shape
         self.version += 1
-        inputs = shape.hidden, shape.heads * shape.head_dim, shape.intermediate
-        self._normed, self._attended, self._inner = (torch.empty(num_rows, n) for n in inputs)
-        self._qkv = torch.empty(num_rows, shape.qkv)
+        qkvz, gates = (delta.width, 2 * delta.value_heads) if (delta := shape.delta) else (0, 0)
+        self._normed, self._attended, self._inner, self._qkv, self._gates = (
+            torch.empty(num_rows, size) for size in (*shape.inputs, max(shape.qkv, qkvz), gates)
+        )
         self._scratch = torch.empty(self._max_threads, self._scratch_words)
 
     def begin(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> StepFields:
@@ -123,9 +131,10 @@ class CompiledLayers:
         stream.
         """
         num_tokens = batch.shape.num_tokens
-        check_tensor("rope", rope, (-1, self._shape.head_dim), torch.float32)
-        if kv_caches is not self._kv_caches:
-            self._use(kv_caches)
+        check_tensor("rope", rope, (-1, self._shape.head.rotated), torch.float32)
+        states = batch.states.layers if batch.states else ()
+        if kv_caches is not self._kv_caches or states is not self._states:
+            self._use(kv_caches, states)
         self._num_tokens, shape = num_tokens, self._shape
         self.reserve(num_tokens)
         self._inputs = batch, rope  # keeps the memory alive
@@ -134,6 +143,7 @@ class CompiledLayers:
             num_rows=batch.shape.num_rows,
             normed=self._normed.data_ptr(),
             qkv=self._qkv.data_ptr(),
+            gates=self._gates.data_ptr(),
             attended=self._attended.data_ptr(),
             inner=self._inner.data_ptr(),
             scratch=self._scratch.data_ptr(),
@@ -155,6 +165,14 @@ class CompiledLayers:
             kv_heads=shape.kv_heads,
             intermediate=shape.intermediate,
         )
+        if step := batch.states:
+            rows = {name: getattr(step, name) for name in ROWS_OF_STATES}
+            for name, tensor in rows.items():
+                check_tensor(name, tensor, (batch.shape.num_rows,), torch.int64)
+            self._fields = self._fields._replace(
+                num_decode=int(batch.decode_lens.count_nonzero()),
+                **{name: tensor.data_ptr() for name, tensor in rows.items()},
+            )
         return self._fields
 
     def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
@@ -262,23 +280,35 @@ class CompiledLayers:
         for other in others:
             other.result()
 
-    def _use(self, kv_caches: Sequence[KVCache]) -> None:
-        shape = self._shape
+    def _use(self, kv_caches: Sequence[KVCache], states: Sequence[Sequence[Tensor]]) -> None:
+        """Use these caches of layers with attention, and states of the others."""
+        shape, caches, others = self._shape, iter(kv_caches), iter(states)
         table = []
-        for addresses, cache in zip(self._addresses, kv_caches, strict=True):
-            cache.check(torch.float32, self._block_size, shape.kv_heads, shape.head_dim)
-            if cache.scales:
-                raise ValueError("kv_cache: got FP8, expected float32")
-            table.append([*addresses, cache.k.data_ptr(), cache.v.data_ptr()])
+        for layer, addresses in zip(self._layers, self._addresses, strict=True):
+            memory = dict.fromkeys(("k_cache", "v_cache", *STATE), 0)
+            if layer.conv is not None and shape.delta:
+                tensors = next(others)
+                shapes = shape.delta.state(len(tensors[0]))
+                for name, tensor, size in zip(STATE, tensors, shapes, strict=True):
+                    check_tensor(name, tensor, size, torch.float32)
+                    check_contiguous(name, tensor)
+                    memory[name] = tensor.data_ptr()
+            else:
+                cache = next(caches)
+                cache.check(torch.float32, self._block_size, shape.kv_heads, shape.head_dim)
+                if cache.scales:
+                    raise ValueError("kv_cache: got FP8, expected float32")
+                memory |= {"k_cache": cache.k.data_ptr(), "v_cache": cache.v.data_ptr()}
+            table.append([*addresses, *memory.values()])
         self._table = torch.tensor(table)
-        self._kv_caches = kv_caches
+        self._kv_caches, self._states = kv_caches, states
         self.version += 1
 
 
 def _addresses(layer: LayerWeights, kinds: tuple[Kind, ...]) -> list[int]:
     """Return the addresses of `LAYER` without the caches."""
     tensors = [None if matrix is None else _elements(matrix) for matrix in layer]
-    matrices = [getattr(layer, name) for name in MATRICES]
+    matrices = [getattr(layer, name) for name in ALL_MATRICES]
     scales = [matrix.scale if isinstance(matrix, Integers) else None for matrix in matrices]
     numbers = [0 if matrix is None else kinds.index(_kind_of(matrix)) for matrix in matrices]
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *scales)]
@@ -313,8 +343,17 @@ def _check_layer(layer: LayerWeights, shape: LayerShape) -> None:
         "gate_up": (2 * shape.intermediate, shape.hidden),
         "down": (shape.hidden, shape.intermediate),
     }
+    if layer.conv is not None and (delta := shape.delta):
+        expected |= {
+            "qkv": (delta.width, shape.hidden),
+            "q_norm": (delta.value_dim,),
+            "o": (shape.hidden, delta.outputs),
+            "ba": (2 * delta.value_heads, shape.hidden),
+            "conv": (delta.kernel, delta.channels),
+            **dict.fromkeys(("a_log", "dt_bias"), (delta.value_heads,)),
+        }
     for name, matrix in layer._asdict().items():
-        if name in MATRICES and matrix is not None:
+        if name in ALL_MATRICES and matrix is not None:
             _check_matrix(name, matrix, expected[name])
         elif matrix is not None:
             check_tensor(name, matrix, expected[name], torch.float32)

@@ -13,13 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.cpu.compiled_layers import CompiledLayers
+from penstock.kernels.cpu.compiled_layers import ROWS_OF_STATES, CompiledLayers
 from penstock.kernels.cpu.compiler import load
 from penstock.kernels.cpu.llvm_step import build_step
 from penstock.kernels.cpu.types import PLAN, HeadFields, Matrix, SampleFields, StepFields
 from penstock.kernels.layouts.forward_batch import SMALL_TILE, BatchShape
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.layouts.sampling import SamplingTensors, column
+from penstock.kernels.layouts.states import States, StateStep
 from penstock.kernels.layouts.step import Slots, StepBuffers
 
 Floats = NDArray[np.float32]
@@ -162,6 +163,8 @@ def _nucleus(scores: Floats, top_p: np.float32) -> Floats:
 
 RECORD, PLAN_ROWS, PLAN_TOKENS = (PLAN.index(n) for n in ("record", "num_rows", "num_tokens"))
 STEP_ROWS, STEP_TOKENS = (StepFields._fields.index(name) for name in ("num_rows", "num_tokens"))
+STEP_DECODE = StepFields._fields.index("num_decode")
+STEP_STATES = [(StepFields._fields.index(name), name) for name in ROWS_OF_STATES]
 HEAD_ROWS = HeadFields._fields.index("num_rows")
 SAMPLE_ROWS, THRESHOLDS, OUT = (
     SampleFields._fields.index(name) for name in ("num_rows", "thresholds", "out")
@@ -187,6 +190,7 @@ class DecodeStep:
         head: Matrix,
         rope: Tensor,
         kv_caches: Sequence[KVCache],
+        states: States | None,
         slots: Slots,
         buffers: StepBuffers,
     ) -> None:
@@ -196,6 +200,9 @@ class DecodeStep:
         num_rows, hidden = len(slots.parameters), embedding.shape[1]
         self._shape = BatchShape(num_rows, num_rows, num_rows, 0, SMALL_TILE, 1, 0)
         self._rope, self._kv_caches, self._buffers = rope, kv_caches, buffers
+        self._states = states
+        numbers = torch.zeros(len(StateStep._fields) - 1, num_rows, dtype=torch.int64)
+        self._any_step = states and StateStep(states.layers, *numbers)  # to prepare the arguments
         self._residual = torch.empty(num_rows, hidden)
         self.logits = torch.empty(num_rows, len(head))  # logits of the last step's rows
         self._head = self._residual, norm, torch.tensor(eps, dtype=torch.float32), head
@@ -215,7 +222,7 @@ class DecodeStep:
     def _prepare(self) -> None:
         """Prepare the arguments that contain addresses of the layers' memory."""
         layers, residual = self._layers, self._residual.data_ptr()
-        batch = self._buffers.forward_batch(self._shape)
+        batch = self._buffers.forward_batch(self._shape)._replace(states=self._any_step)
         fields = layers.begin(batch, self._rope, self._kv_caches)
         fields = fields._replace(residual=residual, target=residual)
         self._fields: Fields = np.array(fields, np.int64)
@@ -237,7 +244,10 @@ class DecodeStep:
         step.call_apply_plan(plan)
         layers.call_embed(self._embed, num_rows)
         self._fields[STEP_ROWS] = self._fields[STEP_TOKENS] = num_rows
+        states = self._states and self._begin_states(self._states, num_rows)
         layers.call_decoder(decoder, self._halves, num_rows)
+        if self._states and states:
+            self._states.end(states, self._buffers.decode_lens[:num_rows] > 0)
         self._head_fields[HEAD_ROWS] = num_rows
         layers.call_head(head, self.logits.shape[1], num_rows)
         tokens, lowest = np.zeros(num_rows, np.int64), self._thresholds(num_rows)
@@ -246,6 +256,15 @@ class DecodeStep:
         step.call_sample(sample)
         token_ids: list[int] = tokens.tolist()
         return token_ids
+
+    def _begin_states(self, states: States, num_rows: int) -> StateStep:
+        of_rows = self._buffers.states, self._buffers.context_lens, self._buffers.prompt_ends
+        packed, ends, prompt_ends = (tensor[:num_rows] for tensor in of_rows)
+        step = states.begin(packed, ends - 1, ends, prompt_ends)
+        self._fields[STEP_DECODE] = num_rows
+        for index, name in STEP_STATES:
+            self._fields[index] = getattr(step, name).data_ptr()
+        return step
 
     def _thresholds(self, num_rows: int) -> Floats:
         """Return the lowest score that each row keeps; usually the parameters are unchanged."""

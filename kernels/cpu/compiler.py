@@ -154,7 +154,7 @@ def cache_folder() -> Path | None:
 def _sources() -> str:
     """Return a digest of the code that emits kernels, and of the layouts that it emits."""
     kernels = Path(__file__).parents[1]
-    folders = kernels / "cpu", kernels / "layouts", kernels / "packed"
+    folders = (kernels / name for name in ("cpu", "layouts", "packed", "recurrent"))
     paths = [path for folder in folders for path in sorted(folder.glob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 

@@ -1,9 +1,9 @@
 """The decoder's layers in one function, which each thread of a step calls.
 
-A layer has two halves: attention, then SwiGLU. Their products are added to `target`. This is the
-residual stream, or zeros for a rank of a group whose results are added between halves. Ranks that
-share memory store their products there, wait for one another and add the products of all ranks.
-Threads share the rows or the columns of each operation and wait for one another after each
+A layer has two halves: attention or DeltaNet, then SwiGLU. Their products are added to `target`.
+This is the residual stream, or zeros for a rank of a group whose results are added between halves.
+Ranks that share memory store their products there, wait for one another and add the products of all
+ranks. Threads share the rows or the columns of each operation and wait for one another after each
 operation.
 
 Causal attention over a paged KV cache takes one pass (FlashAttention, arXiv:2205.14135). A row is a
@@ -41,7 +41,7 @@ from penstock.kernels.cpu.llvm_products import (
     name_of,
 )
 from penstock.kernels.cpu.shared_memory import HALVES, add_atomically, emit_barrier
-from penstock.kernels.cpu.types import LAYER, HeadFields, StepFields
+from penstock.kernels.cpu.types import LAYER, STATE, DeltaShape, HeadFields, HeadShape, StepFields
 from penstock.kernels.cpu.values import Kernel, Pointer, Value, Variable
 
 KEYS = 16  # keys of a tile
@@ -60,7 +60,7 @@ class _Row(NamedTuple):
     weights: Pointer  # weights of a tile's keys
 
 
-def emit_attention(k: Kernel, target: Target, head_dim: int, group: int) -> None:
+def emit_attention(k: Kernel, target: Target, shape: HeadShape) -> None:
     """Compute the attention of one KV head for tokens `begin` to `end` of one sequence.
 
     Arguments: q (the sequence's first token in the step, head 0), q_stride, out, out_stride,
@@ -71,16 +71,17 @@ def emit_attention(k: Kernel, target: Target, head_dim: int, group: int) -> None
     begin, end = k.arguments[11:13]
     k.tiles(
         0,
-        (end - begin) * group,
+        (end - begin) * shape.group,
         min(target.rows, MAX_ROWS),
-        lambda first, number: _tile(k, target, head_dim, group, first, number),
+        lambda first, number: _tile(k, target, shape, first, number),
     )
 
 
-def _tile(k: Kernel, target: Target, head_dim: int, group: int, first: Value, count: int) -> None:
+def _tile(k: Kernel, target: Target, shape: HeadShape, first: Value, count: int) -> None:
     (q, q_stride, out, out_stride, k_cache, v_cache, block_stride, table, block_size,
      piece, first_position, begin, _, head) = k.arguments  # fmt: skip
     rows = []
+    head_dim, group, _, is_gated = shape
     for index in range(count):
         row = first + index
         token, at = begin + row // group, (head + row % group) * head_dim
@@ -89,7 +90,7 @@ def _tile(k: Kernel, target: Target, head_dim: int, group: int, first: Value, co
             weighted[feature] = k.zeros(KEYS)
         rows.append(
             _Row(
-                q + (token * q_stride + at),
+                q + (token * q_stride + at * shape.query_parts),
                 out + (token * out_stride + at),
                 first_position + token + 1,
                 k.variable(k.real(-math.inf)),
@@ -123,7 +124,11 @@ def _tile(k: Kernel, target: Target, head_dim: int, group: int, first: Value, co
     for own in rows:
         total = 1.0 / add_lanes([own.total.value], KEYS).lane(0)
         for feature in range(0, head_dim, KEYS):
-            own.out[feature] = own.weighted.vector(feature, KEYS) * total
+            attended = own.weighted.vector(feature, KEYS) * total
+            if is_gated:
+                gate = own.query.vector(head_dim + feature, KEYS)
+                attended = attended / (exp(0.0 - gate) + 1.0)
+            own.out[feature] = attended
 
 
 def _place(
@@ -221,8 +226,10 @@ class Kinds(NamedTuple):
     embedding: str
 
 
-def build_module(target: Target, kinds: Kinds, head_dim: int, group: int) -> ir.Module:
-    """Return the functions `embed`, `decoder` and `head`; group: query heads per KV head."""
+def build_module(
+    target: Target, kinds: Kinds, shape: HeadShape, delta_shape: DeltaShape | None = None
+) -> ir.Module:
+    """Return the functions `embed`, `decoder` and `head`."""
     module = ir.Module("penstock")
     norm = Kernel(module, "norm", "f32 f32 f32 f32 int int int")
     emit_norm(norm, target)
@@ -230,11 +237,11 @@ def build_module(target: Target, kinds: Kinds, head_dim: int, group: int) -> ir.
     all_kinds = dict.fromkeys([*kinds.layers, kinds.head])
     products = {kind: _product(module, target, kind) for kind in all_kinds}
     rope = Kernel(module, "rope", "f32 int int f32 f32 f32 f32 f32 i64 i64 f32 f32 int int int")
-    emit_rope_store(rope, target, head_dim)
+    emit_rope_store(rope, target, shape)
     rope.end()
     arguments = "f32 int f32 int f32 f32 int i32 int int int int int int"
     attention = Kernel(module, "attention", arguments)
-    emit_attention(attention, target, head_dim, group)
+    emit_attention(attention, target, shape)
     attention.end()
     barrier = Kernel(module, "barrier", "i64 int")
     emit_barrier(barrier)
@@ -248,7 +255,13 @@ def build_module(target: Target, kinds: Kinds, head_dim: int, group: int) -> ir.
     _emit_head(head, element(kinds.head), norm, products[kinds.head], barrier)
     decoder = Kernel(module, "decoder", "i64 i64 int int int int", public=True)
     of_layers = [(element(kind), products[kind]) for kind in kinds.layers]
-    _Decoder(decoder, of_layers, head_dim, group, norm, rope, attention, barrier, total).emit()
+    delta = None
+    if delta_shape:
+        from penstock.kernels.cpu.llvm_delta import delta_kernel
+
+        delta = delta_shape, delta_kernel(module, target, delta_shape)
+    parts = norm, rope, attention, barrier, total
+    _Decoder(decoder, of_layers, shape, *parts, delta).emit()
     return module
 
 
@@ -289,16 +302,16 @@ class _Decoder:
         self,
         k: Kernel,
         products: list[tuple[str, Kernel]],
-        head_dim: int,
-        group: int,
+        shape: HeadShape,
         norm: Kernel,
         rope: Kernel,
         attention: Kernel,
         barrier: Kernel,
         total: Kernel,
+        delta: tuple[DeltaShape, Kernel] | None,
     ) -> None:
-        self.total = total
-        self.k, self.products, self.head_dim, self.group = k, products, head_dim, group
+        self.total, self.delta = total, delta
+        self.k, self.products, self.head, self.head_dim = k, products, shape, shape.head_dim
         self.norm, self.rope, self.attention = norm, rope, attention
         fields, self.layers, self.begin, self.end, self.thread, num_threads = k.arguments
         self._fields: Pointer = fields
@@ -329,7 +342,12 @@ class _Decoder:
         with k.range(self.begin, self.end) as half:
             layer = self.layers + half // 2 * len(LAYER)
             with k.when((half % 2).compare("==", 0)):
-                self._attention_half(layer, half)
+                is_delta = layer[LAYER.index("conv")].compare("!=", 0)
+                with k.when(is_delta.compare("==", 0)):
+                    self._attention_half(layer, half)
+                if self.delta:
+                    with k.when(is_delta):
+                        self._delta_half(layer, half, *self.delta)
             with k.when((half % 2).compare("==", 1)):
                 self._mlp_half(layer, half)
             with k.when(self.thread.compare("==", 0)):
@@ -386,7 +404,7 @@ class _Decoder:
 
     def _attention_half(self, layer: Pointer, half: Value) -> None:
         self._normed(layer, "input_norm")
-        width = (self.heads + self.kv_heads * 2) * self.head_dim
+        width = (self.heads * self.head.query_parts + self.kv_heads * 2) * self.head_dim
         self._multiply(STORE, layer, "qkv", self.normed, self.hidden, width, self.qkv)
         q_norm, k_norm, k_cache, v_cache = (
             layer.pointer(LAYER.index(name), "f32")
@@ -427,8 +445,43 @@ class _Decoder:
                         self.attention, self.qkv + first * width, width,
                         self.attended + first * out_stride, out_stride, k_cache + at, v_cache + at,
                         stride, table, self.size("block_size"), self.size("piece"),
-                        lengths[row] - count, begin, end, head * self.group,
+                        lengths[row] - count, begin, end, head * self.head.group,
                     )  # fmt: skip
+
+    def _delta_half(self, layer: Pointer, half: Value, s: DeltaShape, delta: Kernel) -> None:
+        k = self.k
+        self._normed(layer, "input_norm")
+        for name, out, columns in (
+            ("qkv", self.qkv, s.width),
+            ("ba", self.at("gates"), 2 * s.value_heads),
+        ):
+            size = k.integer(columns)
+            self._multiply(STORE, layer, name, self.normed, self.hidden, size, out)
+        weights = [
+            layer.pointer(LAYER.index(name), "f32")
+            for name in ("conv", "a_log", "dt_bias", "q_norm")
+        ]
+        state = [layer.pointer(LAYER.index(name), "f32") for name in STATE]
+        read, written, firsts, lasts, windows = (
+            self.at(name, "i64") for name in ("read", "written", "first", "last", "window")
+        )
+        starts, lengths = self.at("starts", "i32"), self.at("lengths", "i32")
+        with k.range(0, self.size("num_rows")) as row, k.range(0, s.key_heads) as head:
+            start, count = starts[row], starts[row + 1] - starts[row]
+            # rows of a draft follow the first row of their sequence, which computes them all
+            is_alone, is_decoding = written[row] < 0, row < self.size("num_decode")
+            begins = is_alone | (lengths[row] - count).compare("==", firsts[row])
+            turn = (row * s.key_heads + head) % self.team.size
+            with k.when(begins & (count > 0) & turn.compare("==", self.thread)):
+                k.call(
+                    delta, self.qkv + start * s.width, self.at("gates") + start * 2 * s.value_heads,
+                    self.attended + start * s.outputs, *weights, self.eps, *state, self.scratch,
+                    read[row], written[row], windows[row],
+                    is_alone.choose(count, lasts[row] - firsts[row]),
+                    is_decoding.choose(k.integer(1), 0), head,
+                )  # fmt: skip
+        self.team.wait()
+        self._add(layer, "o", half, self.attended, k.integer(s.outputs))
 
     def _mlp_half(self, layer: Pointer, half: Value) -> None:
         self._normed(layer, "post_norm")

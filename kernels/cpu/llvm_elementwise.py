@@ -1,8 +1,9 @@
-"""Exponential, SwiGLU's activation, RMSNorm, and RoPE with the store of keys and values."""
+"""Exponential, logarithm, SwiGLU's activation, RMSNorm, and RoPE with the store of keys."""
 
 import math
 
 from penstock.kernels.cpu.compiler import Target
+from penstock.kernels.cpu.types import HeadShape
 from penstock.kernels.cpu.values import FLOAT, INT32, Kernel, Pointer, Value
 
 LOG2_E = 1.4426950408889634
@@ -12,6 +13,12 @@ LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
 ROUND = 12582912.0
 COEFFICIENTS = 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0
 MAX_EXPONENT = 80.0  # far from values where float32 loses bits
+# coefficients of (log(1 + x) - x + x**2 / 2) / x**3 (Cephes)
+LOG_COEFFICIENTS = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
+    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+MANTISSA, HALF, SQRT_HALF = 0x007FFFFF, 0x3F000000, 0.70710678118654752
 
 
 def add_lanes(vectors: list[Value], lanes: int) -> Value:
@@ -48,6 +55,24 @@ def exp(x: Value) -> Value:
         power = power.fma(rest, x.constant(coefficient))
     scale = (shifted.bits(INT32).shift_left(23) + (127 << 23)).bits(FLOAT)
     return power * scale
+
+
+def log(x: Value) -> Value:
+    """Return the natural logarithm of positive normal numbers, with an error of up to 1e-7."""
+    bits = x.bits(INT32)
+    exponent = (bits.shift_right(23) - 126).to_float()
+    fraction = ((bits & MANTISSA) | HALF).bits(FLOAT)
+    is_small = fraction < SQRT_HALF
+    exponent = is_small.choose(exponent - 1.0, exponent)
+    rest = is_small.choose(fraction + fraction, fraction) - 1.0
+    square = rest * rest
+    power = x.constant(LOG_COEFFICIENTS[0])
+    for coefficient in LOG_COEFFICIENTS[1:]:
+        power = power.fma(rest, x.constant(coefficient))
+    power = power * rest * square
+    power = exponent.fma(x.constant(LN2_LOW), power)
+    power = square.fma(x.constant(-0.5), power)
+    return exponent.fma(x.constant(LN2_HIGH), rest + power)
 
 
 def silu(gate: Value) -> Value:
@@ -124,28 +149,30 @@ def emit_total(k: Kernel, target: Target) -> None:
         add(at, 1)
 
 
-def emit_rope_store(k: Kernel, target: Target, head_dim: int) -> None:
+def emit_rope_store(k: Kernel, target: Target, shape: HeadShape) -> None:
     """Norm and rotate the query and key heads of tokens `begin` to `end`; store keys and values.
 
-    Queries stay in qkv, multiplied with `scale`. Arguments: qkv, heads, kv_heads, q_norm, k_norm,
-    eps, scale (one float32 each), rope, positions, slots, k_cache, v_cache, block_size, begin, end.
+    Queries stay in qkv, multiplied with `scale`; a gate may follow each of them. Arguments: qkv,
+    heads, kv_heads, q_norm, k_norm, eps, scale (one float32 each), rope, positions, slots, k_cache,
+    v_cache, block_size, begin, end.
     """
     (qkv, heads, kv_heads, q_norm, k_norm, eps, scale, rope, positions, slots,
      k_cache, v_cache, block_size, begin, end) = k.arguments  # fmt: skip
-    unit = k.real(1.0)
+    head_dim, unit = shape.head_dim, k.real(1.0)
+    before = heads * shape.query_parts  # query heads and gates
     with k.range(begin, end) as token:
-        row = qkv + token * ((heads + kv_heads * 2) * head_dim)
-        angles = rope + positions[token] * head_dim
-        rotate = _Rotation(k, target, head_dim, angles, eps[0])
+        row = qkv + token * ((before + kv_heads * 2) * head_dim)
+        angles = rope + positions[token] * shape.rotated
+        rotate = _Rotation(k, target, shape, angles, eps[0])
         with k.range(0, heads) as head:
-            at = row + head * head_dim
+            at = row + head * (shape.query_parts * head_dim)
             rotate(at, q_norm, scale[0], at)
         with k.when(slots[token] >= 0), k.range(0, kv_heads) as head:
             block, offset = slots[token] // block_size, slots[token] % block_size
             place = ((block * kv_heads + head) * block_size + offset) * head_dim
-            key = row + (heads + head) * head_dim
+            key = row + (before + head) * head_dim
             rotate(key, k_norm, unit, k_cache + place)
-            value = row + (heads + kv_heads + head) * head_dim
+            value = row + (before + kv_heads + head) * head_dim
             for at in range(0, head_dim, 16):
                 v_cache[place + at] = value.vector(at, 16)
 
@@ -154,15 +181,15 @@ class _Rotation:
     """Norm and rotation of the heads of one token."""
 
     def __init__(
-        self, k: Kernel, target: Target, head_dim: int, angles: Pointer, eps: Value
+        self, k: Kernel, target: Target, shape: HeadShape, angles: Pointer, eps: Value
     ) -> None:
-        self.k, self.target, self.head_dim = k, target, head_dim
+        self.k, self.target, self.shape = k, target, shape
         self.angles, self.eps = angles, eps
 
     def __call__(self, head: Pointer, weight: Pointer, scale: Value, to: Pointer) -> None:
-        half = self.head_dim // 2
+        half, head_dim = self.shape.rotated // 2, self.shape.head_dim
         width = math.gcd(self.target.lanes, half)
-        size = self.k.integer(self.head_dim)
+        size = self.k.integer(head_dim)
         factor = inverse_rms(self.k, self.target, head, size, self.eps)
         for at in range(0, half, width):
             first = head.vector(at, width) * factor * weight.vector(at, width)
@@ -170,3 +197,5 @@ class _Rotation:
             cos, sin = self.angles.vector(at, width), self.angles.vector(at + half, width)
             to[at] = (first * cos - second * sin) * scale
             to[at + half] = (second * cos + first * sin) * scale
+        for at in range(2 * half, head_dim, width):
+            to[at] = head.vector(at, width) * factor * weight.vector(at, width) * scale

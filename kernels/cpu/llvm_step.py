@@ -8,9 +8,9 @@ import math
 from llvmlite import ir
 
 from penstock.kernels.cpu.compiler import Target
-from penstock.kernels.cpu.llvm_elementwise import LN2_HIGH, LN2_LOW
+from penstock.kernels.cpu.llvm_elementwise import log
 from penstock.kernels.cpu.types import PLAN, SampleFields
-from penstock.kernels.cpu.values import FLOAT, INT32, INT64, Kernel, Pointer, Value, Variable
+from penstock.kernels.cpu.values import FLOAT, INT64, Kernel, Pointer, Value, Variable
 from penstock.kernels.layouts.sampling import NUM_WORDS, RUN, WORD
 from penstock.kernels.layouts.step import APPENDED, PARAMETERS, ROW, StepBuffers
 
@@ -20,30 +20,6 @@ MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 MASK = 0xFFFFFFFF
 LARGEST = 3.4028234663852886e38  # largest finite float32
-# coefficients of (log(1 + x) - x + x**2 / 2) / x**3 (Cephes)
-LOG_COEFFICIENTS = (
-    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
-    -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
-)  # fmt: skip
-MANTISSA, HALF, SQRT_HALF = 0x007FFFFF, 0x3F000000, 0.70710678118654752
-
-
-def log(x: Value) -> Value:
-    """Return the natural logarithm of positive normal numbers, with an error of up to 1e-7."""
-    bits = x.bits(INT32)
-    exponent = (bits.shift_right(23) - 126).to_float()
-    fraction = ((bits & MANTISSA) | HALF).bits(FLOAT)
-    is_small = fraction < SQRT_HALF
-    exponent = is_small.choose(exponent - 1.0, exponent)
-    rest = is_small.choose(fraction + fraction, fraction) - 1.0
-    square = rest * rest
-    power = x.constant(LOG_COEFFICIENTS[0])
-    for coefficient in LOG_COEFFICIENTS[1:]:
-        power = power.fma(rest, x.constant(coefficient))
-    power = power * rest * square
-    power = exponent.fma(x.constant(LN2_LOW), power)
-    power = square.fma(x.constant(-0.5), power)
-    return exponent.fma(x.constant(LN2_HIGH), rest + power)
 
 
 def gumbel(word: Value) -> Value:

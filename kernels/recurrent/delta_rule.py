@@ -8,7 +8,8 @@ state S [key_dim, value_dim], which a token with key k and value v changes by th
 There is one order of arithmetic, so bits do not depend on chunked prefill, caching, preemption or a
 death. The tokens of a prompt are computed in chunks of CHUNK that begin at multiples of CHUNK from
 the sequence's start. Sampled tokens are computed one by one, also when they are computed again. On
-a CPU each chunk and each token of a sequence is computed in calls of its own.
+a CPU each chunk and each token of a sequence is computed in calls of its own; compiled layers
+compute all tokens one by one (`penstock.kernels.cpu.llvm_delta`).
 
 `penstock.kernels.layouts.states` describes the state blocks and the late commit of a decoding row.
 """

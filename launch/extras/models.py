@@ -313,8 +313,7 @@ def weight_bytes(model: ModelConfig, layout: Layout) -> int:
     """Return the bytes of a rank's weights."""
     architecture, weight_format = describe_model(model), model.weight_format
     num_bits = sum(
-        prod(weight.shape_of_rank(layout.ranks))
-        * _num_bits(model, layout, layer, weight, weight_format)
+        prod(weight.shape_of_rank(layout.ranks)) * _num_bits(layout, layer, weight, weight_format)
         for layer in architecture.layers + architecture.mtp
         for weight in layer.weights
         if layer.kind not in OUTER
@@ -335,7 +334,6 @@ def _outer_bytes(model: ModelConfig, architecture: Architecture, layout: Layout)
 
 
 def _num_bits(
-    model: ModelConfig,
     layout: Layout,
     layer: Layer,
     weight: Weight,
@@ -357,7 +355,8 @@ def _num_bits(
     columns = weight.shape_of_rank(layout.ranks)[-1]
     if weight_format and columns != weight.shape[-1]:
         weight_format = weight_format.after_cut(columns=columns)
-    is_compiled = layout.on_gpus or not (weight.experts or model.is_hybrid)
+    in_torch = weight.experts or layer.kind == "shared expert" or weight.name.startswith("mtp.")
+    is_compiled = layout.on_gpus or not in_torch
     if weight_format is None or not (weight_format.is_fp8 or is_compiled):
         return 8 * layout.element_bytes
     scales = SCALE_BITS if layout.on_gpus else 2 * SCALE_BITS

@@ -66,9 +66,9 @@ class Drafter:
         self._followers = torch.zeros(num_slots, 2, dtype=torch.int32, device=device)
         self._drafts = longs(num_slots, most)
         self._number = longs(1)  # of drafts made in this step
-        embedding = model.model.embed_tokens.weight
+        joined = model.mtp.fc.weight
         self._rows = Rows(
-            embedding.new_zeros(num_slots, embedding.shape[1]),
+            joined.new_zeros(num_slots, len(joined)),
             longs(num_slots),
             longs(num_slots),
             longs(num_slots),
@@ -134,7 +134,7 @@ class Drafter:
     def propose(self, num_rows: int) -> None:
         """Draft the likeliest token after the next one of each row."""
         model, rows = self._model, self._rows
-        logits = model.head.logits(rows.hidden[:num_rows], model.mtp.norm)
+        logits = model.compute_logits(rows.hidden[:num_rows], norm=model.mtp.norm)
         drafts = likeliest(model, logits)
         rows.token_ids[:num_rows] = drafts
         self._drafts[:num_rows].index_copy_(1, self._number, drafts[:, None])

@@ -140,8 +140,8 @@ class ModelRunner:
         self._graphs: CudaGraphs | None = None
         self.profiler: Any = None
         self._idle_times = IdleTimes() if device.type == "cuda" else None
-        compiled = model.compiled
-        self._decode = compiled and compiled.decode_step(self._slots, self._buffers, kv_caches)
+        compiled, tensors = model.compiled, (self._slots, self._buffers, kv_caches, states)
+        self._decode = compiled and compiled.decode_step(*tensors)
 
     def idle_us(self) -> tuple[float, float]:
         """Return the GPU's idle time between steps, median and 99th percentile; 0 on a CPU."""

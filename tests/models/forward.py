@@ -43,7 +43,7 @@ def load_model(
         model = Model(config, tp or TensorParallel(), attention, num_positions, *choices)
     model.config = config
     load_weights(model, folder, lambda: None, config.weight_format)
-    if is_compiled and not (config.fp8 or config.is_hybrid) and config.head_dim % KEYS == 0:
+    if is_compiled and not config.fp8 and config.head_dim % KEYS == 0:
         model.compiled = CompiledDecoder(model, config)
     return model
 
@@ -63,7 +63,7 @@ def mtp_logits(model: Model, prompts: list[list[int]]) -> Tensor | None:
     step, kv_caches = prefill_step(model, shorter, 16)
     hidden_states = model(step, kv_caches)
     predicted = model.predict(hidden_states, model.model.norm, next_ids, step, kv_caches)
-    return model.head.join(model.head.logits(predicted, model.mtp.norm))
+    return model.head.join(model.compute_logits(predicted, norm=model.mtp.norm))
 
 
 def prefill_step(

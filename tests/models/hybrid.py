@@ -248,7 +248,9 @@ class Steps:
         self.states = allocate_states(model, 2)
         layers = [layer for layer in model.model.layers if hasattr(layer, "self_attn")]
         attention = layers[0].self_attn
-        size = max_tokens, 1, attention.num_kv_heads, attention.q_norm.weight.shape[0]
+        block = model.attention.block_size
+        heads = attention.num_kv_heads, attention.q_norm.weight.shape[0]
+        size = -(-max_tokens // block), block, *heads
         self._caches = [KVCache(torch.zeros(size), torch.zeros(size)) for _ in layers]
         self._read, self._written = -1, 0
 

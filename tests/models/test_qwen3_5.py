@@ -29,10 +29,13 @@ def transformers_logits(model: PreTrainedModel, prompts: list[list[int]]) -> Ten
 
 @pytest.mark.parametrize("length", [65, 1000, in_long(10_000)])
 @pytest.mark.parametrize("size", SIZES)
-def test_logits_are_those_of_transformers(tmp_path: Path, size: str, length: int) -> None:
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_logits_are_those_of_transformers(
+    tmp_path: Path, is_compiled: bool, size: str, length: int
+) -> None:
     reference = save_hybrid(tmp_path, **shape_of(size))
     check_tensors(tmp_path)
-    model = load_model(tmp_path)
+    model = load_model(tmp_path, is_compiled=is_compiled)
     prompts = random_prompts(264, *((1, 63, 64, 65) if length == 65 else (length,)))
     logits = prefill_logits(model, prompts)
     assert logits is not None
@@ -63,20 +66,22 @@ def test_logits_beyond_the_original_length(tmp_path: Path, size: str) -> None:
 
 
 @pytest.mark.parametrize("num_prompt", [1, 63, 64, 65, 130])
-def test_logits_of_decoding(tmp_path: Path, num_prompt: int) -> None:
-    reference = save_hybrid(tmp_path)
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_logits_of_decoding(tmp_path: Path, is_compiled: bool, num_prompt: int) -> None:
+    reference = save_hybrid(tmp_path, initializer_range=0.08)
     (token_ids,) = random_prompts(264, num_prompt + 20)
     expected = transformers_logits(reference, [token_ids])
-    steps = Steps(load_model(tmp_path))
+    steps = Steps(load_model(tmp_path, is_compiled=is_compiled))
     logits = [steps.prefill(token_ids[:num_prompt])]
     logits += [steps.decode([token_id], 1) for token_id in token_ids[num_prompt:]]
     torch.testing.assert_close(torch.cat(logits), expected, **TOLERANCE)
 
 
-def test_one_order_of_arithmetic(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_one_order_of_arithmetic(tmp_path: Path, is_compiled: bool) -> None:
     """Bits depend neither on chunks and drafts, nor on whether a token is computed again."""
     save_hybrid(tmp_path)
-    model, random = load_model(tmp_path), Random(0)
+    model, random = load_model(tmp_path, is_compiled=is_compiled), Random(0)
     (token_ids,) = random_prompts(264, 300)
     prompt, sampled = token_ids[:150], token_ids[150:]
     plain = Steps(model)
@@ -141,7 +146,7 @@ def test_norms_keep_their_precision_in_16_bits(tmp_path: Path) -> None:
     reference = save_hybrid(tmp_path)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = load_model(tmp_path)
+        model = load_model(tmp_path, is_compiled=False)
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(model.model.norm.weight, 1 + reference.model.norm.weight)

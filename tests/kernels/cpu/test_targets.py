@@ -9,6 +9,7 @@ from penstock.kernels.cpu import compiler
 from penstock.kernels.cpu.llvm_decoder import Kinds, build_module
 from penstock.kernels.cpu.llvm_products import IntegerKind
 from penstock.kernels.cpu.llvm_step import build_step
+from penstock.kernels.cpu.types import DeltaShape, HeadShape
 
 INTEGERS = Kinds((IntegerKind(4, 128, has_shift=True), IntegerKind(8, 32), "f16"), "f16", "f32")
 CPUS = {
@@ -40,7 +41,8 @@ def test_code_is_emitted_for(name: str, kinds: Kinds) -> None:
     machine = llvm.Target.from_triple(triple).create_target_machine(
         cpu=name, features=cpu.features.strip(","), opt=2
     )
-    sources = str(build_module(cpu, kinds, 128, 2)), str(build_step(cpu))
+    sizes = HeadShape(256, 2, 64, gated=True), DeltaShape(2, 4, 128, 128, 4, 9)
+    sources = str(build_module(cpu, kinds, *sizes)), str(build_step(cpu))
     for source, functions in zip(
         sources, ({"embed", "head", "decoder"}, {"apply_plan", "sample"}), strict=True
     ):
