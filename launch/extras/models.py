@@ -356,8 +356,10 @@ def _num_bits(
     if weight_format and columns != weight.shape[-1]:
         weight_format = weight_format.after_cut(columns=columns)
     in_torch = weight.experts or layer.kind == "shared expert" or weight.name.startswith("mtp.")
-    is_compiled = layout.on_gpus or not in_torch
-    if weight_format is None or not (weight_format.is_fp8 or is_compiled):
+    if weight_format is None:
+        return 8 * layout.element_bytes
+    is_kept = layout.on_gpus or weight_format.is_fp8 or not (in_torch or weight_format.act_order)
+    if not is_kept:
         return 8 * layout.element_bytes
     scales = SCALE_BITS if layout.on_gpus else 2 * SCALE_BITS
     group = weight_format.group_size

@@ -1,7 +1,5 @@
 """Estimates of memory, against the parameters of models in the published shapes."""
 
-import contextlib
-
 import msgspec
 import pytest
 import torch
@@ -13,8 +11,9 @@ from penstock.launch.extras.models import Layout, needs, weight_bytes
 from penstock.models import parallel
 from penstock.models.architecture import describe
 from penstock.models.compiled import CompiledDecoder
+from penstock.models.layers import SharedExpert
 from penstock.models.model import Model
-from penstock.models.parallel import with_integers
+from penstock.models.parallel import dequantize, with_integers
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights
 from penstock.protocol.checkpoint import (
@@ -76,10 +75,12 @@ def parameter_bytes(config: ModelConfig, layout: Layout, monkeypatch: pytest.Mon
     attention = TorchAttention(16, config.head_dim**-0.5)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if layout.on_gpus else torch.float32)
-    keep = contextlib.nullcontext() if config.is_hybrid else with_integers()
     try:
-        with torch.device("meta"), keep:
+        with torch.device("meta"), with_integers():
             model = Model(config, group, attention, 16, False, layout.quantize_lm_head)
+            for module in model.modules():
+                if isinstance(module, SharedExpert) and not layout.on_gpus:
+                    dequantize(module)  # it stays in torch
     finally:
         torch.set_default_dtype(before)
     return sum(parameter.nbytes for parameter in model.parameters())
