@@ -60,7 +60,6 @@ class Proposer(ABC):
         if is_right is False:
             self._num_void = len(self._inputs)
             self._inputs.clear()
-            self.is_paused = True
         self._learn(is_right)
         return is_right
 
@@ -90,7 +89,7 @@ class LayerProposer(Proposer):
     def num_drafts(self, has_row: bool) -> int:
         if not has_row or self._inputs or self._known != len(self.token_ids):
             return 0
-        likely = math.log(self.MIN_CHANCE) / math.log(min(max(self.acceptance, 1e-9), 1 - 1e-9))
+        likely = math.log(self.MIN_CHANCE) / math.log(self.acceptance)  # neither 0 nor 1
         return min(len(self._drafts), max(1, int(likely)))
 
     def drafts(self, begin: int, end: int) -> list[int]:

@@ -423,7 +423,7 @@ class Scheduler:
         if reason.startswith(GRAMMAR_FAILED):
             if sequence.status is Status.WAITING:
                 return  # from a later plan in flight
-            if self.grammars.isolate(sequence) or sequence.proposer:
+            if self.grammars.isolate(sequence):
                 sequence.may_have_drafts = False
                 self._restart(sequence)
                 return

@@ -160,7 +160,7 @@ class Sequence:
         self.client, self.priority = request.client, request.priority
         self.cache_salt = request.cache_salt
         self.sampling = sampling = request.sampling
-        self.may_have_drafts = sampling.speculative and request.pooling is None
+        self.may_have_drafts = sampling.speculative
         own_seed = xxhash.xxh64_intdigest(request.request_id.encode()) >> 1  # equal after a restart
         self.seed = own_seed if sampling.seed is None else sampling.seed
         self.reasoning, self.bad_words = request.reasoning, request.bad_words

@@ -129,7 +129,7 @@ class BlockManager:
             sequence.tried = len(cached), num_left - self.pool.num_released
             return False
         self.budget -= len(matched)
-        sequence.tried, sequence.awaited, sequence.has_fetched = None, b"", False
+        sequence.awaited, sequence.has_fetched = b"", False
         if self.pool.offload:
             self.pool.offload.pin(loads)
         places: list[int] = []  # to which the checkpoint is copied
@@ -200,7 +200,7 @@ class BlockManager:
         """Yield (hash, token ids) of the full blocks [begin, end). Hash each when it is needed."""
         known = sequence.full_blocks
         yield from known[begin:end]
-        for index in range(max(begin, len(known)), end):
+        for index in range(len(known), end):
             self._hash_blocks(sequence, index + 1)
             yield known[index]
 

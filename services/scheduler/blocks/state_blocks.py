@@ -95,8 +95,7 @@ class StateBlocks:
         begin = len(full_blocks) * self._block_size
         end = min(len(sequence.token_ids) - 1, sequence.num_prompt_tokens)
         ends = (num_seen, end, *_border(sequence, begin, end)) if caching else ()
-        positions = {end // self.unit * self.unit for end in ends}
-        sequence.checkpoints = sorted(position for position in positions if position > begin)
+        sequence.checkpoints = [end // self.unit * self.unit for end in ends]
         return places
 
     def free(self, sequence: Sequence) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import FinishReason
+from penstock.protocol.messages.packed import unpack
 from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.worker import GrammarCompiled
 from penstock.services.scheduler.blocks.block_manager import BlockManager
@@ -228,8 +229,12 @@ class Simulation:
             assert sequence not in self.failed
             self.failed.add(sequence)
             self.worker.hide_blocks()
-        for sequence, token_id in zip(output.sequences, output.token_ids, strict=True):
+        rows = zip(output.sequences, output.token_ids, strict=True)
+        for index, (sequence, token_id) in enumerate(rows):
             self.received[sequence].append(token_id)
+            told = output.logprobs.get(index)
+            assert (told is None) == (sequence.logprobs is None)
+            assert told is None or unpack(told.token_ids)[0] == token_id
             self.num_deaths[sequence] = 0
         self.check()
         return output

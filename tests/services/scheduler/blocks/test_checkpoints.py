@@ -1,6 +1,7 @@
 """Places of checkpoints of the recurrent state: what the next requests of a conversation find."""
 
 import random
+from itertools import chain
 
 import pytest
 
@@ -38,6 +39,29 @@ def test_another_last_message_finds_long_messages_before_it(size: int, found: in
     last, other = ([*long_prompt(8, first), EOS, *ASK] for first in (100, 200))
     assert computed(sim, before + last) == len(before + last)
     assert computed(sim, before + other) == len(before + other) - found
+
+
+def test_places_of_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the prompt, and before its last message only."""
+
+    def messages(*sizes: int) -> list[int]:
+        texts = [[*long_prompt(size - 1, 10 * size + at), EOS] for at, size in enumerate(sizes)]
+        return [*chain.from_iterable(texts), ASK[0]]
+
+    def places(sim: Simulation, *sizes: int) -> set[int]:
+        sequence = sim.add(messages(*sizes), max_tokens=1)
+        sim.send()
+        found = {at for at in sequence.checkpoints if at > sequence.num_cached_tokens}
+        sim.run()
+        return found
+
+    sim = conversations()
+    assert places(sim, 16, 16, 16) == {32, 48}
+    assert places(sim, 16, 16, 8, 16) == {56}, "32 are found, and 8 more are not worth one"
+    monkeypatch.setattr(state_blocks, "MAX_MESSAGE", 10)
+    assert places(conversations(), 16, 16, 16) == {48}
+    off = Simulation(num_state_blocks=20, enable_prefix_caching=False, max_model_len=100)
+    assert places(off, 16, 16, 16) == set()
 
 
 @pytest.mark.parametrize("changes", ["nothing", "reasoning", "last answer", "last message"])

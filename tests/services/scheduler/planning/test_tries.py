@@ -62,15 +62,18 @@ def test_a_sequence_that_lacks_blocks_is_tried_when_enough_of_its_prefix_is_comp
 ) -> None:
     """Seven blocks are needed and five are free, so two must be shared."""
     blocks = BlockManager(BlockPool(12), 4)
+    earlier = make_sequence(long_prompt(40, 500))
+    assert blocks.allocate(earlier, keep_watermark=True)
+    blocks.free(earlier)  # what was free before is no reason to try
     first = make_sequence(long_prompt(28))
     second = make_sequence([*long_prompt(24), *long_prompt(4, 100)])
     assert blocks.allocate(first, keep_watermark=True)
     assert not blocks.allocate(second, keep_watermark=True)
-    assert counts.matches == 2
+    assert counts.matches == 3
     for num_computed, fits in ((4, False), (4, False), (8, True)):
         blocks.publish(first, num_computed)
         assert blocks.allocate(second, keep_watermark=True) == fits
-        assert counts.matches == 2 + fits
+        assert counts.matches == 3 + fits
     assert second.num_planned_tokens == 8
 
 
@@ -118,9 +121,11 @@ def test_cached_prompts_are_hashed_in_pieces_while_others_run(
     running = endless(sim, [5])
     sim.step()
     cached = [endless(sim, [*long_prompt(56), 100 + i], client=f"{i}") for i in range(3)]
+    short = endless(sim, [7], client="short")
     numbers = []
     while cached[-1] not in sim.scheduler.running:
         before = counts.hashes
+        assert short not in sim.scheduler.running, "it has passed"
         assert sim.send()
         numbers.append(counts.hashes - before)
         sim.receive()
@@ -128,6 +133,7 @@ def test_cached_prompts_are_hashed_in_pieces_while_others_run(
     assert len(numbers) >= 3 * 14 // 4
     assert [sequence.num_cached_tokens for sequence in cached] == [56, 56, 56]
     sim.finish(running, "abort")
+    sim.finish(short, "abort")
     sim.run()
 
 

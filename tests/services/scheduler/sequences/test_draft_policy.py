@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from penstock.protocol.messages.plan import SampledTokens
 from penstock.services.scheduler.draft_policy import PERIOD, PROBE, DraftPolicy
 from penstock.services.scheduler.proposer import KNOWN, LayerProposer
 from tests.services.scheduler.packed_plans import split
@@ -15,7 +17,7 @@ MOST = 3
 
 def speculating(**options: Any) -> Simulation:
     defaults = {"speculative_method": "mtp", "num_speculative_tokens": MOST, "max_num_seqs": 16}
-    return Simulation(num_blocks=40, max_model_len=100, **defaults | options)
+    return Simulation(num_blocks=120, max_model_len=160, **defaults | options)
 
 
 def test_a_plan_names_the_drafts_of_the_plan_before() -> None:
@@ -46,11 +48,77 @@ def test_what_takes_no_drafts(options: dict[str, Any]) -> None:
     assert not any(plan.num_drafts for plan in full.run().plans[:-2])
 
 
-def run(policy: DraftPolicy, seconds: dict[int, float], num_steps: int, right: float) -> list[int]:
-    """Return the numbers that a policy chooses for 4 sequences."""
+def test_steps_are_measured_that_have_as_many_drafts_as_they_make() -> None:
+    """A step of another number takes 10 s here, one with a prompt 100 s."""
+    sim = speculating(num_plans_in_flight=1)
+    scheduler = sim.scheduler.draft_scheduler
+    policy = scheduler.policy
+    assert policy
+    choose, measure = policy.choose, policy.measure
+    asked: list[tuple[int, int]] = []
+    measured: list[tuple[int, int, float]] = []
+
+    def chosen(num_others: int, acceptances: list[float]) -> int:
+        asked.append((num_others, len(acceptances)))
+        return choose(num_others, acceptances)
+
+    def noted(num_sequences: int, number: int, seconds: float) -> None:
+        measured.append((num_sequences, number, round(seconds, 3)))
+        measure(num_sequences, number, seconds)
+
+    policy.choose, policy.measure = chosen, noted  # type: ignore[method-assign]
+    now, number_before = 0.0, 0
+    for options in ({}, {"speculative": False}, {}):
+        sim.add([1, 2, 3], seed=LOOP, max_tokens=150, **options)
+        for _ in range(9):
+            sim.step()
+            plan = sim.plans[-1]
+            usual = 1 + plan.num_drafts if plan.num_drafts == number_before else 10
+            now, number_before = now + (100 if plan.chunks else usual), plan.num_drafts
+            scheduler.on_tokens(now)
+    assert set(asked) == {(0, 1), (1, 1), (1, 2)}
+    assert {(sizes, number) for sizes, number, _ in measured} >= {(1, 0), (2, MOST), (3, 0)}
+    assert all(seconds == 1 + number for _, number, seconds in measured)
+    assert max(measured)[0] == 3
+    sim.run()
+
+
+@pytest.mark.parametrize("max_tokens", [60, 2])
+def test_drafts_have_room_for_their_keys_and_no_more(max_tokens: int) -> None:
+    """The layer writes no keys of the last one, nor after the end of the sequence."""
+    sim = speculating(num_plans_in_flight=1)
+    sequence = sim.add([1, 2, 3], seed=LOOP, max_tokens=max_tokens)
+    most = 0
+    while plan := sim.send():
+        left = sequence.max_length - 1 - sequence.num_planned_tokens
+        most = max(most, sequence.num_planned_tokens + max(0, min(plan.num_drafts - 1, left)))
+        if sequence.block_table:
+            assert 0 <= sequence.capacity - most < 4
+        sim.receive()
+    assert most == sequence.max_length - 1
+
+
+def test_a_result_has_as_many_drafts_as_were_asked_for() -> None:
+    sim = speculating()
+    sim.add([1, 2, 3], max_tokens=9)
+    sim.send()
+    result = msgspec.msgpack.decode(sim.results.popleft(), type=SampledTokens)
+    result.drafts = result.drafts[:-4]
+    with pytest.raises(ValueError, match="got 2 drafts of step 0, expected 3 for each of 1 token"):
+        sim.scheduler.update(result)
+
+
+def run(
+    policy: DraftPolicy,
+    seconds: dict[int, float],
+    num_steps: int,
+    right: float,
+    num_others: int = 0,
+) -> list[int]:
+    """Return the numbers that a policy chooses for 4 sequences, some of which get no drafts."""
     chosen = []
     for _ in range(num_steps):
-        number = policy.choose(0, [right] * 4)
+        number = policy.choose(num_others, [right] * (4 - num_others))
         if chosen and number == chosen[-1]:
             policy.measure(4, number, seconds[number])
         chosen.append(number)
@@ -73,12 +141,35 @@ def test_the_number_that_gives_most_tokens_a_second(
     assert [policy.choose(0, [right]) for _ in range(3)] == [MOST] * 3  # without measurements
     chosen = run(policy, seconds, 200, right)
     assert set(chosen[-100:]) == {expected}
+    if expected:
+        assert chosen[2 : PROBE + 4] == [*[0] * (PROBE + 1), expected]
+        policy.measure(4, MOST, 1000.0)  # a machine that slept
+        assert run(policy, seconds, 1, right) == [expected]
     # then it changes: the other extreme becomes three times as fast
     other = 0 if expected else MOST
     changed = seconds | {other: min(seconds.values()) / 3}
     chosen = run(policy, changed, 4 * PERIOD, right)
     assert chosen[-1] == other
     assert sum(number != other for number in chosen[-PERIOD:]) <= PROBE + 2
+
+
+def test_sequences_without_drafts_make_their_steps_longer() -> None:
+    seconds = {0: 1.0, 1: 1.2, 2: 1.4, 3: 1.6}
+    assert run(DraftPolicy(MOST), seconds, 60, 0.8)[-1] == MOST
+    assert run(DraftPolicy(MOST), seconds, 60, 0.8, num_others=3)[-1] == 0
+
+
+def test_drafts_are_of_the_last_known_token() -> None:
+    proposer = LayerProposer([1, 2])
+    proposer.accept_row()
+    proposer.take([5, 6])
+    assert proposer.num_drafts(has_row=True) == 2
+    proposer.send([KNOWN])
+    assert proposer.num_drafts(has_row=True) == 0
+    proposer.accept_row()
+    proposer.token_ids.append(9)
+    proposer.check()
+    assert proposer.num_drafts(has_row=True) == 0
 
 
 def test_a_sequence_whose_drafts_are_wrong_gets_one() -> None:

@@ -49,6 +49,22 @@ def test_guesses_run_ahead_of_the_tokens() -> None:
     assert not sim.num_wasted
 
 
+def test_a_preempted_sequence_waits_for_its_guesses_in_flight() -> None:
+    """The third plan has a row of it only for guesses."""
+    sim = speculating(num_plans_in_flight=3)
+    sequence = sim.add([1, 2, 3] * 4, seed=LOOP, max_tokens=30)
+    for _ in range(3):
+        assert sim.send()
+    assert drafts(sim)[2] == [(0, (16, [2, 3, 1, 2]))]
+    sim.preempt(sequence)
+    for number in range(3):
+        assert sequence not in sim.scheduler.running, number
+        sim.receive()
+        sim.send()
+    assert sequence in sim.scheduler.running
+    sim.run()
+
+
 def test_after_a_wrong_guess_it_goes_on_from_the_last_token() -> None:
     """Steps in flight after the guess are void; decoding then continues as usual."""
     sim = speculating(num_plans_in_flight=2)
@@ -138,6 +154,12 @@ def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(numbers) > sum(lengths) - 2 * (SHORT + 10)
 
 
+def test_as_many_tokens_are_read_as_it_says() -> None:
+    lookup = NgramLookup([1, 2, 3] * 4)
+    assert [lookup.read(5) for _ in range(3)] == [5, 4, 0]
+    assert NgramLookup([1]).read(5) == 0
+
+
 def test_wrong_guesses_make_it_wary() -> None:
     """A match must be twice as long then, and one shorter after each guess that is right."""
     text = long_prompt(MAX_REQUIRED + 1)
@@ -165,3 +187,10 @@ def test_wrong_guesses_make_it_wary() -> None:
     set_tokens(*text, *text[: required + 1])
     assert lookup.check()
     assert lookup._required == MAX_REQUIRED - 1
+    lookup = NgramLookup(text)
+    lookup.accept_row()
+    lookup.send([KNOWN, 1])
+    lookup.accept_row()
+    lookup.token_ids.append(1)
+    assert lookup.check()
+    assert lookup._required == SHORT, "and never shorter"
