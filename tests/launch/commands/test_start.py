@@ -338,3 +338,11 @@ def test_drafts_of_the_layer_are_the_default_on_gpus(
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"mtp.fc.weight": "a"}}')
     assert method(tmp_path) == chosen
     assert method(tmp_path, backend="ray") == "none"
+    own, configs = ("--device", device), list[Config]()
+    monkeypatch.setattr(module, "start", lambda config, *_: configs.append(config))
+    for models in (["demo-hybrid"], ["demo-hybrid", str(Config().model_folder)]):
+        options = [f"{name}={value}" for m in models for name, value in (("--model", m), own)]
+        module._run_all(make_parser().parse_args(["all", *options]))
+        found = configs[-1].models or configs[-1:]
+        assert [model.speculative_method for model in found] == [chosen, "none"][: len(models)]
+        assert configs[-1].speculative_method == chosen

@@ -156,6 +156,7 @@ def test_what_fits() -> None:
     assert need.num_tokens(full) == 1000
     assert need.num_tokens(full - 1) == 999
     assert need.num_tokens(need.weights) == 0
+    assert needs(published("Qwen3.5-4B"), Layout()).num_states(0) == 0
 
 
 @pytest.mark.parametrize(

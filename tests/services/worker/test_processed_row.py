@@ -5,15 +5,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from penstock.kernels.layouts.sampling import make_parameters
 from penstock.protocol.messages.plan import RowExtras
 from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.worker.logits_processor import CONTRADICTION
-from penstock.services.worker.processed_rows import Bitmask, ProcessedRow
+from penstock.services.worker.processed_rows import (
+    Bitmask,
+    LogitsChanges,
+    ProcessedRow,
+    has_token,
+)
 from tests.services.worker.driver import (
     NUM_STEPS,
     PROMPT,
@@ -93,6 +100,45 @@ def test_refuses_an_allowed_token_that_the_model_does_not_have(token_id: int) ->
 
 def test_a_row_that_restricts_nothing_has_no_mask() -> None:
     assert processed(RowExtras(0, logit_bias={3: 1.0})).mask is None
+
+
+def test_drafts_are_counted_until_others_replace_them() -> None:
+    """A draft of one token is that of a usual step, which counts it."""
+    one = processed(RowExtras(0), [3, 4])
+    assert one.count_draft(2, [7]) == []
+    assert one.count_draft(2, [7, 8]) == [(7, 1), (8, 1)]
+    assert one.count_draft(3, [9, 5]) == [(8, -1), (9, 1), (5, 1)]
+    assert one.count_draft(5, [6]) == []
+    assert one.count_draft(2, [7]) == [(5, -1), (9, -1), (7, -1)]
+    many = list(range(64))
+    assert one.count_draft(2, many) == [(token, 1) for token in many]
+    assert one.count_draft(2, [7]) == [(token, -1) for token in reversed(many)]
+
+
+def test_a_row_follows_the_last_known_token() -> None:
+    one = processed(RowExtras(0), [3, 4])
+    assert one.follows(1, -1) and one.follows(1, 5)  # a given token is right in any case
+    assert not (one.follows(2, -1) or one.follows(0, -1))
+    one.accept(5)
+    assert one.follows(2, -1) and one.follows(2, 5)
+    assert not (one.follows(2, 6) or one.follows(1, -1))
+    one.accept(-1)
+    assert one.follows(2, 5)
+
+
+def test_counts_of_a_shard() -> None:
+    """A token outside changes nothing; -1 is the last one of the slot."""
+    changes = LogitsChanges(make_parameters(2, torch.device("cpu")), VOCAB_SIZE, 10, 40)
+    counts = changes.state.occurrences.zero_()
+    tokens = [(0, 11, 1), (0, -1, 1), (1, 39, -1), (1, 40, 1), (0, 9, 1), (1, -1, 1)]
+    changes.count(tokens, torch.tensor([12, 11]))
+    expected = torch.zeros_like(counts)
+    expected[[0, 0, 1, 1], [1, 2, 29, 1]] = torch.tensor([2, 2, -2, 2], dtype=torch.int32)
+    assert torch.equal(counts, expected)
+
+
+def test_a_mask_has_no_token_after_its_end() -> None:
+    assert not has_token(np.full(2, -1, np.int32), 64)
 
 
 # ---- rows of the real model --------------------------------------------------------------------
