@@ -94,6 +94,14 @@ def _checkpoints_end_with_the_session() -> Iterator[None]:
         module.remove_made()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    """Let torch compute on one thread: with small models a second one only waits."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _signals_as_before() -> Iterator[None]:
     """Undo what commands and event loops do to the rest of their process.

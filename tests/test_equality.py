@@ -6,7 +6,6 @@ induction, with the output of its greedy `generate`. Sampled tokens are the same
 the noise is a function of seed, position and token, and the CPU's logits are the same to the bit.
 """
 
-from collections.abc import Iterator
 from random import Random
 from typing import NamedTuple
 
@@ -33,14 +32,6 @@ class Output(NamedTuple):
     token_ids: list[int]
     finish_reason: str | None
     num_preemptions: int
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Fixtures of kernel tests: on a GPU, or without one in Triton's interpreter, on one thread."""
+"""Fixtures of kernel tests: on a GPU, or without one in Triton's interpreter."""
 
 import os
 from collections.abc import Iterator
@@ -26,12 +26,8 @@ def _fast_interpreter() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _seeded() -> None:
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

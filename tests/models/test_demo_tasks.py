@@ -1,17 +1,16 @@
 """The demo model: its tasks, its tokenizer, and the answers of the shipped checkpoint."""
 
+import functools
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tests.tools.demo import tokenizer
 from tests.tools.demo.dialogues import Dialogue, chat, plain
 from tests.tools.demo.evaluate import answer_margins
-from tests.tools.demo.model_files import CHECKPOINT_FOLDER, load_model
+from tests.tools.demo.model_files import CHECKPOINT_FOLDER, HYBRID_FOLDER, load_model
 from tests.tools.demo.tasks import (
     DEFAULT_SIZES,
     TASK_NAMES,
@@ -28,18 +27,19 @@ from tests.tools.demo.tasks import (
 MIXED_TEXT = "penstock, 水压管 👩🏽‍🔬 Дом naïve\t\x00\x7f\u2028"
 
 
-@pytest.fixture(scope="module")
+@functools.cache
+def shipped(folder: Path) -> tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]:
+    return PreTrainedTokenizerFast.from_pretrained(folder), load_model(folder)
+
+
+@pytest.fixture
 def shipped_tokenizer() -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(CHECKPOINT_FOLDER)
+    return shipped(CHECKPOINT_FOLDER)[0]
 
 
-@pytest.fixture(scope="module")
-def shipped_model() -> Iterator[Qwen3ForCausalLM]:
-    # The model is so small that a second thread only waits, longer still on a busy machine.
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield load_model(CHECKPOINT_FOLDER)
-    torch.set_num_threads(num_threads)
+@pytest.fixture
+def shipped_model() -> Qwen3ForCausalLM:
+    return shipped(CHECKPOINT_FOLDER)[1]
 
 
 @pytest.mark.parametrize(
@@ -156,21 +156,17 @@ def test_the_weights_are_small_enough() -> None:
     ],
 )
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_the_model_answers(
-    shipped_model: Qwen3ForCausalLM,
-    shipped_tokenizer: PreTrainedTokenizerFast,
-    prompt: str,
-    is_chat: bool,
-) -> None:
+@pytest.mark.parametrize("folder", [CHECKPOINT_FOLDER, HYBRID_FOLDER], ids=["dense", "hybrid"])
+def test_the_models_answer(folder: Path, prompt: str, is_chat: bool) -> None:
+    own_tokenizer, model = shipped(folder)
     text = prompt
     if is_chat:
-        text = shipped_tokenizer.apply_chat_template(
+        text = own_tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
         )
-    inputs = shipped_tokenizer(text, return_tensors="pt")
-    output = shipped_model.generate(**inputs, max_new_tokens=80)[0]
-    completion = output[inputs["input_ids"].shape[1] :]
-    assert is_right(prompt, shipped_tokenizer.decode(completion, skip_special_tokens=True))
+    inputs = own_tokenizer(text, return_tensors="pt")
+    completion = model.generate(**inputs, max_new_tokens=80)[0, inputs["input_ids"].shape[1] :]
+    assert is_right(prompt, own_tokenizer.decode(completion, skip_special_tokens=True))
     assert completion[-1] == (tokenizer.IM_END_ID if is_chat else tokenizer.END_OF_TEXT_ID)
 
 

@@ -1,13 +1,11 @@
 """Rows with extras have drafts, which change neither tokens, logprobs nor finish reasons."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.plan import SampledTokens
@@ -64,14 +62,6 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "plans ahead": {"num_plans_in_flight": 4, "max_num_seqs": 40, "block_size": 4},
 }
 Output = tuple[object, ...]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 MODELS = {"ngram": "", "mtp": "demo-hybrid"}

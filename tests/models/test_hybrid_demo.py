@@ -1,8 +1,7 @@
 """The hybrid demo model: training's forward pass, MTP drafts, and the shipped checkpoint."""
 
-import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3_5ForCausalLM
+from transformers import DynamicCache, Qwen3_5ForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
 
 from tests.models import forward
@@ -27,20 +26,11 @@ from tests.tools.demo.model_files import (
     logits_of,
     save_checkpoint,
 )
-from tests.tools.demo.tasks import Example, answer_to, count_prompt, is_right
+from tests.tools.demo.tasks import Example, answer_to, count_prompt
 from tests.tools.demo.train import backward
 
 TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
 LENGTHS = 1, 63, 64, 65, 300
-
-
-@pytest.fixture(autouse=True)
-def single_thread() -> Iterator[None]:
-    # The models are so small that a second thread only waits, longer still on a busy machine.
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
@@ -208,35 +198,6 @@ def test_the_tokenizer_is_that_of_the_other_demo(tmp_path: Path) -> None:
 
 def test_the_weights_are_small_enough() -> None:
     assert (HYBRID_FOLDER / "model.safetensors").stat().st_size <= 10_100_000
-
-
-@functools.cache
-def _transformers() -> tuple[PreTrainedTokenizerFast, Qwen3_5ForCausalLM]:
-    return PreTrainedTokenizerFast.from_pretrained(HYBRID_FOLDER), load_model(HYBRID_FOLDER)
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        "17+25=",
-        "count from 3 to 9",
-        "count from 95 to 103",
-        "reverse: penstock",
-        "repeat: 水压管 is a 👩🏽‍🔬 penstock",
-    ],
-)
-@pytest.mark.parametrize("is_chat", [False, True])
-def test_the_model_answers(prompt: str, is_chat: bool) -> None:
-    own_tokenizer, model = _transformers()
-    text = prompt
-    if is_chat:
-        text = own_tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
-    inputs = own_tokenizer(text, return_tensors="pt")
-    completion = model.generate(**inputs, max_new_tokens=80)[0, inputs["input_ids"].shape[1] :]
-    assert is_right(prompt, own_tokenizer.decode(completion, skip_special_tokens=True))
-    assert completion[-1] == (tokenizer.IM_END_ID if is_chat else tokenizer.END_OF_TEXT_ID)
 
 
 def test_the_model_is_sure_of_a_long_count(shipped: Hybrid) -> None:

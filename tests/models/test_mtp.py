@@ -1,6 +1,5 @@
 """Multi-token prediction: its logits, its drafts, and tokens that do not depend on them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -28,14 +27,6 @@ SITUATIONS: dict[str, dict[str, object]] = {
     "preemption": {"num_blocks": 16, "max_num_seqs": 8},
     "one plan": {"num_plans_in_flight": 1},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("is_multimodal", [False, True])

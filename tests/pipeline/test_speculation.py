@@ -1,10 +1,8 @@
 """Tokens that are guessed change nothing but the number of steps; with the demo model, on a CPU."""
 
-from collections.abc import Iterator
 from random import Random
 
 import pytest
-import torch
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
@@ -15,14 +13,6 @@ from tests.tools.demo.texts import random_text
 GREEDY = SamplingParams(max_tokens=90)
 SAMPLED = SamplingParams(max_tokens=40, temperature=1.0, seed=5, ignore_eos=True)
 RANDOM = SamplingParams(max_tokens=40, temperature=2.0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def requests() -> list[tuple[str, SamplingParams]]:

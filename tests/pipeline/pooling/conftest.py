@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
@@ -46,15 +45,6 @@ def served(folder: Path, model: PreTrainedModel, **options: Any) -> Iterator[Ser
     port = free_port()
     with LLM(str(folder), http=1, http_port=port, **SMALL, **options) as llm:
         yield Served(folder, model, llm, f"http://127.0.0.1:{port}")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads of transformers would wait for cores that the pipelines have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
