@@ -92,7 +92,7 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     # worker failures while this sequence was in flight, since its last token
     num_deaths: int = field(init=False)
-    died_at: int = -1  # positions that were planned at the latest of these failures; -1: none here
+    died_at: int = -1  # most positions that were planned at these failures; -1: none here
     cache_salt: str = field(init=False)
     # logprobs of each output token, None for tokens of an earlier attempt; None: not requested
     logprobs: list[PackedLogprobs | None] | None = None
@@ -256,7 +256,7 @@ class Sequence:
         """
         self.num_computed_tokens = end
         if 0 <= self.died_at < end:
-            self.num_deaths, self.died_at = 0, -1
+            self.num_deaths = 0
 
     def limit_length(self, max_length: int) -> None:
         """Set `max_length`. Raises CannotFitError."""
@@ -348,6 +348,7 @@ def count_death(in_flight: Collection[Sequence]) -> list[Sequence]:
     guilty = [sequence for sequence in in_flight if sequence.is_suspect and len(in_flight) == 1]
     for sequence in in_flight:
         limit = MAX_WORKER_DEATHS if sequence in guilty else MAX_WORKER_DEATHS - 1
+        before = sequence.died_at if sequence.num_deaths else -1
         sequence.num_deaths = min(sequence.num_deaths + 1, limit)
-        sequence.died_at = max(sequence.died_at, sequence.num_planned_tokens)
+        sequence.died_at = max(before, sequence.num_planned_tokens)
     return [sequence for sequence in guilty if sequence.finish_reason in (None, "abort")]

@@ -274,10 +274,11 @@ class Simulation:
         """
         at_risk = self.in_flight
         may_be_guilty = {one for one in at_risk if self.num_deaths[one] == 2 and len(at_risk) == 1}
+        for sequence in at_risk:
+            before = self.died_at[sequence] if self.num_deaths[sequence] else 0
+            self.died_at[sequence] = max(before, sequence.num_planned_tokens)
         for sequence in at_risk - may_be_guilty:
             self.num_deaths[sequence] = min(2, self.num_deaths[sequence] + 1)
-        for sequence in at_risk:
-            self.died_at[sequence] = max(self.died_at[sequence], sequence.num_planned_tokens)
         epoch = self.scheduler.epoch + 1
         dead, self.worker = self.worker, self._new_worker(epoch)
         self.results.clear()

@@ -13,6 +13,7 @@ from penstock.services.scheduler import sequence as sequence_module
 from penstock.services.scheduler.poison import SequencePoison
 from penstock.services.scheduler.process import SchedulerProcess
 from penstock.services.scheduler.sequence import Status
+from penstock.services.scheduler.step_costs import FIRST_TOKENS
 from tests.services.scheduler.processes import (
     INCARNATION,
     NUM_BLOCKS,
@@ -163,6 +164,15 @@ def test_workers_must_not_return_with_fewer_blocks(fresh: SchedulerProcess, fiel
     fresh.group.on_state(b"w", WorkerState("worker.1", block_size=4, **numbers))
     with pytest.raises(SystemExit, match=f"{field}: the restarted workers have {NUM_BLOCKS - 1}"):
         fresh.start_group()
+
+
+def test_new_workers_begin_with_short_chunks(fresh: SchedulerProcess) -> None:
+    fresh.group.on_state(b"w", WorkerState("worker.1", num_blocks=40, block_size=4))
+    fresh.start_group()
+    fresh.accept(request(prompt=tuple(range(100))))
+    assert fresh.scheduler
+    fresh.scheduler.schedule()
+    assert fresh.scheduler.in_flight[0].chunk_ends == [FIRST_TOKENS]
 
 
 def test_deaths_are_counted_over_replicas(process: SchedulerProcess, gateway: Gateway) -> None:

@@ -4,10 +4,17 @@ from typing import Any
 
 import pytest
 
-from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.step_costs import FIRST_TOKENS, LEAST_TOKENS, StepShape
-from tests.services.scheduler.builders import long_prompt
+from penstock.services.scheduler.sequence import Sequence, count_death
+from penstock.services.scheduler.step_costs import (
+    FIRST_TOKENS,
+    LEAST_TOKENS,
+    MAX_SECONDS,
+    SHARE,
+    StepShape,
+)
+from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.packed_plans import pairs
+from tests.services.scheduler.reference import LOOP
 from tests.services.scheduler.simulation import Simulation
 
 
@@ -91,6 +98,21 @@ def test_short_prompts_do_not_wait_for_a_long_one() -> None:
     sim.run()
 
 
+def test_the_half_for_others_goes_to_the_prompt_with_the_fewest_tokens_left() -> None:
+    sim = timed(target_itl_ms=100)
+    stream = learn(sim)
+    _, second = (sim.add(long_prompt(1500, 1 + 4000 * n), max_tokens=1) for n in range(2))
+    sim.step()
+    sim.step()
+    third = sim.add(long_prompt(300, 20_000), max_tokens=1)
+    sim.step()
+    planned = second.num_planned_tokens
+    while third.num_planned_tokens < 200:
+        sim.step()
+    assert second.num_planned_tokens == planned > 0
+    sim.finish(stream, "abort")
+
+
 def test_a_long_prompt_ends_whatever_else_comes() -> None:
     sim = timed(target_itl_ms=100)
     stream = learn(sim)
@@ -123,6 +145,32 @@ def test_without_time_for_two_chunks_prompts_take_turns(target: int) -> None:
         sim.step()
     sim.finish(stream, "abort")
     sim.run()
+
+
+def test_the_smallest_chunk_of_a_hybrid_model_is_computed_in_any_case() -> None:
+    sim = timed(target_itl_ms=1, num_state_blocks=20)
+    stream = sim.add(max_tokens=500, ignore_eos=True)
+    first = sim.add(long_prompt(300), max_tokens=1)
+    for _ in range(8):
+        sim.step()
+    assert first.finish_reason
+    sim.finish(stream, "abort")
+
+
+def test_the_target_counts_beside_streams_only() -> None:
+    """Also where all of them wait for their drafts."""
+    options = {"speculative_method": "ngram", "num_plans_in_flight": 2}
+    sim = timed(target_itl_ms=100, max_num_batched_tokens=150, **options)
+    stream = sim.add([1, 2, 3] * 100, seed=LOOP, max_tokens=99, ignore_eos=True)
+    sim.step()
+    assert sim.scheduler.in_flight[-1].shape.limit == MAX_SECONDS
+    while not stream.is_paused:
+        sim.step()
+    sim.add(long_prompt(600, 5000))
+    sim.send()
+    shape = sim.scheduler.in_flight[-1].shape
+    assert (shape.limit, shape.num_decoding) == (SHARE * 0.1, 0)
+    assert shape.num_tokens
 
 
 def test_equal_prompts_are_computed_once() -> None:
@@ -175,13 +223,14 @@ def test_after_a_worker_s_death_chunks_are_short_again() -> None:
 def test_a_prompt_that_gets_on_between_deaths_is_no_poison() -> None:
     """Each death counts, until the prompt is further than it was at the death."""
     sim = timed(max_num_batched_tokens=64, keeps_memory=True)
-    sequence = sim.add(long_prompt(900), max_tokens=3, ignore_eos=True)
+    sequence = sim.add(long_prompt(1400), max_tokens=3, ignore_eos=True)
     for _ in range(6):
         sim.step()
         sim.send()
         sim.restart(keeps_memory=True)
         assert sequence.num_deaths == 1
         sim.step()
+        assert sequence.num_deaths == 1, "as far as before"
         sim.step()
         assert sequence.num_deaths == 0
     sim.run()
@@ -190,14 +239,14 @@ def test_a_prompt_that_gets_on_between_deaths_is_no_poison() -> None:
 
 @pytest.mark.parametrize("keeps_memory", [True, False])
 def test_a_prompt_that_kills_at_a_position_is_poison(keeps_memory: bool) -> None:
-    """Tokens that are computed again after a death are no progress."""
+    """Tokens that are computed again after a death are no progress, nor after one before them."""
     sim = timed(max_num_batched_tokens=64)
     sequence = sim.add(long_prompt(600), max_tokens=1)
     num_deaths = 0
     while not sequence.finish_reason:
         plan = sim.send()
         ends = sim.scheduler.in_flight[-1].chunk_ends if plan else []
-        if ends and ends[0] > 300:
+        if ends and ends[0] > (300, 0, 300)[num_deaths]:
             sim.restart(keeps_memory=keeps_memory)
             num_deaths += 1
         elif sim.has_result:
@@ -205,3 +254,17 @@ def test_a_prompt_that_kills_at_a_position_is_poison(keeps_memory: bool) -> None
     assert sim.cut == {sequence}
     assert num_deaths == 3
     sim.run()
+
+
+def test_deaths_before_a_token_or_elsewhere_say_nothing_of_positions() -> None:
+    sequence, elsewhere = make_sequence(long_prompt(9)), make_sequence(long_prompt(9))
+    sequence.num_planned_tokens = 9
+    count_death([sequence])
+    sequence.num_deaths = 0  # it got a token, and was preempted
+    sequence.num_planned_tokens = 4
+    count_death([sequence])
+    elsewhere.num_deaths = 1
+    for number, expected in (4, 1), (5, 0):
+        sequence.confirm_chunk(number)
+        elsewhere.confirm_chunk(number)
+        assert (sequence.num_deaths, elsewhere.num_deaths) == (expected, 1)

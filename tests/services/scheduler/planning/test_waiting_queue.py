@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from penstock.services.scheduler.sequence import Sequence
 from penstock.services.scheduler.waiting_queue import WaitingQueue
-from tests.services.scheduler.builders import make_sequence
+from tests.services.scheduler.builders import long_prompt, make_sequence
+from tests.services.scheduler.simulation import Simulation
 
 CAPACITY = 40
 """tokens that run at once"""
@@ -151,3 +152,13 @@ def test_nothing_passes_a_preempted_sequence() -> None:
     pool.end_oldest()
     pool.step()
     assert pool.admitted[1] is preempted
+
+
+def test_a_prompt_that_waits_for_a_whole_chunk_is_not_passed() -> None:
+    """Of a hybrid model a chunk has 64 tokens; six are left in the plan."""
+    sizes = {"num_blocks": 100, "num_state_blocks": 20, "max_model_len": 300}
+    sim = Simulation(max_num_batched_tokens=70, **sizes)  # type: ignore[arg-type]
+    prompts = [long_prompt(number, 1000 * number) for number in (64, 100, 5)]
+    first, *others = [sim.add(prompt, client=f"{len(prompt)}") for prompt in prompts]
+    sim.send()
+    assert (sim.scheduler.running, list(sim.scheduler.waiting)) == ([first], others)
