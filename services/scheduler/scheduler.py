@@ -40,6 +40,7 @@ from penstock.services.scheduler.sequence import Sequence, Status, count_death
 from penstock.services.scheduler.step_costs import StepCosts
 from penstock.services.scheduler.waiting_queue import WaitingQueue
 
+NUM_TURNS = 3  # of prompts, where steps have too little time
 NO_GROUP = -1  # the epoch while there is no worker group
 
 
@@ -239,25 +240,25 @@ class Scheduler:
         return prefilling
 
     def _share_time(self, prefilling: list[Sequence], builder: PlanBuilder, budget: int) -> int:
-        """Continue prefill. A prompt that the step has no time for leaves half of it to others.
+        """Continue prefill. If a step has no time for all of the first prompt, all take turns.
 
-        These are new prompts, then prompts with few tokens left. So short ones do not wait for long
-        ones. The first one advances in every step, or every other step if half is too little.
+        The turns are that of the first prompt, that of other prompts that have begun, and that of
+        new ones; what they leave goes to the others. So short ones do not wait for long ones, and
+        each one advances.
         """
-        first, *others = prefilling
-        most, shape = self._most_tokens(first, builder), builder.plan.shape
-        is_half_enough = most >= 2 * self.step_costs.least_tokens
-        is_whole = most >= min(budget, first.num_prefill_tokens - first.num_planned_tokens)
-        if is_whole or (not is_half_enough and builder.plan.number % 2 == 0):
+        first = prefilling[0]
+        is_enough = self._most_tokens(first, builder) >= min(budget, first.num_unplanned_tokens)
+        turn = builder.plan.number % NUM_TURNS
+        if is_enough or turn == 0:
             return self._continue_prefill(prefilling, builder, budget)
-        limit = shape.limit
-        shape.limit = (limit + self.step_costs.seconds(shape)) / 2 if is_half_enough else limit
         builder.cut += prefilling
+        prefilling.sort(key=attrgetter("num_unplanned_tokens"))
+        if turn == 1:
+            prefilling.remove(first)
+            budget = self._continue_prefill(prefilling, builder, budget)
+            prefilling = [first]
         budget = self._admit(builder, budget)
-        others.sort(key=lambda s: s.num_prefill_tokens - s.num_planned_tokens)
-        budget = self._continue_prefill(others, builder, budget)
-        shape.limit = limit
-        return self._continue_prefill([first], builder, budget)
+        return self._continue_prefill(prefilling, builder, budget)
 
     def _continue_prefill(
         self, prefilling: list[Sequence], builder: PlanBuilder, budget: int

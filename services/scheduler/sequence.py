@@ -249,6 +249,11 @@ class Sequence:
         is_text = self.pooling is None and not self.needs_prompt_logprobs
         return self.num_prefill_tokens > 0 and is_text
 
+    @property
+    def num_unplanned_tokens(self) -> int:
+        """Tokens of the prefill that are in no plan yet."""
+        return self.num_prefill_tokens - self.num_planned_tokens
+
     def confirm_chunk(self, end: int) -> None:
         """Note that the prefill is computed up to a position.
 

@@ -54,6 +54,7 @@ class FakeRunner:
     block_size = 16
     memory_id = 7
     progress = 0
+    step_sizes = 64, 128
     offload = states = None
 
     def __init__(self) -> None:
@@ -143,6 +144,7 @@ def hello(*fields: Any, epoch: int = -1, num_plans_before: int = 0) -> WorkerSta
     state = WorkerState(*fields, pid=os.getpid(), node="node-a", incarnation=17)
     state.epoch, state.num_plans_before = epoch, num_plans_before
     state.memory_id = FakeRunner.memory_id if state.num_blocks else 0
+    state.step_sizes = [*FakeRunner.step_sizes] if state.num_blocks else []
     return state
 
 
