@@ -50,8 +50,9 @@ def graph_shapes(config: Config, model: Model, max_model_len: int) -> list[Batch
     """Return the shapes of all graphs of a model."""
     shapes = decode_shapes(config.max_num_seqs, max_model_len)
     if model.attention.can_capture_prefill:
-        num_weights = sum(parameter.numel() for parameter in model.model.layers.parameters())
-        num_weights -= sum(moe.num_idle_weights for moe in model.modules() if isinstance(moe, MoE))
+        layers = model.model.layers
+        num_weights = sum(parameter.numel() for parameter in layers.parameters())
+        num_weights -= sum(moe.num_idle_weights for moe in layers.modules() if isinstance(moe, MoE))
         sizes = config.max_num_seqs, config.max_num_batched_tokens
         shapes += prefill_shapes(*sizes, num_weights, max_model_len)
     return shapes
