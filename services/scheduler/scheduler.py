@@ -244,7 +244,7 @@ class Scheduler:
 
         The turns are that of the first prompt, that of other prompts that have begun, and that of
         new ones; what they leave goes to the others. So short ones do not wait for long ones, and
-        each one advances.
+        the oldest one advances.
         """
         first = prefilling[0]
         is_enough = self._most_tokens(first, builder) >= min(budget, first.num_unplanned_tokens)
