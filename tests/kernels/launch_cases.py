@@ -143,10 +143,10 @@ def decode(
 
 
 def _prefill(block_size: int, tile_size: int, is_fp8: bool, head_dim: int = HEAD_DIM) -> None:
-    """Launch for a long chunk, and for one whose tiles are shared by programs."""
+    """Launch for a chunk whose tiles are shared by programs, and for a long one."""
     from penstock.kernels.attention.triton_prefill import PartialResults, prefill_attention
 
-    for num_tokens in (4096, 256):
+    for num_tokens in (256, 4096) if block_size == 128 else (256,):
         q = numbers(num_tokens, 32, head_dim)
         prefill_attention(
             q,
