@@ -95,7 +95,7 @@ class WorkerGroup:
 
     @property
     def step_sizes(self) -> list[int]:
-        """As `WorkerState.step_sizes`, the same on every rank."""
+        """Numbers of tokens to which steps with chunks are padded, the same on every rank."""
         return self._states[self.members[0]].step_sizes
 
     @property

@@ -149,7 +149,7 @@ class ModelRunner:
 
     @property
     def step_sizes(self) -> list[int]:
-        """As `WorkerState.step_sizes`."""
+        """Numbers of tokens to which steps with prefill are padded; empty without graphs."""
         return self._graphs.prefill_sizes if self._graphs else []
 
     @property
