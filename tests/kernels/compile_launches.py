@@ -1,10 +1,11 @@
 """Compiles launches of the kernels for a GPU that need not be there.
 
-Run as a program, without Triton's interpreter: `compile_launches.py ARCHITECTURES [COMPILED]`
-writes one line of JSON for each launch. With COMPILED, only one launch of each kernel of `SAMPLE`
-is compiled, and only for this architecture; the others are listed. Each architecture has a process
-of its own, forked after the slow imports, because the kernels read the GPU's properties when they
-are imported. As many run at once as there are cores.
+Run as a program, without Triton's interpreter: `compile_launches.py ARCHITECTURES PARTS [COMPILED]`
+writes one line of JSON for each launch. One of PARTS launches is compiled, another one for each
+architecture; the others are listed. With COMPILED, only one launch of each kernel of `SAMPLE` is
+compiled, and only for this architecture. Each architecture has a process of its own, forked after
+the slow imports, because the kernels read the GPU's properties when they are imported. As many run
+at once as there are cores.
 """
 
 import contextlib
@@ -118,28 +119,31 @@ def sample(launches: Launches) -> set[int]:
 def main() -> None:
     from tests.kernels.launch_cases import record
 
-    architectures, only = sys.argv[1].split(","), sys.argv[2:]
+    architectures, parts, *only = sys.argv[1].split(","), int(sys.argv[2]), *map(int, sys.argv[3:])
     statuses = []
     for number, arch in enumerate(architectures):
         if number >= len(os.sched_getaffinity(0)):
             statuses.append(os.wait()[1])
         if not os.fork():
-            _compile(int(arch), [int(one) for one in only], record)
+            _compile(int(arch), parts, only, record)
             sys.exit(0)
     statuses += [os.wait()[1] for _ in range(len(architectures) - len(statuses))]
     sys.exit(any(statuses))
 
 
-def _compile(arch: int, only: list[int], record: Callable[[Launches], None]) -> None:
+def _compile(arch: int, parts: int, only: list[int], record: Callable[[Launches], None]) -> None:
     """Write the reports of one architecture, each in one piece: others write at the same time."""
     os.environ["PENSTOCK_SIMULATED_GPU"] = GPUS[arch]
     launches = Launches(arch)
     with torch.device("meta"), launches.recorded():
         record(launches)
-    chosen = sample(launches) if arch in only else set()
-    for launch in launches.found.values():
+    found = list(launches.found.values())
+    chosen = {id(launch) for launch in found[list(GPUS).index(arch) % parts :: parts]}
+    if only:
+        chosen = sample(launches) if arch in only else set()
+    for launch in found:
         report = describe(launch, arch)
-        if not only or id(launch) in chosen:
+        if id(launch) in chosen:
             report |= compiled(launch, launches.target)
         os.write(sys.stdout.fileno(), json.dumps(report).encode() + b"\n")
 

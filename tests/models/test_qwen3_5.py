@@ -1,6 +1,5 @@
 """The logits of transformers' Qwen3_5ForCausalLM, from the same checkpoint, in float32."""
 
-import copy
 import logging
 from pathlib import Path
 from random import Random
@@ -29,22 +28,18 @@ def transformers_logits(model: PreTrainedModel, prompts: list[list[int]]) -> Ten
 
 @pytest.mark.parametrize("length", [65, 1000, in_long(10_000)])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("is_compiled", [True, False])
-def test_logits_are_those_of_transformers(
-    tmp_path: Path, is_compiled: bool, size: str, length: int
-) -> None:
+def test_logits_are_those_of_transformers(tmp_path: Path, size: str, length: int) -> None:
+    """In float32. Over 10,000 tokens errors add up: the reference is transformers in float64."""
     reference = save_hybrid(tmp_path, **shape_of(size))
     check_tensors(tmp_path)
-    model = load_model(tmp_path, is_compiled=is_compiled)
     prompts = random_prompts(264, *((1, 63, 64, 65) if length == 65 else (length,)))
-    logits = prefill_logits(model, prompts)
-    assert logits is not None
-    expected, limit = transformers_logits(reference, prompts), TOLERANCE["atol"]
-    if length > 1000 and "A3B" not in size:  # float32 errs more, but no more than transformers
-        exact = transformers_logits(copy.deepcopy(reference).double(), prompts)
-        limit = max(limit, float((expected - exact).abs().max()))
-        expected = exact.float()
-    torch.testing.assert_close(logits, expected, atol=limit, rtol=0.0)
+    is_exact = length > 1000 and "A3B" not in size  # a float64 router chooses other experts
+    expected = transformers_logits(reference.double() if is_exact else reference, prompts).float()
+    for is_compiled in (True, False):
+        logits = prefill_logits(load_model(tmp_path, is_compiled=is_compiled), prompts)
+        assert logits is not None
+        limit = 2e-4 if is_exact else TOLERANCE["atol"]
+        torch.testing.assert_close(logits, expected, atol=limit, rtol=0.0)
 
 
 @pytest.mark.parametrize("size", ["9B", "35B-A3B", "Next-80B-A3B"])
