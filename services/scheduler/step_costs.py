@@ -18,9 +18,10 @@ RISE, FALL = 1 / 2, 1 / 8  # weight of a step that is slower or faster than expe
 MAX_RATIO = 4  # to the expected seconds: a step that was late, as of a paused machine, counts less
 FIRST_TOKENS = 64  # of the first chunks; later ones have up to twice the tokens of any before
 LEAST_TOKENS = 16  # that a step may always have, even if it takes longer than it should
-# Without a target, chunks may make a step take this number of seconds, or of times the seconds of a
-# step that only decodes. So other requests wait for no longer, and the machine is well used.
-MAX_SECONDS, MAX_TIMES = 1.0, 8
+# Without a target, a step may take this many times the seconds that it takes without the tokens of
+# its chunks: shorter steps would cost 1/32 of the machine's time or more. A step of over a second
+# may take fewer times as long.
+TIMES, MAX_SECONDS, MIN_TIMES = 32, 1.0, 8
 MAX_STEP = 1e5  # seconds of a step that is believed
 MANY = 1 << 30  # tokens: no limit
 SHARE = 0.9  # of the target that a step is expected to take; the rest is for what varies
@@ -71,7 +72,9 @@ class StepCosts:
     def begin(self, shape: StepShape, num_decoding: int, num_streams: int) -> None:
         """Begin a step without chunks. num_streams: sequences that wait for their next token."""
         shape.num_decoding = num_decoding
-        shape.limit = max(MAX_SECONDS, MAX_TIMES * self._decode_seconds(num_decoding))
+        decoding = self._decode_seconds(num_decoding)  # 0: not known yet, which a short step tells
+        longest = TIMES * decoding if num_decoding else math.inf
+        shape.limit = max(min(longest, MAX_SECONDS), MIN_TIMES * decoding)
         if self._target and num_streams:
             shape.limit = self._target
 
@@ -122,7 +125,9 @@ class StepCosts:
         self.is_timed = True
         size = shape.num_decoding.bit_length()  # 0: a plan that only brings copies, or only chunks
         # a step with chunks takes no less than one without: the mean is that of a slower time
-        if size and (not shape.num_tokens or seconds < self._decode_seconds(shape.num_decoding)):
+        is_first = not self._decoding and shape.num_tokens <= self.least_tokens
+        known = self._decode_seconds(shape.num_decoding)
+        if size and (not shape.num_tokens or is_first or seconds < known):
             before = self._decoding.get(size, seconds)
             self._decoding[size] = before + FALL * (min(seconds, MAX_RATIO * before) - before)
         if shape.num_tokens:
