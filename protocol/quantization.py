@@ -103,7 +103,7 @@ class _Weights(Struct):
     group_size: GroupSize | None = None
     block_structure: list[int] | None = None
     symmetric: bool = True
-    actorder: Literal["group", "weight", "static", True, False] | None = None
+    actorder: bool | Literal["group", "weight", "static"] | None = None
 
 
 class _Scheme(Struct):
