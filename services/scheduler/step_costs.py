@@ -18,9 +18,8 @@ RISE, FALL = 1 / 2, 1 / 8  # weight of a step that is slower or faster than expe
 MAX_RATIO = 4  # to the expected seconds: a step that was late, as of a paused machine, counts less
 FIRST_TOKENS = 64  # of the first chunks; later ones have up to twice the tokens of any before
 LEAST_TOKENS = 16  # that a step may always have, even if it takes longer than it should
-# Without a target, a step may take this many times the seconds that it takes without the tokens of
-# its chunks: shorter steps would cost 1/32 of the machine's time or more. A step of over a second
-# may take fewer times as long.
+# Without a target, a step may take TIMES times the seconds that decoding alone takes: with shorter
+# chunks more than 1/32 of the machine's time would be lost. Over MAX_SECONDS, MIN_TIMES are enough.
 TIMES, MAX_SECONDS, MIN_TIMES = 32, 1.0, 8
 MAX_STEP = 1e5  # seconds of a step that is believed
 MANY = 1 << 30  # tokens: no limit
@@ -72,7 +71,7 @@ class StepCosts:
     def begin(self, shape: StepShape, num_decoding: int, num_streams: int) -> None:
         """Begin a step without chunks. num_streams: sequences that wait for their next token."""
         shape.num_decoding = num_decoding
-        decoding = self._decode_seconds(num_decoding)  # 0: not known yet, which a short step tells
+        decoding = self._decode_seconds(num_decoding)  # 0: not known; a short step will show it
         longest = TIMES * decoding if num_decoding else math.inf
         shape.limit = max(min(longest, MAX_SECONDS), MIN_TIMES * decoding)
         if self._target and num_streams:
