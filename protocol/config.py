@@ -116,7 +116,8 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """maximum number of tokens in one step; longer prompts are processed in chunks"""
     target_itl_ms: Annotated[float, Meta(ge=0)] = 0.0
     """longest time between two tokens of a stream beside prompts of others, ms: chunks of prompts
-    are as short as this needs; 0: steps take up to 32 times as long as decoding alone"""
+    are as short as this needs; 0: steps take up to 32 times as long as decoding alone, and over a
+    second only 8 times"""
     max_waiting_requests: Number = 1024
     """maximum number of waiting requests; further ones are refused as `overloaded`"""
     max_waiting_tokens: Count = 1 << 22
