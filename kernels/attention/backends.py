@@ -7,6 +7,7 @@
   tokens or a multiple.
 """
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -70,16 +71,27 @@ class GpuAttention:
 
     can_be_captured = True
 
-    def __init__(self, name: str, block_size: int, scale: float, decode: Any, prefill: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        block_size: int,
+        scale: float,
+        decode: Any,
+        prefill: Any,
+        plan_prefill: Callable[[ForwardBatch], None] | None = None,
+    ) -> None:
         self.name, self.block_size, self.scale = name, block_size, scale
         self.can_capture_prefill = prefill is not flash_prefill
         self._decode = decode
         self._prefill = prefill
+        self._plan_prefill = plan_prefill
 
     def begin(self, batch: ForwardBatch) -> None:
-        """Plan the split of the KV cache for decoding rows."""
+        """Plan the split of the KV cache."""
         if batch.shape.num_decode:
             self._decode.plan(batch.decode_lens)
+        if batch.shape.num_tiles and self._plan_prefill:
+            self._plan_prefill(batch)
 
     def __call__(self, q: Tensor, kv_cache: KVCache, batch: ForwardBatch) -> Tensor:
         num_decode = batch.shape.num_decode
@@ -152,33 +164,6 @@ def flash_prefill(
     out[first:].copy_(attended)
 
 
-class TritonPrefill:
-    """Prefill by the Triton kernel, with memory for programs that share a tile's keys."""
-
-    def __init__(self, head_dim: int, device: torch.device) -> None:
-        from penstock.kernels.attention import triton_prefill
-
-        self._attend = triton_prefill.prefill_attention
-        self._partial_results = triton_prefill.PartialResults.allocate(head_dim, device)
-
-    def __call__(
-        self, q: Tensor, kv_cache: KVCache, batch: ForwardBatch, scale: float, out: Tensor
-    ) -> None:
-        """Write the result for the prefilling rows into `out`."""
-        self._attend(
-            q,
-            kv_cache,
-            tiles=batch.tiles,
-            tile_size=batch.shape.tile_size,
-            cu_seqlens_q=batch.cu_seqlens_q,
-            context_lens=batch.context_lens,
-            block_tables=batch.block_tables,
-            scale=scale,
-            out=out,
-            partial_results=self._partial_results,
-        )
-
-
 def _check_deterministic(name: str, kv_cache_dtype: str) -> None:
     if name != "triton":
         raise ValueError(f"attention: got {name!r} with --deterministic, expected 'triton'")
@@ -213,6 +198,7 @@ def choose_attention(
         raise ValueError(f"attention: got {name!r} without a GPU, expected 'torch'")
     if name == "triton":
         from penstock.kernels.attention.triton_decode import DecodeAttention
+        from penstock.kernels.attention.triton_prefill import PrefillAttention
 
         block_size = block_size or TRITON_BLOCK
         layout = num_heads, num_kv_heads, head_dim, block_size
@@ -221,8 +207,8 @@ def choose_attention(
             fixed = deterministic.decode(max_rows, *layout, device, is_fp8=is_fp8)
             return GpuAttention(name, block_size, scale, fixed, deterministic.prefill)
         decode = DecodeAttention(max_rows, *layout, device, is_fp8=is_fp8)
-        prefill = TritonPrefill(head_dim, device)
-        return GpuAttention(name, block_size, scale, decode, prefill)
+        prefill = PrefillAttention(num_heads, head_dim, block_size, device, is_fp8=is_fp8)
+        return GpuAttention(name, block_size, scale, decode, prefill, prefill.plan)
     if kv_cache_dtype == "fp8":
         raise ValueError(f"attention: got {name!r} with a KV cache in fp8, expected 'triton'")
     if find_spec("flash_attn") is None:

@@ -96,6 +96,15 @@ def _split_tiles(tiles, target_items, min_tiles):
     """
     num_rows = tl.sum((tiles > 0).to(tl.int32))
     limit = tl.maximum(target_items, num_rows + num_rows // 2)
+    return shortest_split(tiles, limit, min_tiles)
+
+
+@triton.jit
+def shortest_split(tiles, limit, min_tiles):
+    """Return the length of the shortest split, `min_tiles` or more, with up to `limit` items.
+
+    tiles: int32 [ROWS]: lengths of the rows, up to `limit` of them above 0.
+    """
     low = tl.maximum(tl.cdiv(tl.sum(tiles), limit), min_tiles)
     high = tl.maximum(tl.max(tiles), low)
     while low < high:

@@ -7,12 +7,14 @@ from torch import Tensor
 from penstock.kernels.layouts.states import StateStep
 
 SMALL_TILE, LARGE_TILE = 64, 128
-LONG_CHUNK = 1024  # tokens of a row; above this number large tiles are faster (H200)
 
 
-def tile_size(max_seqlen_q: int) -> int:
-    """Return the number of tokens of a prefill chunk in one program of the attention."""
-    return SMALL_TILE if max_seqlen_q <= LONG_CHUNK else LARGE_TILE
+def tile_size(num_tokens: int, num_chunks: int) -> int:
+    """Return the number of tokens in one program of the attention: chunks should fill their tiles.
+
+    num_tokens: of all prefill chunks of the step. (H200)
+    """
+    return SMALL_TILE if num_tokens < LARGE_TILE * max(num_chunks, 1) else LARGE_TILE
 
 
 class BatchShape(NamedTuple):

@@ -41,6 +41,8 @@ class WorkerState(Struct, array_like=True, tag=True):
     num_pieces: int = 0  # host slots that a state block takes
     # numbers of tokens to which steps with chunks of prompts are padded, ascending
     step_sizes: list[int] = []
+    # tokens of the tiles to which attention pads a chunk, ascending; empty: it does not
+    tile_sizes: list[int] = []
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):

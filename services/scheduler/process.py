@@ -312,6 +312,7 @@ class SchedulerProcess:
         scheduler = Scheduler(self.config, length, blocks, self.group.epoch)
         scheduler.step_costs.is_timed = True
         scheduler.step_costs.sizes = self.group.step_sizes
+        scheduler.step_costs.tiles = self.group.tile_sizes
         return scheduler
 
     def end_group(self) -> None:

@@ -5,12 +5,15 @@ prompts. Chunks cost a constant, and so much for each token, for each key that a
 and for each row of logits, which prompt logprobs need. These costs are learned by normalised least
 mean squares (Nagumo and Noda 1967, doi:10.1109/TAC.1967.1098599), and never fall below 0. CUDA
 graphs pad the tokens of a step to one of a few sizes; then padding costs as much as other tokens,
-and a chunk fills the largest size that the step has time for.
+and a chunk fills the largest size that the step has time for. Attention pads a chunk to whole
+tiles of tokens, so it also costs the keys of its padding.
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 # constant, tokens, keys and rows of logits of a usual step: costs of these are learned equally fast
 SCALES = 1.0, 256.0, 256.0 * 4096, 64.0
@@ -36,11 +39,14 @@ class StepShape:
     num_keys: int = 0  # sum over the tokens of the keys that each attends to
     num_logits: int = 0  # rows of logits for prompt logprobs
     limit: float = math.inf  # seconds that the step should take at most
+    tiles: Sequence[int] = ()  # `StepCosts.tiles`
 
     def add_chunk(self, begin: int, end: int, has_logits: bool) -> None:
         """Add the tokens of a prompt at the positions [begin, end)."""
         self.num_tokens += end - begin
-        self.num_keys += (end - begin) * (begin + end) // 2
+        tile = _tile(end - begin, self.tiles)
+        number = -(-(end - begin) // tile) * tile
+        self.num_keys += number * (2 * begin + number) // 2
         self.num_logits += (end - begin) * has_logits
 
 
@@ -55,6 +61,9 @@ class StepCosts:
         self._target = target * SHARE
         # tokens to which workers pad steps with chunks, ascending; longer steps are not padded
         self.sizes: list[int] = []
+        # tokens of the tiles to which attention pads a chunk, ascending: of the largest tile that
+        # a chunk fills, else of the smallest
+        self.tiles: Sequence[int] = ()
         self.least_tokens = max(least_tokens, LEAST_TOKENS)
         # binary size of the batch → mean seconds of steps that only decode
         self._decoding: dict[int, float] = {}
@@ -70,7 +79,7 @@ class StepCosts:
 
     def begin(self, shape: StepShape, num_decoding: int, num_streams: int) -> None:
         """Begin a step without chunks. num_streams: sequences that wait for their next token."""
-        shape.num_decoding = num_decoding
+        shape.num_decoding, shape.tiles = num_decoding, self.tiles
         decoding = self._decode_seconds(num_decoding)  # 0: not known; a short step will show it
         longest = TIMES * decoding if num_decoding else math.inf
         shape.limit = max(min(longest, MAX_SECONDS), MIN_TIMES * decoding)
@@ -84,7 +93,8 @@ class StepCosts:
         most = min(self._fitting(shape, begin, has_logits), self._most_tokens - shape.num_tokens)
         if has_logits:
             most = min(most, self._most_logits - shape.num_logits)
-        return max(most, self.least_tokens - shape.num_tokens, 0)
+        least = max(self.least_tokens, _tile(1, self.tiles))
+        return max(most, least - shape.num_tokens, 0)
 
     def _fitting(self, shape: StepShape, begin: int, has_logits: bool) -> int:
         """Return the largest n for which the costs of n tokens are at most the seconds left."""
@@ -94,11 +104,12 @@ class StepCosts:
         each = key * begin + logits * has_logits
         before = shape.num_decoding + shape.num_tokens
         left = shape.limit - self.seconds(shape) + token * self._padded(shape)
+        number = partial(_number, tiles=self.tiles)
         numbers = [
-            min(size - before, _number(each, key, left - token * (size - shape.num_decoding)))
+            min(size - before, number(each, key, left - token * (size - shape.num_decoding)))
             for size in self.sizes[bisect_left(self.sizes, before) :]
         ]
-        unpadded = _number(token + each, key, left - token * shape.num_tokens)
+        unpadded = number(token + each, key, left - token * shape.num_tokens)
         if not self.sizes or before + unpadded > self.sizes[-1]:
             numbers.append(unpadded)
         return max(numbers, default=0)
@@ -161,10 +172,19 @@ class StepCosts:
         return tuple(number / scale for number, scale in zip(numbers, SCALES, strict=True))
 
 
-def _number(each: float, key: float, left: float) -> int:
-    """Return the largest n for which each n + key n² / 2 is at most `left`, 0 or more."""
+def _tile(number: int, tiles: Sequence[int]) -> int:
+    """Return the tokens of the tiles of a chunk of this number of tokens."""
+    return tiles[max(bisect_right(tiles, number) - 1, 0)] if tiles else 1
+
+
+def _number(each: float, key: float, left: float, tiles: Sequence[int] = ()) -> int:
+    """Return the largest n for which each n + key n² / 2 is at most `left`, 0 or more.
+
+    With `tiles`, the largest that fills its tiles.
+    """
     if left <= 0:
         return 0
     root = math.sqrt(each * each + 2 * key * left)
     # the root of the equation in a form without cancellation
-    return int(min(2 * left / (each + root), MANY)) if root else MANY
+    number = int(min(2 * left / (each + root), MANY)) if root else MANY
+    return number - number % _tile(number, tiles)

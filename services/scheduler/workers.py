@@ -99,6 +99,11 @@ class WorkerGroup:
         return self._states[self.members[0]].step_sizes
 
     @property
+    def tile_sizes(self) -> list[int]:
+        """Numbers of tokens to which attention pads chunks, the same on every rank."""
+        return self._states[self.members[0]].tile_sizes
+
+    @property
     def has_memory(self) -> bool:
         """True if every rank has the KV memory of the last ready group."""
         return self.memory_id != 0 and self.memory_id == self._memory_id_before

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.layouts.forward_batch import LARGE_TILE, LONG_CHUNK, SMALL_TILE, BatchShape
+from penstock.kernels.layouts.forward_batch import LARGE_TILE, SMALL_TILE, BatchShape
 from penstock.kernels.layouts.step import APPENDED, HEADER, PARAMETERS, ROW
 from penstock.models.layers import MoE
 from penstock.models.model import Model
@@ -76,16 +76,21 @@ def prefill_shapes(
     tokens = [number for number in PREFILL_TOKENS if number <= most]
     rows = [*(number for number in PREFILL_ROWS if number < max_num_seqs), max_num_seqs]
     sizes = dict.fromkeys((min(pair), pair[1]) for pair in product(rows, tokens))
-    return [_prefill_shape(*size, max_seqlen_k) for size in sizes]
+    return [
+        _prefill_shape(*size, tile, max_seqlen_k)
+        for size in sizes
+        for tile in (SMALL_TILE, LARGE_TILE)
+        if tile <= size[1]
+    ]
 
 
-def _prefill_shape(num_rows: int, num_tokens: int, max_seqlen_k: int) -> BatchShape:
+def _prefill_shape(num_rows: int, num_tokens: int, tile_size: int, max_seqlen_k: int) -> BatchShape:
     return BatchShape(
         num_rows,
         num_tokens,
         num_decode=num_rows,
-        num_tiles=num_tokens // SMALL_TILE + min(num_rows, SPARE_TILES),
-        tile_size=SMALL_TILE if num_tokens <= LONG_CHUNK else LARGE_TILE,
+        num_tiles=num_tokens // tile_size + min(num_rows, SPARE_TILES),
+        tile_size=tile_size,
         max_seqlen_q=num_tokens,
         max_seqlen_k=max_seqlen_k,
     )
@@ -222,6 +227,7 @@ def _fits(shape: BatchShape, graph: BatchShape) -> bool:
         and shape.num_tokens <= graph.num_tokens
         and shape.num_tiles <= graph.num_tiles
         and (shape.num_tiles > 0) == (graph.num_tiles > 0)
+        and (shape.tile_size == graph.tile_size or not shape.num_tiles)
     )
 
 

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
+from penstock.kernels.layouts.forward_batch import (
+    LARGE_TILE,
+    SMALL_TILE,
+    BatchShape,
+    ForwardBatch,
+)
 from penstock.kernels.layouts.sampling import LogitsState
 from penstock.kernels.layouts.states import States
 from penstock.kernels.layouts.step import Slots, StepBuffers, make_slots, make_step_buffers
@@ -151,6 +156,11 @@ class ModelRunner:
     def step_sizes(self) -> list[int]:
         """Numbers of tokens to which steps with prefill are padded; empty without graphs."""
         return self._graphs.prefill_sizes if self._graphs else []
+
+    @property
+    def tile_sizes(self) -> list[int]:
+        """Numbers of tokens to which attention pads chunks of prompts; empty on CPUs."""
+        return [SMALL_TILE, LARGE_TILE] if self._device.type == "cuda" else []
 
     @property
     def progress(self) -> int:

@@ -199,6 +199,7 @@ class Worker:
             state.num_blocks, state.block_size = self._runner.num_blocks, self._runner.block_size
             state.idle_us, state.memory_id = self._runner.idle_us(), self._runner.memory_id
             state.step_sizes = self._runner.step_sizes
+            state.tile_sizes = self._runner.tile_sizes
             if states := self._runner.states:
                 state.num_state_blocks = self._runner.num_state_blocks
                 state.kept_states = b"" if self._next_step else kept_states(states)

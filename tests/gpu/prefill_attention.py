@@ -1,8 +1,8 @@
 """Prefill attention, compared with flash-attn if that is installed.
 
 Prints TFLOP/s of causal attention of 16,384 tokens in whole prompts, with the heads of Qwen3-8B.
-Then µs of short chunks at the end of a context, by one program for each tile, and by programs that
-share the keys of a tile.
+Then µs of steps of short chunks, with tiles of 64 and 128 tokens: by one program for each tile, and
+by the items of `PrefillAttention`.
 """
 
 import argparse
@@ -13,9 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.triton_prefill import PartialResults, prefill_attention
+from penstock.kernels.attention.triton_prefill import PrefillAttention, prefill_attention
 from penstock.kernels.bench.timing import graph_us
-from penstock.kernels.layouts.forward_batch import SMALL_TILE, tile_size
+from penstock.kernels.layouts.forward_batch import (
+    LARGE_TILE,
+    SMALL_TILE,
+    BatchShape,
+    ForwardBatch,
+    tile_size,
+)
 from penstock.kernels.layouts.kv_cache import KVCache
 
 try:
@@ -26,8 +32,20 @@ except ImportError:
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 BATCHES = [(32, 512), (8, 2048), (2, 8192), (1, 16384)]
 """(sequences, tokens of each)"""
-CHUNKS = [(16, 2000), (16, 100_000), (64, 4000), (64, 100_000), (256, 4000), (448, 8000)]
-"""(tokens of the chunk, context with them)"""
+STEPS = [
+    [(512, 512)],
+    [(960, 960)],
+    [(448, 8000)],
+    [(448, 50_000)],
+    [(128, 70_000)],
+    [(64, 70_000)],
+    [(16, 100_000)],
+    [(64, 2000)] * 6,
+    [(64, 8000), *[(64, 1000)] * 5],
+    [(128, 8192), (192, 900), (64, 1200)],
+    [(150, 6000), (200, 1000), (60, 700), (45, 1400), (1, 1300)],
+]
+"""(tokens of a chunk, context with them) of each row"""
 BLOCK_SIZE = 256
 
 
@@ -59,7 +77,7 @@ def random_batch(num_seqs: int, length: int, block_size: int) -> PrefillBatch:
 
 def ours(batch: PrefillBatch) -> Callable[[], object]:
     """Return a call of the Triton kernel with its default tuning."""
-    size = tile_size(batch.length)
+    size = tile_size(batch.length, 1)
     firsts = range(-(-batch.length // size) * size - size, -1, -size)
     pairs = [(seq, first) for seq in range(len(batch.context_lens)) for first in firsts]
     return partial(
@@ -108,36 +126,43 @@ def measure(num_seqs: int, length: int, block_size: int) -> None:
         print(f"{name} flash-attn {tflops(batch, flash(batch)):6.1f} TFLOP/s")
 
 
-def measure_chunk(length: int, context: int, block_size: int) -> None:
-    """Print a line for a chunk at the end of a context."""
-    batch = random_batch(1, context, block_size)
-    q = batch.q[:length]
-    call = partial(
-        prefill_attention,
-        q,
-        batch.kv_cache,
-        tiles=torch.tensor([(0, first) for first in range(0, length, SMALL_TILE)]).int().cuda(),
-        tile_size=SMALL_TILE,
-        cu_seqlens_q=torch.tensor([0, length]).int().cuda(),
-        context_lens=batch.context_lens,
-        block_tables=batch.block_tables,
-        scale=HEAD_DIM**-0.5,
-        out=torch.empty_like(q),
-    )
-    shared = partial(call, partial_results=PartialResults.allocate(HEAD_DIM, "cuda"))
-    alone, together = graph_us([call]), graph_us([shared])
-    print(f"{length:3} of {context}: alone {alone:.0f}, shared {together:.0f} µs")
+def measure_step(parts: list[tuple[int, int]], block_size: int) -> None:
+    """Print a line for a step of chunks at the end of their contexts."""
+    counts, contexts = zip(*parts, strict=True)
+    batch = random_batch(len(parts), max(contexts), block_size)
+    ints = partial(torch.tensor, dtype=torch.int32, device="cuda")
+    q, line = batch.q[: sum(counts)], f"{parts}:"
+    for size in (SMALL_TILE, LARGE_TILE):
+        places = [(row, at) for row, count in enumerate(counts) for at in range(0, count, size)]
+        shape = BatchShape(len(parts), len(q), 0, len(places), size, max(counts), max(contexts))
+        used = {
+            "tiles": ints(places),
+            "cu_seqlens_q": ints([0, *counts]).cumsum(0, dtype=torch.int32),
+            "context_lens": ints(contexts),
+            "block_tables": batch.block_tables,
+        }
+        step = ForwardBatch(shape, **(dict.fromkeys(ForwardBatch._fields[1:-1], q) | used))
+        scale, out = HEAD_DIM**-0.5, torch.empty_like(q)
+        whole = partial(
+            prefill_attention, q, batch.kv_cache, tile_size=size, scale=scale, out=out, **used
+        )
+        attention = PrefillAttention(NUM_HEADS, HEAD_DIM, block_size, "cuda")
+        attention.plan(step)
+        cut = partial(attention, q, batch.kv_cache, step, scale, out)
+        alone, items = graph_us([whole]), graph_us([cut])
+        line += f" tiles of {size}: whole {alone:.0f}, in items {items:.0f} µs;"
+    print(line)
 
 
 def main() -> None:
-    """Measure all batches and chunks."""
+    """Measure all batches and steps."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--block-size", type=int, default=BLOCK_SIZE, help="tokens per KV block")
     options = parser.parse_args()
     for num_seqs, length in BATCHES:
         measure(num_seqs, length, options.block_size)
-    for length, context in CHUNKS:
-        measure_chunk(length, context, options.block_size)
+    for parts in STEPS:
+        measure_step(parts, options.block_size)
 
 
 if __name__ == "__main__":

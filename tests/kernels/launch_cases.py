@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.matrices import FP8, Quantized
 from penstock.kernels.packed.matrices import Packed
 
@@ -143,23 +144,24 @@ def decode(
 
 
 def _prefill(block_size: int, tile_size: int, is_fp8: bool, head_dim: int = HEAD_DIM) -> None:
-    """Launch for a chunk whose tiles are shared by programs, and for a long one."""
-    from penstock.kernels.attention.triton_prefill import PartialResults, prefill_attention
+    """Launch for a step whose tiles are cut, and for one with many tiles."""
+    from penstock.kernels.attention.triton_prefill import PrefillAttention
 
-    for num_tokens in (256, 4096) if block_size == 128 else (256,):
-        q = numbers(num_tokens, 32, head_dim)
-        prefill_attention(
-            q,
-            cache_of(block_size, 8, is_fp8, head_dim),
-            tiles=ints(64, 2),
-            tile_size=tile_size,
-            cu_seqlens_q=ints(5),
-            context_lens=ints(4),
-            block_tables=ints(4, 64),
-            scale=0.1,
-            out=torch.empty_like(q),
-            partial_results=PartialResults.allocate(head_dim, "meta", 264),
-        )
+    attention = PrefillAttention(32, head_dim, block_size, "meta", is_fp8=is_fp8, num_programs=264)
+    for num_tiles in (64, 300) if block_size == 128 else (64,):
+        batch = prefill_batch(num_tiles, tile_size)
+        attention.plan(batch)
+        q = numbers(256, 32, head_dim)
+        cache = cache_of(block_size, 8, is_fp8, head_dim)
+        attention(q, cache, batch, 0.1, torch.empty_like(q))
+
+
+def prefill_batch(num_tiles: int, tile_size: int) -> ForwardBatch:
+    """Return what prefill attention reads of a step's four rows."""
+    shape = BatchShape(4, 256, 0, num_tiles, tile_size, 256, 4096)
+    others = dict.fromkeys(ForwardBatch._fields[1:-1], ints(4))
+    tensors = {"cu_seqlens_q": ints(5), "tiles": ints(num_tiles, 2), "block_tables": ints(4, 64)}
+    return ForwardBatch(shape, **(others | tensors))
 
 
 def _rope(is_fp8: bool) -> None:
@@ -248,7 +250,6 @@ def _elementwise() -> None:
 
 def _recurrent() -> None:
     """Launch the gated delta rule of Qwen3.5-27B and its norm, in decode and in mixed steps."""
-    from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
     from penstock.kernels.layouts.states import StateStep
     from penstock.kernels.recurrent.triton_delta_rule import gated_delta_rule
     from penstock.kernels.recurrent.triton_gated_norm import gated_rms_norm
@@ -273,7 +274,6 @@ def _recurrent() -> None:
 
 def _others() -> None:
     """Launch the kernels that read no activations."""
-    from penstock.kernels.layouts.forward_batch import BatchShape
     from penstock.kernels.layouts.step import make_slots, make_step_buffers
     from penstock.kernels.sampling.triton_sampling import sample
     from penstock.kernels.step.triton_apply_plan import apply_plan

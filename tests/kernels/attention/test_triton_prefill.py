@@ -1,15 +1,19 @@
 """Attention of prefill chunks, against the torch reference."""
 
+import heapq
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.attention.backends import attend
+from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from tests.kernels.conftest import by_turns, in_8_bits, numbers_of, on, on_gpu, paged_cache
-from tests.search import in_long
+from tests.search import in_long, scaled
 
 gpu = pytest.importorskip("penstock.kernels.attention.triton_prefill")
 
@@ -29,9 +33,7 @@ class Case(NamedTuple):
     context_lens: Tensor
     block_tables: Tensor
 
-    def run(
-        self, device: str, tile_size: int = 64, tuning: object = None, partial_results: Any = None
-    ) -> Tensor:
+    def run(self, device: str, tile_size: int = 64, tuning: object = None) -> Tensor:
         """Return the kernel's output, which was NaN before."""
         out = torch.full_like(self.q, torch.nan, device=device)
         gpu.prefill_attention(
@@ -45,9 +47,26 @@ class Case(NamedTuple):
             scale=self.scale,
             out=out,
             tuning=tuning,
-            partial_results=partial_results,
         )
         return out.cpu()
+
+    def run_items(self, device: str, tile_size: int, attention: Any) -> Tensor:
+        """Return the output of a `PrefillAttention`."""
+        out = torch.full_like(self.q, torch.nan, device=device)
+        batch = self.batch(device, tile_size)
+        attention.plan(batch)
+        attention(self.q.to(device), on(device, self.kv_cache), batch, self.scale, out)
+        return out.cpu()
+
+    def batch(self, device: str, tile_size: int) -> ForwardBatch:
+        """Return the step as far as attention reads it."""
+        tiles = self.tiles(tile_size).to(device)
+        num_rows, most = len(self.context_lens), int(self.context_lens.max())
+        shape = BatchShape(num_rows, len(self.q), 0, len(tiles), tile_size, most, most)
+        names = "cu_seqlens_q", "context_lens", "block_tables"
+        used = {name: getattr(self, name).to(device) for name in names}
+        others = dict.fromkeys(ForwardBatch._fields[1:-1], tiles)
+        return ForwardBatch(shape, **(others | used | {"tiles": tiles}))
 
     def tiles(self, tile_size: int) -> Tensor:
         """In any order, some of them padding."""
@@ -159,33 +178,115 @@ def test_8_bits(
 @pytest.mark.slow
 @pytest.mark.usefixtures("e4m3")
 @by_turns(
-    "heads, head_dim, block_size, is_fp8, num_programs",
-    ((2, 1), 64, 64, False, 80),
-    ((2, 2), 32, 48, True, 60),
-    ((1, 1), 64, 16, False, 40),
-    in_long((4, 2), 64, 64, False, 400),
-    on_gpu((32, 8), 128, 128, False, 2000),
-    on_gpu((24, 4), 256, 128, False, 1000),
-    on_gpu((32, 8), 128, 128, True, 2000),
+    "heads, head_dim, block_size, is_fp8, num_programs, tile_size",
+    ((2, 1), 64, 64, False, 40, 64),
+    ((2, 2), 32, 48, True, 30, 64),
+    ((1, 1), 64, 16, False, 40, 128),
+    ((4, 4), 32, 16, False, 1, 64),
+    in_long((4, 2), 64, 64, False, 100, 64),
+    on_gpu((32, 8), 128, 128, False, 0, 64),
+    on_gpu((32, 8), 128, 128, False, 2000, 128),
+    on_gpu((24, 4), 256, 128, False, 0, 128),
+    on_gpu((32, 8), 128, 128, True, 1000, 64),
 )
-def test_programs_that_share_the_keys_of_a_tile(
+def test_items_of_tiles(
     heads: tuple[int, int],
     head_dim: int,
     block_size: int,
     is_fp8: bool,
     num_programs: int,
+    tile_size: int,
     device: str,
     dtype: torch.dtype,
 ) -> None:
     case = random_case(LONG, heads, head_dim, block_size, dtype)
     if is_fp8:
         case = case._replace(kv_cache=in_8_bits(case.kv_cache))
-    partial_results = gpu.PartialResults.allocate(head_dim, device, num_programs)
-    partial_results.sums.fill_(torch.nan)
+    attention = gpu.PrefillAttention(
+        heads[0], head_dim, block_size, device, is_fp8=is_fp8, num_programs=num_programs
+    )
+    attention._sums.fill_(torch.nan)
     for _ in range(2):  # the first launch leaves the memory as the second needs it
-        assert_right(case, case.run(device, partial_results=partial_results))
-    assert not partial_results.arrived.any()
-    assert partial_results.sums.isfinite().any()  # they were used
+        assert_right(case, case.run_items(device, tile_size, attention))
+    assert not attention._arrived.any()
+    assert attention._sums.isfinite().any() == (num_programs != 1)  # they were used
+
+
+@pytest.mark.slow
+@settings(max_examples=scaled(40), deadline=None)
+@given(
+    parts=st.lists(
+        st.tuples(st.integers(1, 200), st.sampled_from([0, 0, 63, 500, 3000, 60_000])),
+        min_size=1,
+        max_size=12,
+    ),
+    num_programs=st.sampled_from([1, 7, 64, 100, 396]),
+    tile_size=st.sampled_from([64, 128]),
+    num_heads=st.sampled_from([1, 5, 32]),
+)
+def test_items_share_all_keys_of_all_tiles(
+    parts: list[tuple[int, int]], num_programs: int, tile_size: int, num_heads: int
+) -> None:
+    """And take no longer than whole tiles, if programs start in the order of the items."""
+    parts = [(count, before + count) for count, before in parts]
+    case = random_case(parts, (1, 1), 16, 128, torch.float32)
+    attention = gpu.PrefillAttention(num_heads, 16, 128, "cpu", num_programs=num_programs)
+    attention.plan(batch := case.batch("cpu", tile_size))
+    items = attention._items_of(batch.shape.num_tiles, tile_size)
+    rows = [Item(*row) for row in items.items[: items.number].tolist() if row[0] >= 0]
+    key_tile = gpu.default_tuning(tile_size, 128, 16).block_n
+    found: dict[tuple[int, int, int, int], list[Item]] = {}
+    for item in rows:
+        found.setdefault(item[:4], []).append(item)
+    expected = {}
+    for row, (count, length) in enumerate(parts):
+        for first in range(0, count, tile_size):
+            token = int(case.cu_seqlens_q[row]) + first
+            number, position = min(tile_size, count - first), length - count + first
+            expected[row, token, number, position] = (position + 1) // key_tile * key_tile
+    assert found.keys() == expected.keys()
+    used: set[int] = set()
+    for tile, several in found.items():
+        several.sort(key=lambda item: item.first_key)
+        keys = [0, *(item.last_key for item in several)]
+        assert [item.first_key for item in several] == keys[:-1]
+        assert keys[-1] == expected[tile]
+        assert [item.split for item in several] == list(range(len(several)))
+        assert {item.num_splits for item in several} == {len(several)}
+        if len(several) > 1:
+            assert min(item.last_key - item.first_key for item in several) > 0
+            places = set(range(several[0].place, several[0].place + len(several)))
+            assert not places & used
+            used |= places
+    assert max(used, default=-1) < 2 * attention._num_more(tile_size)
+    whole = sorted(expected.values(), reverse=True)
+    cut = [item.last_key - item.first_key for item in rows]
+    slack = gpu.OVERHEAD.value + gpu.MERGE.value
+    times = (makespan(keys, num_heads, num_programs) for keys in (cut, whole))
+    assert next(times) <= next(times) + slack
+
+
+class Item(NamedTuple):
+    """A row of `Items.items`."""
+
+    row: int
+    token: int
+    count: int
+    position: int
+    first_key: int
+    last_key: int
+    place: int
+    num_splits: int
+    split: int
+
+
+def makespan(keys: list[int], num_heads: int, num_programs: int) -> int:
+    """Return the keys of the program that ends last; programs start in this order."""
+    ends = [0] * num_programs
+    for number in keys:
+        for _ in range(num_heads):
+            heapq.heapreplace(ends, ends[0] + number + gpu.OVERHEAD.value)
+    return max(ends)
 
 
 @pytest.mark.slow

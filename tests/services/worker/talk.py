@@ -55,6 +55,7 @@ class FakeRunner:
     memory_id = 7
     progress = 0
     step_sizes = 64, 128
+    tile_sizes = 16, 32
     offload = states = None
 
     def __init__(self) -> None:
@@ -145,6 +146,7 @@ def hello(*fields: Any, epoch: int = -1, num_plans_before: int = 0) -> WorkerSta
     state.epoch, state.num_plans_before = epoch, num_plans_before
     state.memory_id = FakeRunner.memory_id if state.num_blocks else 0
     state.step_sizes = [*FakeRunner.step_sizes] if state.num_blocks else []
+    state.tile_sizes = [*FakeRunner.tile_sizes] if state.num_blocks else []
     return state
 
 

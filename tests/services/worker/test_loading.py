@@ -281,6 +281,8 @@ def test_graphs_that_prefill_are_for_what_a_host_launches_too_slowly() -> None:
     assert {one.num_tokens for one in large} == sizes
     assert {one.num_rows for one in large if one.num_tokens == 256} == {16, 64, 256}
     assert {one.num_rows for one in large if one.num_tokens == 64} == {16, 64}
+    assert {one.tile_size for one in large if one.num_tokens == 64} == {64}
+    assert {one.tile_size for one in large if one.num_tokens == 128} == {64, 128}
     assert max(one.num_tokens for one in prefill_shapes(8, 8192, 600_000_000, 1000)) == 4096
     assert max(one.num_tokens for one in prefill_shapes(8, 300, 600_000_000, 1000)) == 256
     assert len(set(large)) == len(large)
@@ -295,6 +297,7 @@ def test_graphs_that_prefill_are_for_what_a_host_launches_too_slowly() -> None:
         (BatchShape(1, 3, 0, 1, 64, 3, 9), (16, 64)),
         (BatchShape(17, 64, 16, 1, 64, 48, 99), (30, 64)),
         (BatchShape(17, 65, 16, 1, 64, 49, 99), (30, 128)),
+        (BatchShape(17, 144, 16, 1, 128, 128, 199), (30, 192)),
         (BatchShape(30, 300, 0, 30, 64, 10, 10), None),
         (BatchShape(1, 513, 0, 9, 64, 513, 513), None),
     ],
@@ -305,6 +308,7 @@ def test_a_step_takes_the_smallest_graph_that_it_fits(
     shapes = decode_shapes(30, 1000) + prefill_shapes(30, 600, 600_000_000, 1000)
     chosen = choose(sorted(shapes, key=order), step)
     assert (chosen and chosen[:2]) == rows_tokens
+    assert chosen is None or chosen.tile_size == step.tile_size
 
 
 @pytest.mark.parametrize(("max_tokens", "max_seqs"), [(64, 8), (10, 64), (100, 7)])

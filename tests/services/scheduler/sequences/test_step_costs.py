@@ -142,6 +142,24 @@ def test_keys_take_time_in_a_padded_step() -> None:
     assert max(shape.num_tokens for shape in shapes) < 64 - 4
 
 
+def test_a_chunk_fills_tiles_whose_keys_take_the_time() -> None:
+    """65 tokens would take as long as 128."""
+    costs = StepCosts(0.02)
+    costs.sizes, costs.tiles = [*SIZES], [64, 128]
+    machine = Machine(0.05, 0.002, 1.5e-6, 0.005, sizes=SIZES)
+    found = []
+    for begin in (10_000, 20_000, 40_000, 80_000):
+        learn(costs, machine, 100, begin=begin)
+        shape = prefill(costs, machine, begin)
+        found.append(shape.num_tokens)
+        assert machine.seconds(shape) <= 0.02 or shape.num_tokens == 64
+    assert found == [640, 384, 128, 64]
+    costs.begin(shape := StepShape(), 4, 4)
+    shape.add_chunk(1000, 1065, False)
+    shape.add_chunk(1000, 1200, False)
+    assert shape.num_keys == 128 * 1064 + 256 * 1128
+
+
 def test_longer_steps_than_the_largest_size_are_not_padded() -> None:
     machine = Machine(0.05, 0.02, 0, 0.005, sizes=SIZES)
     costs = StepCosts(0.1)
