@@ -109,6 +109,8 @@ class FolderReport(Struct, array_like=True, tag=True):
     fetched: list[bytes] = []  # files that were read into their host slots
     failed: list[bytes] = []  # files that were requested, but are missing or wrong
     unwritten: list[bytes] = []  # files that were to be written, but are not there
+    # all files that a FolderRequest asked to list were reported, or others are not worth the wait
+    is_listed: bool = False
 
 
 class CompileGrammars(Struct, array_like=True, tag=True):

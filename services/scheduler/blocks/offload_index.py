@@ -40,9 +40,15 @@ class FolderIndex:
         self._reading: dict[bytes, _Reading] = {}
         # files that are being written: hash → bit mask of ranks that have reported
         self._writing: dict[bytes, int] = {}
+        self._unlisted = self._all_ranks  # bit mask of ranks that have not listed their files
 
     def __contains__(self, hash_: bytes) -> bool:
         return self._ranks.get(hash_) == self._all_ranks
+
+    @property
+    def is_listed(self) -> bool:
+        """True if all ranks have listed their files."""
+        return not self._unlisted
 
     @property
     def slots(self) -> list[int]:
@@ -82,6 +88,7 @@ class FolderIndex:
     def on_report(self, report: FolderReport) -> Iterator[tuple[bytes, int, bool]]:
         """Record a report. Yield (hash, slot, success) of each file that all ranks have read."""
         bit = 1 << report.rank
+        self._unlisted &= ~(bit * report.is_listed)
         for hash_ in report.added:
             self._ranks[hash_] = self._ranks.get(hash_, 0) | bit
         self._on_written(bit, (*report.added, *report.unwritten))
@@ -192,6 +199,11 @@ class OffloadIndex:
             if self.fetch(hashes):
                 return None
         return found
+
+    @property
+    def awaits_list(self) -> bool:
+        """True if new workers have not listed their files yet."""
+        return self.folder is not None and not self.folder.is_listed
 
     def is_awaited(self, hash_: bytes) -> bool:
         """Return whether a sequence that needs this block must wait for its copy or its file."""

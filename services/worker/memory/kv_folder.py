@@ -7,6 +7,7 @@ a block that can't be written is skipped, and a disk that is too slow is not rea
 
 import errno
 import logging
+import math
 import os
 import stat
 import tempfile
@@ -174,6 +175,7 @@ def _open_own(path: str, flags: int) -> int:
 
 log = logging.getLogger(__name__)
 MAX_FETCH_SECONDS = 2.0  # time limit for reading all files of a request
+MAX_LIST_SECONDS = 2.0  # for which requests wait for the list of the files
 NUM_WRITERS = 2
 MAX_REPORTED = 10_000  # maximum number of added files in a message
 Wait = Callable[[], object]  # waits until the copies that use a slot have ended
@@ -215,6 +217,8 @@ class KvFolder:
         self._doomed: set[bytes] = set()
         self._news = FolderReport(-1, -1)  # the next report
         self._is_listed = False
+        self._owes_list = False  # True until a report has ended the list that a request asked for
+        self._list_deadline = math.inf  # of `time.monotonic`; a report then ends the list
         # kinds of errors that were logged: each kind is logged once
         self._logged: set[tuple[type, int | None]] = set()
         self.reads = True
@@ -225,6 +229,7 @@ class KvFolder:
 
     def start(self) -> None:
         """Start the threads. The first thread lists the files."""
+        self._list_deadline = time.monotonic() + MAX_LIST_SECONDS
         self._start(self._list)
         for _ in range(NUM_WRITERS):
             self._start(self._write_all)
@@ -272,11 +277,14 @@ class KvFolder:
         with self._lock:
             self._cancel()
             self._news = FolderReport(-1, -1, added=list(self._files))
+            self._owes_list = True
             self.notify()
 
     def check_time(self) -> None:
-        """Stop reading for good if the disk is too slow."""
+        """Stop reading for good if the disk is too slow. End a list that takes too long."""
         with self._lock:
+            if self._owes_list and self._ends_list:
+                self.notify()
             if self._pending and self._deadline < time.monotonic():
                 self._news.failed += self._pending
                 self._cancel()
@@ -292,8 +300,15 @@ class KvFolder:
         with self._lock:
             report, later = self._news, self._news.added[MAX_REPORTED:]
             self._news = FolderReport(-1, -1, added=later)
+            report.is_listed = self._owes_list and self._ends_list and not later
+            self._owes_list &= not report.is_listed
         del report.added[MAX_REPORTED:]
         return None if report == FolderReport(-1, -1) else report
+
+    @property
+    def _ends_list(self) -> bool:
+        """True if all files are listed, or if requests have waited long enough for that."""
+        return self._is_listed or time.monotonic() >= self._list_deadline
 
     def _cancel(self) -> None:
         """Cancel reads, and wait until no thread writes to a slot. The caller holds the lock."""

@@ -120,7 +120,7 @@ class ReferenceHost:
         request = self.requests.popleft() if self.requests else FolderRequest(scheduler.epoch)
         assert request.epoch == scheduler.epoch
         added = list(self.files) if request.lists else self._added
-        report = FolderReport(scheduler.epoch, 0, added)
+        report = FolderReport(scheduler.epoch, 0, added, is_listed=request.lists)
         self._added = []
         for hash_ in request.removed:
             self.files.pop(hash_, None)

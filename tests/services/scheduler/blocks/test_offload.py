@@ -277,12 +277,30 @@ def test_a_prefix_comes_from_files_after_everything_was_lost() -> None:
     sim.worker.host.files = files
     assert offload_of(sim).num_blocks == 0
     sim.send()
-    sim.answer()
     again = sim.add(long_prompt(17), max_tokens=2)
+    assert sim.send() is None, "it waits for the list of the files"
+    sim.answer()
     assert sim.send() is None, "it waits for its files"
     assert sim.answer()
     sim.run()
     assert (again.num_cached_tokens, offload_of(sim).num_fetched) == (16, 4)
+
+
+def test_all_ranks_list_their_files_for_each_worker_group() -> None:
+    index = make_index(2)
+    assert not index.awaits_list
+    for epoch in (1, 2):
+        index.use_folder(FolderIndex(epoch, num_ranks=2))
+        for report in (
+            FolderReport(epoch, 0, added=[A]),
+            FolderReport(epoch, 0, is_listed=True),
+            FolderReport(epoch, 0, added=[B]),
+            FolderReport(epoch - 1, 1, is_listed=True),
+        ):
+            index.on_report(report)
+            assert index.awaits_list
+        index.on_report(FolderReport(epoch, 1, added=[A], is_listed=True))
+        assert not index.awaits_list
 
 
 def test_damaged_files_are_computed_again() -> None:

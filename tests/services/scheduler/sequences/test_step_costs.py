@@ -294,11 +294,15 @@ def test_more_work_never_leaves_more_time(
     begin=st.sampled_from([0, 1000, 50_000]),
 )
 def test_what_was_learned_fits_the_machine(machine: Machine, target: float, begin: int) -> None:
-    """Chunks at one position take the share of the target, or are as short or long as can be."""
+    """Chunks at one position take the share of the target, or are as short or long as can be.
+
+    With padding, one in four may try a size that takes longer.
+    """
     costs = StepCosts(target)
     costs.sizes = [*machine.sizes]
     learn(costs, machine, 150, begin)
-    shape = prefill(costs, machine, begin)
-    if 2 * LEAST_TOKENS < shape.num_tokens < MOST:
+    shapes = [prefill(costs, machine, begin) for _ in range(20 if machine.sizes else 1)]
+    chosen = sorted(shapes, key=machine.seconds)[3 * len(shapes) // 4]
+    if 2 * LEAST_TOKENS < chosen.num_tokens < MOST:
         least = 0.0 if machine.sizes else 0.6
-        assert least * SHARE * target <= machine.seconds(shape) <= 1.2 * SHARE * target
+        assert least * SHARE * target <= machine.seconds(chosen) <= 1.2 * SHARE * target

@@ -2,10 +2,12 @@
 
 import resource
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from penstock.protocol.messages.worker import FolderReport
 from penstock.services.worker.memory import kv_folder
 from tests.services.worker.memory.folder_tier import SLOT_BYTES, A, B, C, Tier, files, stored
 
@@ -116,6 +118,39 @@ def test_a_file_that_is_still_to_be_removed_is_not_read_or_kept(
     tier.fetch(B, 1)
     tier.wait_for("fetched", B)
     assert tier.reports["added"].count(A) == 1
+
+
+def test_the_last_report_of_a_list_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_folder, "MAX_REPORTED", 2)
+    folder = stored(tmp_path, A, B, C).folder
+    assert folder.take_report() is None
+    folder.restart()
+    reports = [folder.take_report() for _ in range(3)]
+    found = [report and (len(report.added), report.is_listed) for report in reports]
+    assert found == [(2, False), (1, True), None]
+    empty = Tier(tmp_path / "empty").folder
+    empty.restart()
+    assert empty.take_report() == FolderReport(-1, -1, is_listed=True)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_list_ends_when_it_is_whole_or_takes_too_long(
+    is_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_folder, "MAX_LIST_SECONDS", 0.0 if is_late else 3600.0)
+    folder = stored(tmp_path, A).folder
+    folder._is_listed = False  # as if the disk had not answered yet
+    folder._files.clear()
+    folder.restart()
+    notes: list[str] = []
+    folder.notify = partial(notes.append, "a report")
+    folder.check_time()
+    report = folder.take_report()
+    assert (bool(notes), report and report.is_listed) == (is_late, is_late or None)
+    folder._list()
+    listed = folder.take_report()
+    assert listed
+    assert (listed.added, listed.is_listed) == ([A], not is_late)
 
 
 def test_a_disk_that_does_not_answer_is_given_up(
