@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from penstock.protocol.client.client import Client
 from tests.models.hybrid import save_hybrid
 from tests.models.toy.test_state import plain
 from tests.pipeline.conftest import Pipeline
@@ -25,11 +24,6 @@ SAMPLING = {"temperature": 0.0, "max_tokens": NUM_OUT, "ignore_eos": True}
 def start(pipeline: Callable[..., Pipeline], folder: Path, files: Path) -> Pipeline:
     options = ["--block-size", "16", "--kv-offload-gib", "0.1", "--kv-offload-folder", str(files)]
     return pipeline("--model", str(folder), *options)
-
-
-def num_files(client: Client) -> int:
-    status = client.status(fresh=True).scheduler
-    return status.num_files if status else 0
 
 
 def stop(served: Pipeline) -> None:
@@ -59,8 +53,6 @@ def test_the_next_turn_after_a_stop_begins_at_the_last_checkpoint(
     served = start(pipeline, folder, files)
     token_ids += [random.randrange(1, 264) for _ in range(50)]
     with served.client() as client:
-        while not num_files(client):
-            continue
         result = client.generate(token_ids, **SAMPLING)
     assert result.usage.cached_tokens == (len(prompts[-1]) - 1) // UNIT * UNIT
     assert [result.token_ids] == plain(folder, [token_ids], NUM_OUT)
