@@ -40,7 +40,7 @@ from penstock.services.scheduler.sequence import Sequence, Status, count_death
 from penstock.services.scheduler.step_costs import StepCosts
 from penstock.services.scheduler.waiting_queue import WaitingQueue
 
-NUM_TURNS = 3  # of prompts, where steps have too little time
+NUM_TURNS = 8  # of prompts, where steps have too little time
 NO_GROUP = -1  # the epoch while there is no worker group
 
 

@@ -80,12 +80,12 @@ def test_rows_of_logits_are_bounded(target: int) -> None:
 
 def test_short_prompts_do_not_wait_for_a_long_one() -> None:
     """Nor for two; both long ones get on, and end."""
-    sim = timed(target_itl_ms=200)
+    sim = timed(target_itl_ms=100)
     stream = learn(sim)
-    longs = [sim.add(long_prompt(1500, 1 + 4000 * n), max_tokens=1) for n in range(2)]
+    longs = [sim.add(long_prompt(1900, 1 + 4000 * n), max_tokens=1) for n in range(2)]
     for _ in range(NUM_TURNS):  # they are new themselves
         sim.step()
-    for number in range(5):
+    for number in range(2):
         planned = [sequence.num_planned_tokens for sequence in longs]
         short = sim.add(long_prompt(12, 10_000 + 100 * number), max_tokens=1)
         for _ in range(NUM_TURNS):
@@ -110,7 +110,7 @@ def test_turns_are_for_the_first_then_for_those_that_have_begun_then_for_new_one
         for n, number in enumerate((1500, 1400, 700))
     )
     found = []
-    for number in range(9):
+    for number in range(2 * NUM_TURNS):
         new = sim.add(long_prompt(300, 20_000 + 400 * number), max_tokens=1)
         before = {one: one.num_planned_tokens for one in (first, second, third, new)}
         turn = sim.scheduler.num_steps % NUM_TURNS
@@ -118,7 +118,7 @@ def test_turns_are_for_the_first_then_for_those_that_have_begun_then_for_new_one
         most = max(before, key=lambda one: one.num_planned_tokens - before[one])
         found.append((turn, (first, second, third, new).index(most)))
         sim.finish(new, "abort")
-    assert dict(found[3:]) == {0: 0, 1: 2, 2: 3}
+    assert dict(found[3:]) == {0: 0, 1: 2, **dict.fromkeys(range(2, NUM_TURNS), 3)}
     sim.finish(stream, "abort")
     sim.run()
 
@@ -132,7 +132,7 @@ def test_a_long_prompt_ends_whatever_else_comes() -> None:
         sim.add(long_prompt(300, 5000 + 400 * num_steps), max_tokens=1)
         sim.step()
         num_steps += 1
-    assert num_steps < 40
+    assert num_steps < 6 * NUM_TURNS
     sim.finish(stream, "abort")
 
 
@@ -145,12 +145,12 @@ def test_without_time_for_two_chunks_prompts_take_turns(target: int) -> None:
     for number in range(5):
         before = len(sim.shapes), longs[0].num_planned_tokens
         short = sim.add(long_prompt(12, 5000 + 100 * number), max_tokens=1)
-        for _ in range(8):
+        for _ in range(NUM_TURNS):
             sim.step()
         assert len(short.token_ids) == 13
         tokens = [shape.num_tokens for shape in sim.shapes[before[0] :]]
         assert LEAST_TOKENS <= min(tokens) <= sorted(tokens)[4] < 2 * LEAST_TOKENS
-        assert longs[0].num_planned_tokens >= before[1] + 2 * LEAST_TOKENS
+        assert longs[0].num_planned_tokens >= before[1] + LEAST_TOKENS
     while not longs[2].finish_reason:
         sim.step()
     sim.finish(stream, "abort")
