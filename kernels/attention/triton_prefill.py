@@ -29,7 +29,7 @@ from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
 
 MIN_HEAD_DIM = 16
 BARRIER_BYTES = 2048  # at most
-MAX_TILES = 256  # tiles of a step with more are not cut
+MAX_TILES = 128  # a power of two; tiles of a step with more are not cut
 LEAST_KEYS = 512  # of an item, unless its tile has fewer
 WAVES = 2  # of programs that run at the same time, beyond those that whole tiles need
 # row, first token in the step, number of tokens, position of the first one, keys [first, last) that
@@ -190,7 +190,7 @@ class PrefillAttention:
         plan_prefill_kernel[(1,)](
             batch.tiles, batch.cu_seqlens_q, batch.context_lens, items.items, num_tiles,
             items.number, self._num_programs[tile_size], self._num_heads, tile_size,
-            tuning.block_n, LEAST_KEYS, WAVES, max(16, triton.next_power_of_2(num_tiles)), **LAUNCH,
+            tuning.block_n, LEAST_KEYS, WAVES, MAX_TILES, **LAUNCH,
         )  # fmt: skip
 
     def __call__(
