@@ -49,7 +49,8 @@ class Deterministic(NamedTuple):
 
     multiply: Callable[..., Tensor]  # like `penstock.kernels.linear.small_m_gemm.multiply`
     decode: Callable[..., Any]  # makes a `penstock.kernels.attention.triton_decode.DecodeAttention`
-    prefill: Callable[..., None]  # like `penstock.kernels.attention.backends.TritonPrefill`
+    # like `penstock.kernels.attention.triton_prefill.PrefillAttention`
+    prefill: Callable[..., None]
 
 
 class BackEnds:

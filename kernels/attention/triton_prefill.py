@@ -293,7 +293,7 @@ def plan_prefill_kernel(
     waves = tl.maximum(tl.cdiv(tl.sum((row >= 0).to(tl.int32)) * num_heads, num_programs), 1)
     order, least_time = _cut(lengths, full, tl.max(lengths), num_heads, num_programs, BLOCK_N)
     for more in range(WAVES):
-        limit = (waves + more) * num_programs // num_heads
+        limit = tl.maximum((waves + more) * num_programs // num_heads, 1)
         most = shortest_split(lengths, limit, LEAST // BLOCK_N)
         other, time = _cut(lengths, full, most, num_heads, num_programs, BLOCK_N)
         order = tl.where(time < least_time, other, order)

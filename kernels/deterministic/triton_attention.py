@@ -382,7 +382,7 @@ def fixed_split_prefill(
 ) -> None:
     """Compute the attention of prefilling rows with fixed splits.
 
-    The arguments are those of `penstock.kernels.attention.backends.TritonPrefill`.
+    The arguments are those of `penstock.kernels.attention.triton_prefill.PrefillAttention`.
     """
     tiles, tile_size, tables = batch.tiles, batch.shape.tile_size, batch.block_tables
     _, num_heads, head_dim = q.shape

@@ -7,14 +7,16 @@ from torch import Tensor
 from penstock.kernels.layouts.states import StateStep
 
 SMALL_TILE, LARGE_TILE = 64, 128
+MANY_TOKENS = 512  # steps with more have large tiles
 
 
-def tile_size(num_tokens: int, num_chunks: int) -> int:
-    """Return the number of tokens in one program of the attention: chunks should fill their tiles.
+def tile_size(num_tokens: int, num_decode: int, num_chunks: int) -> int:
+    """Return the number of tokens of a prefill chunk in one program of the attention.
 
-    num_tokens: of all prefill chunks of the step. (H200)
+    Chunks should fill their tiles. num_tokens: of the step. num_decode: decoding rows. (H200)
     """
-    return SMALL_TILE if num_tokens < LARGE_TILE * max(num_chunks, 1) else LARGE_TILE
+    is_short = num_tokens - num_decode < LARGE_TILE * max(num_chunks, 1)
+    return SMALL_TILE if is_short and num_tokens <= MANY_TOKENS else LARGE_TILE
 
 
 class BatchShape(NamedTuple):

@@ -20,7 +20,8 @@ SCALES = 1.0, 256.0, 256.0 * 4096, 64.0
 RISE, FALL = 1 / 2, 1 / 8  # weight of a step that is slower or faster than expected
 MAX_RATIO = 4  # to the expected seconds: a step that was late, as of a paused machine, counts less
 FIRST_TOKENS = 64  # of the first chunks; later ones have up to twice the tokens of any before
-LEAST_TOKENS = 16  # that a step may always have, even if it takes longer than it should
+# that a step may always have, even if it takes longer than it should; a tile if that is more
+LEAST_TOKENS = 16
 # Without a target, a step may take TIMES times the seconds that decoding alone takes: with shorter
 # chunks more than 1/32 of the machine's time would be lost. Over MAX_SECONDS, MIN_TIMES are enough.
 TIMES, MAX_SECONDS, MIN_TIMES = 32, 1.0, 8
@@ -93,8 +94,12 @@ class StepCosts:
         most = min(self._fitting(shape, begin, has_logits), self._most_tokens - shape.num_tokens)
         if has_logits:
             most = min(most, self._most_logits - shape.num_logits)
-        least = max(self.least_tokens, _tile(1, self.tiles))
-        return max(most, least - shape.num_tokens, 0)
+        return max(most, self._least - shape.num_tokens, 0)
+
+    @property
+    def _least(self) -> int:
+        """Tokens that a step may always have. On a GPU fewer take as long as a tile."""
+        return max(self.least_tokens, *self.tiles[:1], 1)
 
     def _fitting(self, shape: StepShape, begin: int, has_logits: bool) -> int:
         """Return the largest n for which the costs of n tokens are at most the seconds left."""
@@ -135,7 +140,7 @@ class StepCosts:
         self.is_timed = True
         size = shape.num_decoding.bit_length()  # 0: a plan that only brings copies, or only chunks
         # a step with chunks takes no less than one without: the mean is that of a slower time
-        is_first = not self._decoding and shape.num_tokens <= self.least_tokens
+        is_first = not self._decoding and shape.num_tokens <= self._least
         known = self._decode_seconds(shape.num_decoding)
         if size and (not shape.num_tokens or is_first or seconds < known):
             before = self._decoding.get(size, seconds)
@@ -173,8 +178,8 @@ class StepCosts:
 
 
 def _tile(number: int, tiles: Sequence[int]) -> int:
-    """Return the tokens of the tiles of a chunk of this number of tokens."""
-    return tiles[max(bisect_right(tiles, number) - 1, 0)] if tiles else 1
+    """Return the tokens of the tiles of a chunk of this number of tokens; one is not padded."""
+    return tiles[max(bisect_right(tiles, number) - 1, 0)] if tiles and number > 1 else 1
 
 
 def _number(each: float, key: float, left: float, tiles: Sequence[int] = ()) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.layouts.forward_batch import LARGE_TILE, SMALL_TILE, BatchShape
+from penstock.kernels.layouts.forward_batch import LARGE_TILE, MANY_TOKENS, SMALL_TILE, BatchShape
 from penstock.kernels.layouts.step import APPENDED, HEADER, PARAMETERS, ROW
 from penstock.models.layers import MoE
 from penstock.models.model import Model
@@ -79,9 +79,15 @@ def prefill_shapes(
     return [
         _prefill_shape(*size, tile, max_seqlen_k)
         for size in sizes
-        for tile in (SMALL_TILE, LARGE_TILE)
-        if tile <= size[1]
+        for tile in tile_sizes(*size, max_num_seqs)
     ]
+
+
+def tile_sizes(num_rows: int, num_tokens: int, max_num_seqs: int) -> list[int]:
+    """Return the tiles of graphs of a size. Large tiles have graphs of few sizes."""
+    small = [SMALL_TILE] if num_tokens <= MANY_TOKENS else []
+    is_large = num_tokens >= LARGE_TILE and num_rows > min(PREFILL_ROWS[0], max_num_seqs - 1)
+    return small + [LARGE_TILE] * is_large
 
 
 def _prefill_shape(num_rows: int, num_tokens: int, tile_size: int, max_seqlen_k: int) -> BatchShape:
@@ -89,7 +95,7 @@ def _prefill_shape(num_rows: int, num_tokens: int, tile_size: int, max_seqlen_k:
         num_rows,
         num_tokens,
         num_decode=num_rows,
-        num_tiles=num_tokens // tile_size + min(num_rows, SPARE_TILES),
+        num_tiles=num_tokens // SMALL_TILE + min(num_rows, SPARE_TILES),
         tile_size=tile_size,
         max_seqlen_q=num_tokens,
         max_seqlen_k=max_seqlen_k,

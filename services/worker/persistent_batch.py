@@ -123,7 +123,7 @@ class DecodingRows:
 def shape_of(counts: Integers, num_decode: int, max_seqlen_k: int) -> BatchShape:
     """Return the shape of a step from the number of tokens of each row."""
     longest, num_tokens = int(counts.max()), int(counts.sum())
-    size = tile_size(num_tokens - num_decode, len(counts) - num_decode)
+    size = tile_size(num_tokens, num_decode, len(counts) - num_decode)
     return BatchShape(
         num_rows=len(counts),
         num_tokens=num_tokens,

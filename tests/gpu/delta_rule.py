@@ -102,7 +102,7 @@ def decode_case(sizes: Sizes, num: int, tokens: int, accepted: int) -> Case:
 
 def prefill_case(sizes: Sizes, num: int, length: int) -> Case:
     """Return `num` whole prompts."""
-    size = tile_size(length, 1)
+    size = tile_size(length, 0, 1)
     tiles = [(row, first) for row in range(num) for first in range(length - size, -1, -size)]
     rows = torch.arange(num, device="cuda")
     state = state_of(sizes, num + 1)

@@ -77,7 +77,7 @@ def random_batch(num_seqs: int, length: int, block_size: int) -> PrefillBatch:
 
 def ours(batch: PrefillBatch) -> Callable[[], object]:
     """Return a call of the Triton kernel with its default tuning."""
-    size = tile_size(batch.length, 1)
+    size = tile_size(batch.length, 0, 1)
     firsts = range(-(-batch.length // size) * size - size, -1, -size)
     pairs = [(seq, first) for seq in range(len(batch.context_lens)) for first in firsts]
     return partial(

@@ -213,7 +213,8 @@ class BlockManager:
         tier, states = self.pool.offload, self.states
         full_blocks = sequence.full_blocks[: self._num_matchable(sequence)]
         hashes, num_seen = [hash_ for hash_, _ in full_blocks], len(cached)
-        if tier and tier.awaits_list and len(cached) < len(hashes):
+        may_restore = len(cached) < len(hashes) or (states and hashes)
+        if tier and tier.awaits_list and may_restore:
             return None
         for in_files in (not sequence.has_fetched, False):  # not all files may be available
             number = len(full_blocks)

@@ -157,7 +157,17 @@ def test_a_chunk_fills_tiles_whose_keys_take_the_time() -> None:
     costs.begin(shape := StepShape(), 4, 4)
     shape.add_chunk(1000, 1065, False)
     shape.add_chunk(1000, 1200, False)
-    assert shape.num_keys == 128 * 1064 + 256 * 1128
+    shape.add_chunk(70_000, 70_001, False)
+    assert shape.num_keys == 128 * 1064 + 256 * 1128 + 70_000
+
+
+def test_the_smallest_step_shows_how_long_decoding_takes() -> None:
+    """Also on a GPU, where it is a tile, and if prompts come without a pause from the start."""
+    for tiles in ([], [64, 128]):
+        costs, machine = StepCosts(), Machine(0.1, 0.02, 1e-6, 0.005, sizes=SIZES)
+        costs.sizes, costs.tiles, costs.is_timed = [*SIZES], tiles, True
+        found = [prefill(costs, machine).num_tokens for _ in range(12)]
+        assert max(found) > 1000
 
 
 def test_longer_steps_than_the_largest_size_are_not_padded() -> None:
