@@ -281,8 +281,8 @@ def test_graphs_that_prefill_are_for_what_a_host_launches_too_slowly() -> None:
     assert {one.num_tokens for one in large} == sizes
     assert {one.num_rows for one in large if one.num_tokens == 256} == {16, 64, 256}
     assert {one.num_rows for one in large if one.num_tokens == 64} == {16, 64}
-    assert {one.tile_size for one in large if one.num_tokens == 64} == {64}
-    assert {one.tile_size for one in large if one.num_tokens == 128} == {64, 128}
+    assert {shape.tile_size for shape in large if shape.num_tokens == 64} == {64}
+    assert {shape.tile_size for shape in large if shape.num_tokens == 128} == {64, 128}
     assert max(one.num_tokens for one in prefill_shapes(8, 8192, 600_000_000, 1000)) == 4096
     assert max(one.num_tokens for one in prefill_shapes(8, 300, 600_000_000, 1000)) == 256
     assert len(set(large)) == len(large)
