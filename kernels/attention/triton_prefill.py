@@ -51,14 +51,18 @@ class PrefillTuning(NamedTuple):
 def prefill_shared_bytes(
     tuning: PrefillTuning, tile_size: int, head_dim: int, device: Device, *, is_fp8: bool = False
 ) -> int:
-    """Return the bytes of shared memory: keys and values in flight, queries and weights."""
+    """Return the bytes of shared memory: keys and values in flight, queries and weights.
+
+    After them, the same memory holds the float32 result while its layout changes.
+    """
     key_bytes = head_dim + 4 if is_fp8 else 2 * head_dim
     in_flight = (tuning.num_stages - 1) * 2 * tuning.block_n * key_bytes
     if device.is_asynchronous:  # the operands of products in progress, and barriers
         return in_flight + (2 * tuning.block_n + tile_size) * 2 * head_dim + BARRIER_BYTES
     # in registers with large tiles, unless wide heads need those
     weights = tuning.block_n if tile_size <= SMALL_TILE or head_dim > 128 else 0
-    return in_flight + tile_size * 2 * (head_dim + weights)
+    result = tile_size * 4 * min(head_dim, 128)  # wide ones in parts
+    return max(in_flight + tile_size * 2 * (head_dim + weights), result)
 
 
 def fitting(
