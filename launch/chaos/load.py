@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import math
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -57,6 +59,25 @@ class Content(Struct):
         )
 
 
+class Answers(Struct):
+    """Answers of an undisturbed pipeline in a file, for runs with other options."""
+
+    requests: str  # digest of the requests
+    answers: list[Content]
+
+    @classmethod
+    def read(cls, file: Path, requests: str) -> "Answers":
+        """Read the answers to these requests. Raises LaunchError."""
+        wanted = "expected answers to the requests of these --mix, --distinct and --seed"
+        try:
+            answers = msgspec.msgpack.decode(file.read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise LaunchError(f"--answers: got {file}: {error}, {wanted}") from error
+        if answers.requests != requests:
+            raise LaunchError(f"--answers: got {file} with other requests, {wanted}")
+        return answers
+
+
 class Received(Struct):
     """Stream and reply that a client received for a request."""
 
@@ -99,7 +120,9 @@ def content_of(reply: GenerateReply) -> Content:
         "pooled": reply.pooled,
     }
     given = {name: part for name, part in parts.items() if part is not None}
-    return Content(given, (reply.finish_reason, reply.stop_reason))
+    return Content(
+        msgspec.to_builtins(given, builtin_types=(bytes,)), [reply.finish_reason, reply.stop_reason]
+    )
 
 
 def check(received: Received, expected: Content) -> Verdict:
@@ -223,7 +246,7 @@ def _add_message_event(data: Data, content: Content) -> None:
             for part in ("text", "thinking", "partial_json"):
                 content.extend(f"{index}.{part}", delta.get(part, ""))
         case {"type": "message_delta", "delta": delta}:
-            content.finish = delta["stop_reason"], delta["stop_sequence"]
+            content.finish = [delta["stop_reason"], delta["stop_sequence"]]
 
 
 def _whole(path: str, data: Data) -> Content:
@@ -236,7 +259,7 @@ def _whole(path: str, data: Data) -> Content:
             for part in ("text", "thinking", "name"):
                 content.extend(f"{index}.{part}", block.get(part, ""))
             content.extend(f"{index}.input", json.dumps(block.get("input", "")))
-        content.finish = data["stop_reason"], data["stop_sequence"]
+        content.finish = [data["stop_reason"], data["stop_sequence"]]
         return content
     for choice in data["choices"]:
         _add_choice(choice, choice["message"], content)
@@ -245,7 +268,7 @@ def _whole(path: str, data: Data) -> Content:
 
 def _response(data: Data) -> Content:
     """Return the content of a reply of the Responses API."""
-    content = Content(finish=(data["status"], data.get("incomplete_details")))
+    content = Content(finish=[data["status"], data.get("incomplete_details")])
     for index, item in enumerate(data["output"]):
         part = "reasoning" if item["type"] == "reasoning" else "text"
         for piece in item.get("content") or []:
@@ -313,8 +336,14 @@ class Load:
         self._is_ending = False
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def expected(self) -> list[Content]:
-        """Return the undisturbed answer to each request of the set. Raises LaunchError."""
+    async def expected(self, file: Path | None = None) -> list[Content]:
+        """Return the undisturbed answer to each request of the set. Raises LaunchError.
+
+        file: has the answers of another pipeline, with which the undisturbed ones are compared as
+        well. A missing file is written.
+        """
+        requests = hashlib.sha256(msgspec.msgpack.encode(self._calls)).hexdigest()
+        known = Answers.read(file, requests).answers if file and file.exists() else None
         numbers = iter(range(len(self._calls)))
         found: dict[int, Content] = {}
 
@@ -327,9 +356,14 @@ class Load:
                 found[number] = received.reply
 
         await asyncio.gather(*(ask() for _ in range(self._options.concurrency)))
-        self.done.clear()
         self.shortest = min(found, key=lambda number: found[number].num_tokens)
-        return [found[number] for number in sorted(found)]
+        if known:
+            return known
+        self.done.clear()
+        answers = [found[number] for number in sorted(found)]
+        if file:
+            file.write_bytes(msgspec.msgpack.encode(Answers(requests, answers)))
+        return answers
 
     def start(self) -> None:
         """Send requests drawn from the set; an ended request is replaced by another."""
@@ -371,7 +405,7 @@ class Load:
             while delta := answer.take_delta():
                 streamed.extend("tokens", delta.token_ids)
                 streamed.extend("text", delta.text)
-                streamed.extend("logprobs", delta.logprobs or [])
+                streamed.extend("logprobs", msgspec.to_builtins(delta.logprobs or []))
             if isinstance(answer.final, GenerateReply | ErrorReply):
                 flight.received.finish(answer.final)
             self._note(flight)

@@ -45,6 +45,10 @@ RUNNING = (
     "test this running pipeline instead of starting one. Start the pipeline with a large "
     "--max-deaths: it ends when one process dies that many times within 60 s (default: 5)"
 )
+ANSWERS = (
+    "compare with the answers in this file; a missing file is written, such as by a run with other "
+    "options of the pipeline"
+)
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 only read
 
 
@@ -65,6 +69,7 @@ def add_arguments(command: ArgumentParser) -> None:
         metavar="KIND",
         help=f"kinds of requests (default: plain; all, or any of {' '.join(MIX)})",
     )
+    command.add_argument("--answers", type=Path, metavar="FILE", help=ANSWERS)
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--name", default=SUPPRESS, help=RUNNING)
     own = [field for field in OPTIONS if field not in ("name", "endpoint")]
@@ -87,7 +92,7 @@ def chaos(
     given = given_options(arguments, Config)
     defaults = OWN_DEFAULTS | ({"http": 1, "http_port": free_port()} if HTTP_KINDS & {*mix} else {})
     with target(given, "chaos", defaults, "--max-deaths", str(MAX_DEATHS)) as config:
-        outcome = asyncio.run(run_chaos(config, options, kinds, mix))
+        outcome = asyncio.run(run_chaos(config, options, kinds, mix, arguments.answers))
     is_own = not getattr(arguments, "name", None)
     is_gpu = config.device == "cuda" or (config.device == "auto" and config.tp == 1)
     report = make_report(outcome, is_exact=not (is_gpu and machine["gpus"]))
@@ -108,9 +113,13 @@ def chaos(
 
 
 async def run_chaos(
-    config: Config, options: ChaosOptions, kinds: list[str], mix: list[str]
+    config: Config,
+    options: ChaosOptions,
+    kinds: list[str],
+    mix: list[str],
+    answers: Path | None = None,
 ) -> Outcome:
-    """Run the load and the kills in a running pipeline."""
+    """Run the load and the kills in a running pipeline; answers: file of expected answers."""
     changes = Changes()
     async with (
         Processes(config.name, changes) as processes,
@@ -120,7 +129,7 @@ async def run_chaos(
         before = await client.status(wait=True)
         models = [await model_of(model, client) for model in config.by_model()]
         load = Load(client, http, make_calls(options, models, mix), options, changes)
-        expected = await load.expected()
+        expected = await load.expected(answers)
         memory = processes.memory()
         load.start()
         names = [name for name in processes.pids if kind_of(name) in kinds]

@@ -2,10 +2,12 @@
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from penstock.launch.chaos.load import Content, Load, Received, Verdict, check, content_of
@@ -20,6 +22,7 @@ from penstock.protocol.messages.client import (
     GenerateRequest,
     Reply,
     Request,
+    TokenLogprobs,
     Usage,
 )
 from tests.launch.fake_gateway import TEXT, Behaviour, delta, gateway, reply
@@ -110,14 +113,16 @@ def test_an_aborted_request_has_the_beginning(
     assert check(received, RIGHT) == verdict
 
 
-def run_load(tmp_path: Path, behaviour: Behaviour, options: ChaosOptions) -> list[Verdict]:
+def run_load(
+    tmp_path: Path, behaviour: Behaviour, options: ChaosOptions, file: Path | None = None
+) -> list[Verdict]:
     """Send some requests to a gateway that does what the test says; nothing is killed."""
 
     async def run() -> list[Verdict]:
         changes = Changes()
         async with AsyncClient(endpoint) as client, httpx.AsyncClient() as http:
             load = Load(client, http, make_calls(options, [DEMO], ["plain"]), options, changes)
-            expected = await load.expected()
+            expected = await load.expected(file)
             load.start()
             await changes.until(lambda: len(load.done) >= options.num_requests)
             await load.end()
@@ -182,6 +187,56 @@ def test_load_wants_right_answers_first(tmp_path: Path) -> None:
     error = ErrorReply(code="failed", message="bad")
     with pytest.raises(LaunchError, match="a plain request failed before any kill"):
         run_load(tmp_path, behind_the_first(0, lambda _: [error]), ChaosOptions(distinct=1))
+
+
+def with_logprobs(logprob: float) -> Behaviour:
+    def behaviour(request: Request) -> list[Reply]:
+        assert isinstance(request, GenerateRequest)
+        first, whole = delta(request, 0, 1), reply(request)
+        likely = {"token_id": 7, "logprob": logprob, "rank": 1, "token": "a", "bytes": [97]}
+        first.logprobs = [msgspec.convert({**likely, "top": [likely]}, TokenLogprobs)]
+        whole.logprobs = [*first.logprobs, *[None] * (len(TEXT) - 1)]
+        return [first, whole]
+
+    return behaviour
+
+
+def test_answers_of_another_pipeline_are_read_from_a_file(tmp_path: Path) -> None:
+    options = ChaosOptions(num_requests=4, concurrency=2, distinct=2)
+    file, logprob = tmp_path / "answers", -0.1
+    first = run_load(tmp_path, with_logprobs(logprob), options, file)
+    same = run_load(tmp_path, with_logprobs(logprob), options, file)
+    assert {*map(repr, first + same)} == {repr(Verdict())}
+    other = run_load(tmp_path, with_logprobs(math.nextafter(logprob, 0)), options, file)
+    assert len(other) >= 4
+    assert {*map(repr, other)} == {repr(Verdict(is_different=True))}
+
+
+def test_undisturbed_answers_are_compared_with_the_file(tmp_path: Path) -> None:
+    options = ChaosOptions(num_requests=4, concurrency=1, distinct=2)
+    file, count = tmp_path / "answers", itertools.count()
+
+    def wrong_at_first(request: Request) -> list[Reply]:
+        assert isinstance(request, GenerateRequest)
+        return [reply(request, TEXT if next(count) else "two one")]
+
+    run_load(tmp_path, behind_the_first(0, lambda it: [reply(it)]), options, file)
+    verdicts = run_load(tmp_path, wrong_at_first, options, file)
+    assert verdicts[0] == Verdict(is_different=True)
+    assert verdicts[1:] == [Verdict()] * (len(verdicts) - 1)
+
+
+def test_a_file_has_answers_to_the_same_requests(tmp_path: Path) -> None:
+    file = tmp_path / "answers"
+    right = behind_the_first(0, lambda it: [reply(it)])
+    run_load(tmp_path, right, ChaosOptions(distinct=2, num_requests=2), file)
+    with pytest.raises(
+        LaunchError, match=r"--answers: got .*answers with other requests, expected"
+    ):
+        run_load(tmp_path, right, ChaosOptions(distinct=3, num_requests=2), file)
+    file.write_bytes(b"no answers")
+    with pytest.raises(LaunchError, match=r"--answers: got .*: .*, expected answers to the"):
+        run_load(tmp_path, right, ChaosOptions(distinct=2, num_requests=2), file)
 
 
 def test_requests_follow_from_the_seed() -> None:
