@@ -42,7 +42,7 @@ from penstock.kernels.cpu.llvm_products import (
 )
 from penstock.kernels.cpu.shared_memory import HALVES, add_atomically, emit_barrier
 from penstock.kernels.cpu.types import LAYER, STATE, DeltaShape, HeadFields, HeadShape, StepFields
-from penstock.kernels.cpu.values import Kernel, Pointer, Value, Variable
+from penstock.kernels.cpu.values import Kernel, Pointer, Record, Value, Variable, emitted
 
 KEYS = 16  # keys of a tile
 MAX_ROWS = 4
@@ -231,68 +231,53 @@ def build_module(
 ) -> ir.Module:
     """Return the functions `embed`, `decoder` and `head`."""
     module = ir.Module("penstock")
-    norm = Kernel(module, "norm", "f32 f32 f32 f32 int int int")
-    emit_norm(norm, target)
-    norm.end()
+    norm = emitted(module, "norm", "f32 f32 f32 f32 int int int", emit_norm, target)
     all_kinds = dict.fromkeys([*kinds.layers, kinds.head])
     products = {kind: _product(module, target, kind) for kind in all_kinds}
-    rope = Kernel(module, "rope", "f32 int int f32 f32 f32 f32 f32 i64 i64 f32 f32 int int int")
-    emit_rope_store(rope, target, shape)
-    rope.end()
+    arguments = "f32 int int f32 f32 f32 f32 f32 i64 i64 f32 f32 int int int"
+    rope = emitted(module, "rope", arguments, emit_rope_store, target, shape)
     arguments = "f32 int f32 int f32 f32 int i32 int int int int int int"
-    attention = Kernel(module, "attention", arguments)
-    emit_attention(attention, target, shape)
-    attention.end()
-    barrier = Kernel(module, "barrier", "i64 int")
-    emit_barrier(barrier)
-    total = Kernel(module, "total", "f32 f32 int int int int")
-    emit_total(total, target)
-    total.end()
-    embed = Kernel(module, "embed", f"i64 {kinds.embedding} f32 int int", public=True)
-    emit_embedding(embed, target)
-    embed.end()
-    head = Kernel(module, "head", "i64 int int", public=True)
-    _emit_head(head, element(kinds.head), norm, products[kinds.head], barrier)
-    decoder = Kernel(module, "decoder", "i64 i64 int int int int", public=True)
-    of_layers = [(element(kind), products[kind]) for kind in kinds.layers]
+    attention = emitted(module, "attention", arguments, emit_attention, target, shape)
+    barrier = emitted(module, "barrier", "i64 int", emit_barrier)
+    total = emitted(module, "total", "f32 f32 int int int int", emit_total, target)
+    arguments = f"i64 {kinds.embedding} f32 int int"
+    emitted(module, "embed", arguments, emit_embedding, target, public=True)
+    parts = element(kinds.head), norm, products[kinds.head], barrier
+    emitted(module, "head", "i64 int int", _emit_head, *parts, public=True)
     delta = None
     if delta_shape:
         from penstock.kernels.cpu.llvm_delta import delta_kernel
 
         delta = delta_shape, delta_kernel(module, target, delta_shape)
-    parts = norm, rope, attention, barrier, total
-    _Decoder(decoder, of_layers, shape, *parts, delta).emit()
+    of_layers = [(element(kind), products[kind]) for kind in kinds.layers]
+    layers = of_layers, shape, norm, rope, attention, barrier, total, delta
+    arguments = "i64 i64 int int int int"
+    emitted(module, "decoder", arguments, lambda k: _Decoder(k, *layers).emit(), public=True)
     return module
 
 
 def _product(module: ir.Module, target: Target, kind: Kind) -> Kernel:
-    rounding = None
+    rounding, name = None, name_of(kind)
     if isinstance(kind, IntegerKind):
-        rounding = Kernel(module, f"rounding_{name_of(kind)}", "f32 int f32")
-        emit_rounding(rounding, target, kind)
+        own = emit_rounding, target, kind
+        rounding = emitted(module, f"rounding_{name}", "f32 int f32", *own)
     arguments = f"int f32 {element(kind)} f32 int int int int int f32 f32"
-    product = Kernel(module, f"product_{name_of(kind)}", arguments)
-    emit_product(product, target, kind, rounding)
-    product.end()
-    return product
+    return emitted(module, f"product_{name}", arguments, emit_product, target, kind, rounding)
 
 
 def _emit_head(k: Kernel, weight: str, norm: Kernel, product: Kernel, barrier: Kernel) -> None:
     """Multiply the norm of rows by a weight; arguments: HeadFields, thread, threads."""
-    fields, thread, num_threads = k.arguments
-    at = {name: fields + index for index, name in enumerate(HeadFields._fields)}
-    team = _Team(k, barrier, at["barrier"].pointer(0, "i64"), thread, num_threads)
-    num_rows, size, columns = (at[name][0] for name in ("num_rows", "size", "columns"))
-    x, gain, eps, out, normed = (
-        at[name].pointer(0, "f32") for name in ("x", "norm", "eps", "out", "normed")
-    )
-    scratch = at["scratch"].pointer(0, "f32") + at["scratch_size"][0] * thread
+    place, thread, num_threads = k.arguments
+    fields = Record(place, HeadFields._fields)
+    team = _Team(k, barrier, fields.at("barrier", "i64"), thread, num_threads)
+    num_rows, size, columns = (fields[name] for name in ("num_rows", "size", "columns"))
+    x, gain, eps, out, normed = (fields.at(name) for name in ("x", "norm", "eps", "out", "normed"))
+    scratch = fields.at("scratch") + fields["scratch_size"] * thread
     k.call(norm, x, gain, eps, normed, size, *team.share(num_rows))
     team.wait()
-    matrix = at["weight"].pointer(0, weight), at["scale"].pointer(0, "f32")
+    matrix = fields.at("weight", weight), fields.at("scale")
     bounds = team.share(columns, COLUMNS)
     k.call(product, STORE, normed, *matrix, size, columns, *bounds, num_rows, out, scratch)
-    k.end()
 
 
 class _Decoder:
@@ -313,36 +298,28 @@ class _Decoder:
         self.total, self.delta = total, delta
         self.k, self.products, self.head, self.head_dim = k, products, shape, shape.head_dim
         self.norm, self.rope, self.attention = norm, rope, attention
-        fields, self.layers, self.begin, self.end, self.thread, num_threads = k.arguments
-        self._fields: Pointer = fields
-        self.team = _Team(k, barrier, self.at("barrier", "i64"), self.thread, num_threads)
-        self.num_tokens, self.hidden = self.size("num_tokens"), self.size("hidden")
-        self.heads, self.kv_heads = self.size("heads"), self.size("kv_heads")
-        self.intermediate = self.size("intermediate")
-        self.scratch = self.at("scratch") + self.size("scratch_size") * self.thread
-        self.residual, self.normed = self.at("residual"), self.at("normed")
-        self.qkv, self.attended, self.inner = self.at("qkv"), self.at("attended"), self.at("inner")
-        self.eps = self.at("eps")
-        self.num_ranks, self.part_size = self.size("num_ranks"), self.size("part_size")
-        self.parts = self.at("parts")
-        self.ranks = _Team(k, barrier, self.at("ranks_barrier", "i64"), self.rank, self.num_ranks)
-
-    @property
-    def rank(self) -> Value:
-        return self.size("rank")
-
-    def size(self, name: str) -> Value:
-        return self._fields[StepFields._fields.index(name)]
-
-    def at(self, name: str, kind: str = "f32") -> Pointer:
-        return self._fields.pointer(StepFields._fields.index(name), kind)
+        place, self.layers, self.begin, self.end, self.thread, num_threads = k.arguments
+        self.fields = fields = Record(place, StepFields._fields)
+        self.team = _Team(k, barrier, fields.at("barrier", "i64"), self.thread, num_threads)
+        self.num_tokens, self.hidden = fields["num_tokens"], fields["hidden"]
+        self.heads, self.kv_heads = fields["heads"], fields["kv_heads"]
+        self.intermediate = fields["intermediate"]
+        self.scratch = fields.at("scratch") + fields["scratch_size"] * self.thread
+        self.residual, self.normed = fields.at("residual"), fields.at("normed")
+        self.qkv, self.attended, self.inner = map(fields.at, ("qkv", "attended", "inner"))
+        self.eps = fields.at("eps")
+        self.num_ranks, self.part_size = fields["num_ranks"], fields["part_size"]
+        self.parts = fields.at("parts")
+        self.ranks = _Team(
+            k, barrier, fields.at("ranks_barrier", "i64"), fields["rank"], self.num_ranks
+        )
 
     def emit(self) -> None:
         k = self.k
         with k.range(self.begin, self.end) as half:
-            layer = self.layers + half // 2 * len(LAYER)
+            layer = Record(self.layers + half // 2 * len(LAYER), LAYER)
             with k.when((half % 2).compare("==", 0)):
-                is_delta = layer[LAYER.index("conv")].compare("!=", 0)
+                is_delta = layer["conv"].compare("!=", 0)
                 with k.when(is_delta.compare("==", 0)):
                     self._attention_half(layer, half)
                 if self.delta:
@@ -351,11 +328,10 @@ class _Decoder:
             with k.when((half % 2).compare("==", 1)):
                 self._mlp_half(layer, half)
             with k.when(self.thread.compare("==", 0)):
-                add_atomically(k, self.at("barrier", "i64") + HALVES, 1)
-        k.end()
+                add_atomically(k, self.fields.at("barrier", "i64") + HALVES, 1)
 
-    def _normed(self, layer: Pointer, name: str) -> None:
-        gain = layer.pointer(LAYER.index(name), "f32")
+    def _normed(self, layer: Record, name: str) -> None:
+        gain = layer.at(name)
         rows = self.team.share(self.num_tokens)
         self.k.call(self.norm, self.residual, gain, self.eps, self.normed, self.hidden, *rows)
         self.team.wait()
@@ -363,7 +339,7 @@ class _Decoder:
     def _multiply(
         self,
         mode: Value | int,
-        layer: Pointer,
+        layer: Record,
         name: str,
         x: Pointer,
         size: Value,
@@ -371,27 +347,27 @@ class _Decoder:
         out: Pointer,
     ) -> None:
         """Multiply x by a weight of the layer, and wait for the other threads."""
-        scales = layer.pointer(LAYER.index(f"{name}_scale"), "f32")
+        scales = layer.at(f"{name}_scale")
         bounds = self.team.share(columns, COLUMNS)
         rest = size, columns, *bounds, self.num_tokens, out, self.scratch
-        own = layer[LAYER.index(f"{name}_kind")]
+        own = layer[f"{name}_kind"]
         for number, (elements, product) in enumerate(self.products):
             with self.k.when(own.compare("==", number)):
-                matrix = layer.pointer(LAYER.index(name), elements)
+                matrix = layer.at(name, elements)
                 self.k.call(product, mode, x, matrix, scales, *rest)
         self.team.wait()
 
-    def _add(self, layer: Pointer, name: str, half: Value, x: Pointer, size: Value) -> None:
+    def _add(self, layer: Record, name: str, half: Value, x: Pointer, size: Value) -> None:
         """Add the product of x and a weight to the target.
 
         If ranks share memory, add the products of all ranks to the residual stream.
         """
         k, b = self.k, self.k.builder
         has_peers = self.num_ranks > 1
-        turn = (self.size("turn") + (half - self.begin)) % 2
+        turn = (self.fields["turn"] + (half - self.begin)) % 2
         parts = self.parts + turn * self.num_ranks * self.part_size
-        own = parts + self.rank * self.part_size
-        out = Pointer(b, b.select(has_peers.raw, own.raw, self.at("target").raw), "f32")
+        own = parts + self.fields["rank"] * self.part_size
+        out = Pointer(b, b.select(has_peers.raw, own.raw, self.fields.at("target").raw), "f32")
         mode = has_peers.choose(k.integer(STORE), ADD)
         self._multiply(mode, layer, name, x, size, self.hidden, out)
         with k.when(has_peers):
@@ -402,18 +378,17 @@ class _Decoder:
             k.call(self.total, self.residual, parts, self.part_size, self.num_ranks, *bounds)
             self.team.wait()
 
-    def _attention_half(self, layer: Pointer, half: Value) -> None:
+    def _attention_half(self, layer: Record, half: Value) -> None:
         self._normed(layer, "input_norm")
         width = (self.heads * self.head.query_parts + self.kv_heads * 2) * self.head_dim
         self._multiply(STORE, layer, "qkv", self.normed, self.hidden, width, self.qkv)
         q_norm, k_norm, k_cache, v_cache = (
-            layer.pointer(LAYER.index(name), "f32")
-            for name in ("q_norm", "k_norm", "k_cache", "v_cache")
+            layer.at(name) for name in ("q_norm", "k_norm", "k_cache", "v_cache")
         )
         self.k.call(
             self.rope, self.qkv, self.heads, self.kv_heads, q_norm, k_norm, self.eps,
-            self.at("scale"), self.at("rope"), self.at("positions", "i64"),
-            self.at("slots", "i64"), k_cache, v_cache, self.size("block_size"),
+            self.fields.at("scale"), self.fields.at("rope"), self.fields.at("positions", "i64"),
+            self.fields.at("slots", "i64"), k_cache, v_cache, self.fields["block_size"],
             *self.team.share(self.num_tokens),
         )  # fmt: skip
         self.team.wait()
@@ -428,13 +403,15 @@ class _Decoder:
         An item is some tokens of a row with one KV head.
         """
         k = self.k
-        starts, lengths, tables = (self.at(name, "i32") for name in ("starts", "lengths", "tables"))
+        starts, lengths, tables = (
+            self.fields.at(name, "i32") for name in ("starts", "lengths", "tables")
+        )
         item = k.variable(k.integer(0))
-        of_head = self.size("block_size") * self.head_dim
+        of_head = self.fields["block_size"] * self.head_dim
         stride, out_stride = self.kv_heads * of_head, self.heads * self.head_dim
-        with k.range(0, self.size("num_rows")) as row:
+        with k.range(0, self.fields["num_rows"]) as row:
             first, count = starts[row], starts[row + 1] - starts[row]
-            table = tables + row * self.size("max_blocks")
+            table = tables + row * self.fields["max_blocks"]
             with k.range(0, count, QUERY_TOKENS) as begin, k.range(0, self.kv_heads) as head:
                 turn = item.value % self.team.size
                 item.value = item.value + 1
@@ -444,37 +421,35 @@ class _Decoder:
                     k.call(
                         self.attention, self.qkv + first * width, width,
                         self.attended + first * out_stride, out_stride, k_cache + at, v_cache + at,
-                        stride, table, self.size("block_size"), self.size("piece"),
+                        stride, table, self.fields["block_size"], self.fields["piece"],
                         lengths[row] - count, begin, end, head * self.head.group,
                     )  # fmt: skip
 
-    def _delta_half(self, layer: Pointer, half: Value, s: DeltaShape, delta: Kernel) -> None:
+    def _delta_half(self, layer: Record, half: Value, s: DeltaShape, delta: Kernel) -> None:
         k = self.k
         self._normed(layer, "input_norm")
         for name, out, columns in (
             ("qkv", self.qkv, s.width),
-            ("ba", self.at("gates"), 2 * s.value_heads),
+            ("ba", self.fields.at("gates"), 2 * s.value_heads),
         ):
             size = k.integer(columns)
             self._multiply(STORE, layer, name, self.normed, self.hidden, size, out)
-        weights = [
-            layer.pointer(LAYER.index(name), "f32")
-            for name in ("conv", "a_log", "dt_bias", "q_norm")
-        ]
-        state = [layer.pointer(LAYER.index(name), "f32") for name in STATE]
+        weights = [layer.at(name) for name in ("conv", "a_log", "dt_bias", "q_norm")]
+        state = [layer.at(name) for name in STATE]
         read, written, firsts, lasts, windows = (
-            self.at(name, "i64") for name in ("read", "written", "first", "last", "window")
+            self.fields.at(name, "i64") for name in ("read", "written", "first", "last", "window")
         )
-        starts, lengths = self.at("starts", "i32"), self.at("lengths", "i32")
-        with k.range(0, self.size("num_rows")) as row, k.range(0, s.key_heads) as head:
+        starts, lengths = self.fields.at("starts", "i32"), self.fields.at("lengths", "i32")
+        with k.range(0, self.fields["num_rows"]) as row, k.range(0, s.key_heads) as head:
             start, count = starts[row], starts[row + 1] - starts[row]
             # rows of a draft follow the first row of their sequence, which computes them all
-            is_alone, is_decoding = written[row] < 0, row < self.size("num_decode")
+            is_alone, is_decoding = written[row] < 0, row < self.fields["num_decode"]
             begins = is_alone | (lengths[row] - count).compare("==", firsts[row])
             turn = (row * s.key_heads + head) % self.team.size
             with k.when(begins & (count > 0) & turn.compare("==", self.thread)):
                 k.call(
-                    delta, self.qkv + start * s.width, self.at("gates") + start * 2 * s.value_heads,
+                    delta, self.qkv + start * s.width,
+                    self.fields.at("gates") + start * 2 * s.value_heads,
                     self.attended + start * s.outputs, *weights, self.eps, *state, self.scratch,
                     read[row], written[row], windows[row],
                     is_alone.choose(count, lasts[row] - firsts[row]),
@@ -483,7 +458,7 @@ class _Decoder:
         self.team.wait()
         self._add(layer, "o", half, self.attended, k.integer(s.outputs))
 
-    def _mlp_half(self, layer: Pointer, half: Value) -> None:
+    def _mlp_half(self, layer: Record, half: Value) -> None:
         self._normed(layer, "post_norm")
         inner = self.intermediate
         self._multiply(SWIGLU, layer, "gate_up", self.normed, self.hidden, inner, self.inner)

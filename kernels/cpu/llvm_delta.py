@@ -10,7 +10,7 @@ from llvmlite import ir
 from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.llvm_elementwise import add_lanes, exp, inverse_rms, log, silu
 from penstock.kernels.cpu.types import STATE, TOKENS, DeltaShape
-from penstock.kernels.cpu.values import Kernel, Pointer, Value
+from penstock.kernels.cpu.values import Kernel, Pointer, Value, emitted
 from penstock.kernels.recurrent.delta_rule import MAX_SOFTPLUS, NORM_EPS
 
 UNROLLED = 4  # rows of a state per iteration
@@ -32,10 +32,7 @@ def delta_kernel(module: ir.Module, target: Target, shape: DeltaShape) -> Kernel
     its window.
     """
     kinds = " ".join(argument.split()[0] for argument in ARGUMENTS)
-    k = Kernel(module, "delta", kinds)
-    _Delta(k, target, shape).emit()
-    k.end()
-    return k
+    return emitted(module, "delta", kinds, lambda k: _Delta(k, target, shape).emit())
 
 
 class _Delta:

@@ -154,7 +154,6 @@ def emit_rounding(k: Kernel, target: Target, kind: IntegerKind) -> None:
             # 4-bit codes are bytes with the same positive value, signed or unsigned
             ones = dot(target, 4, zeros, whole.constant(1), whole)
             (codes + SHIFTED)[0] = ones.to_float() * scales
-    k.end()
 
 
 def integer_dot_tile(

@@ -10,7 +10,16 @@ from llvmlite import ir
 from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.llvm_elementwise import log
 from penstock.kernels.cpu.types import PLAN, SampleFields
-from penstock.kernels.cpu.values import FLOAT, INT64, Kernel, Pointer, Value, Variable
+from penstock.kernels.cpu.values import (
+    FLOAT,
+    INT64,
+    Kernel,
+    Pointer,
+    Record,
+    Value,
+    Variable,
+    emitted,
+)
 from penstock.kernels.layouts.sampling import NUM_WORDS, RUN, WORD
 from penstock.kernels.layouts.step import APPENDED, PARAMETERS, ROW, StepBuffers
 
@@ -148,32 +157,24 @@ class _Scores:
         return is_kept.choose(scores, -math.inf), token_ids, is_any
 
 
-def emit_sample_rows(module: ir.Module, target: Target) -> None:
-    """Emit the function `sample`, whose arguments are the SampleFields."""
-    sampler = Kernel(module, "sample_row", "f32 int int int f32 f32 i64")
-    emit_sample(sampler, target)
-    sampler.end()
-    k = Kernel(module, "sample", "i64", public=True)
-    (fields,) = k.arguments
-    at = {name: fields + index for index, name in enumerate(SampleFields._fields)}
+def emit_sample_rows(k: Kernel, sampler: Kernel) -> None:
+    """Sample all rows. Argument: the address of SampleFields."""
+    fields = Record(k.arguments[0], SampleFields._fields)
     slots, positions, last, tokens = (
-        at[name].pointer(0, "i64") for name in ("slots", "positions", "last_token", "out")
+        fields.at(name, "i64") for name in ("slots", "positions", "last_token", "out")
     )
-    logits, numbers, thresholds = (
-        at[name].pointer(0, "f32") for name in ("logits", "parameters", "thresholds")
-    )
-    seeds = at["parameters"].pointer(0, "i64")
-    with k.range(0, at["num_rows"][0]) as row:
+    logits, numbers, thresholds = map(fields.at, ("logits", "parameters", "thresholds"))
+    seeds = fields.at("parameters", "i64")
+    with k.range(0, fields["num_rows"]) as row:
         slot = slots[row]
         with k.when(slot >= 0):
-            own = logits + row * at["stride"][0]
+            own = logits + row * fields["stride"]
             temperature = numbers + (slot * NUM_WORDS + WORD["temperature"])
             seed = seeds[slot * (NUM_WORDS // 2) + WORD["seed"] // 2]
             rest = temperature, thresholds + row, tokens + row
-            k.call(sampler, own, at["vocab_size"][0], seed, positions[row], *rest)
+            k.call(sampler, own, fields["vocab_size"], seed, positions[row], *rest)
             token = tokens[row]
             last[slot] = (token > 0).choose(token, 0)
-    k.end()
 
 
 # buffers of int64; other buffers are int32
@@ -183,32 +184,25 @@ LONGS = {"input_ids", "positions", "slot_mapping", "slots", "last_tokens", "next
 def build_step(target: Target) -> ir.Module:
     """Return the functions `apply_plan` and `sample`."""
     module = ir.Module("step")
-    emit_sample_rows(module, target)
-    k = Kernel(module, "apply_plan", "i64", public=True)
-    (fields,) = k.arguments
-    _Plan(k, fields).emit()
-    k.end()
+    sampler = emitted(module, "sample_row", "f32 int int int f32 f32 i64", emit_sample, target)
+    emitted(module, "sample", "i64", emit_sample_rows, sampler, public=True)
+    emitted(module, "apply_plan", "i64", lambda k: _Plan(k).emit(), public=True)
     return module
 
 
 class _Plan:
     """The function `apply_plan`; `penstock.kernels.step.apply_plan` describes its record."""
 
-    def __init__(self, k: Kernel, fields: Pointer) -> None:
-        self.k, self._fields = k, fields
-        self.record = self._at("record", "i32")
-        self.block_size, self.max_blocks = self._size("block_size"), self._size("max_blocks")
-        self.tables = self._at("slot_block_tables", "i32")
-        self.last_token = self._at("slot_last_token", "i64")
+    def __init__(self, k: Kernel) -> None:
+        self.k, self.fields = k, Record(k.arguments[0], PLAN)
+        self.record = self.fields.at("record", "i32")
+        self.block_size, self.max_blocks = self.fields["block_size"], self.fields["max_blocks"]
+        self.tables = self.fields.at("slot_block_tables", "i32")
+        self.last_token = self.fields.at("slot_last_token", "i64")
         self.out = {
-            name: self._at(name, "i64" if name in LONGS else "i32") for name in StepBuffers._fields
+            name: self.fields.at(name, "i64" if name in LONGS else "i32")
+            for name in StepBuffers._fields
         }
-
-    def _size(self, name: str) -> Value:
-        return self._fields[PLAN.index(name)]
-
-    def _at(self, name: str, kind: str) -> Pointer:
-        return self._fields.pointer(PLAN.index(name), kind)
 
     def emit(self) -> None:
         k, record = self.k, self.record
@@ -232,7 +226,7 @@ class _Plan:
         self._pad(record[0], num_tokens.value, num_keys.value, num_tiles.value)
 
     def _set_parameters(self, entry: Pointer) -> None:
-        words = self._at("slot_parameters", "i32") + entry[0] * NUM_WORDS
+        words = self.fields.at("slot_parameters", "i32") + entry[0] * NUM_WORDS
         with self.k.range(0, NUM_WORDS) as word:
             words[word] = entry[word + 1]
 
@@ -266,7 +260,7 @@ class _Plan:
     def _pad(self, rows: Value, tokens: Value, keys: Value, tiles: Value) -> None:
         """Pad rows, tokens and tiles after the record's, up to the shape."""
         k, out = self.k, self.out
-        num_rows, num_tokens = self._size("num_rows"), self._size("num_tokens")
+        num_rows, num_tokens = self.fields["num_rows"], self.fields["num_tokens"]
         minus_one, zero = k.integer(-1), k.integer(0)
         with k.range(rows, num_rows) as row:
             for name in ("context_lens", "decode_lens", "next_positions", "states", "prompt_ends"):
@@ -280,16 +274,16 @@ class _Plan:
         with k.range(tokens, num_tokens) as token:
             out["input_ids"][token] = out["positions"][token] = zero
             out["slot_mapping"][token] = minus_one
-        with k.range(tiles * 2, self._size("num_tiles") * 2) as at:
+        with k.range(tiles * 2, self.fields["num_tiles"] * 2) as at:
             out["tiles"][at] = minus_one
 
     def _num_tiles(self, count: Value) -> Value:
-        size = self._size("tile_size")
+        size = self.fields["tile_size"]
         return (count + size - 1) // size
 
     def _tiles(self, index: Value, count: Value, before: Value) -> None:
         """Store the tiles of a chunk, ordered from the tile with most keys."""
-        number, size = self._num_tiles(count), self._size("tile_size")
+        number, size = self._num_tiles(count), self.fields["tile_size"]
         with self.k.range(0, number) as tile:
             place = self.out["tiles"] + (before + tile) * 2
             place[0], place[1] = index, (number - 1 - tile) * size

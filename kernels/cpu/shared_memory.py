@@ -13,7 +13,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from penstock.kernels.cpu.compiler import load
-from penstock.kernels.cpu.values import INT32, INT64, POINTER, Kernel, Pointer, Value
+from penstock.kernels.cpu.values import INT32, INT64, POINTER, Kernel, Pointer, Value, emitted
 
 # words of a barrier, each in a separate cache line; BROKEN: positive after the loss of a process;
 # HALVES: number of halves of layers that the threads have computed
@@ -84,14 +84,13 @@ def emit_barrier(k: Kernel) -> None:
             add_atomically(k, words + SLEEPERS, -1)
         b.cbranch(is_done.raw, done, loop)
         b.position_at_end(done)
-    k.end()
 
 
 def build_ranks() -> ir.Module:
     """Return the functions `meet` and `end`; meet takes a barrier's words and a number of ranks."""
     module = ir.Module("ranks")
-    emit_barrier(Kernel(module, "meet", "i64 int", public=True))
-    emit_end(Kernel(module, "end", "i64", public=True))
+    emitted(module, "meet", "i64 int", emit_barrier, public=True)
+    emitted(module, "end", "i64", emit_end, public=True)
     return module
 
 
@@ -100,7 +99,6 @@ def emit_end(k: Kernel) -> None:
     (words,) = k.arguments
     add_atomically(k, words + BROKEN, 1)
     _next_generation(k, words, _System(k, words))
-    k.end()
 
 
 def _next_generation(k: Kernel, words: Pointer, system: _System) -> None:

@@ -19,13 +19,12 @@ KINDS = {
     "f32": FLOAT,
     "bf16": INT16,
     "f16": INT16,
-    "i16": INT16,
     "i8": INT8,
     "i32": INT32,
     "i64": INT64,
 }
 PREFETCH = "llvm.prefetch.p0"
-BYTES = {"f32": 4, "bf16": 2, "f16": 2, "i16": 2, "i8": 1, "i32": 4, "i64": 8}
+BYTES = {"f32": 4, "bf16": 2, "f16": 2, "i8": 1, "i32": 4, "i64": 8}
 
 
 class Value:
@@ -328,9 +327,6 @@ class Kernel:
             for raw, kind in zip(self.function.args, kinds, strict=True)
         ]
 
-    def end(self) -> None:
-        self.builder.ret_void()
-
     def call(self, kernel: "Kernel", *arguments: "Value | Pointer | int") -> None:
         raw = [
             INT64(argument) if isinstance(argument, int) else argument.raw for argument in arguments
@@ -405,3 +401,32 @@ class Kernel:
         for number in (size for size in (4, 2, 1) if size < most):
             with self.when(rest % (2 * number) >= number):
                 tile(whole + (rest - rest % (2 * number)), number)
+
+
+def emitted(
+    module: ir.Module,
+    name: str,
+    arguments: str,
+    body: Callable[..., None],
+    *own: Any,
+    public: bool = False,
+) -> Kernel:
+    """Return the function that `body(kernel, *own)` emits; arguments, public: as in `Kernel`."""
+    kernel = Kernel(module, name, arguments, public=public)
+    body(kernel, *own)
+    kernel.builder.ret_void()
+    return kernel
+
+
+class Record:
+    """Named int64 values in memory, which are sizes and addresses."""
+
+    def __init__(self, place: Pointer, names: Sequence[str]) -> None:
+        self._place, self._names = place, names
+
+    def __getitem__(self, name: str) -> Value:
+        return self._place[self._names.index(name)]
+
+    def at(self, name: str, kind: str = "f32") -> Pointer:
+        """Return an address as a pointer to elements of this kind."""
+        return self._place.pointer(self._names.index(name), kind)

@@ -11,7 +11,7 @@ import pytest
 from llvmlite import ir
 
 from penstock.kernels.cpu import compiler
-from penstock.kernels.cpu.values import Kernel
+from penstock.kernels.cpu.values import Kernel, emitted
 
 
 @pytest.fixture
@@ -22,10 +22,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def build(_: compiler.Target) -> str:
     module = ir.Module("test")
-    k = Kernel(module, "double", "i64", public=True)
-    (number,) = k.arguments
-    number[0] = number[0] * 2
-    k.end()
+
+    def double(k: Kernel) -> None:
+        (number,) = k.arguments
+        number[0] = number[0] * 2
+
+    emitted(module, "double", "i64", double, public=True)
     return str(module)
 
 
