@@ -111,6 +111,10 @@ def unsuitable(form: ToolFormat, function: Function) -> tuple[str, str] | None:
     combined = [key for key in ("$ref", "anyOf", "oneOf", "allOf") if key in schema]
     if combined:
         return "parameters", f"got {combined[0]}, expected properties: each becomes a <parameter>"
+    for name, kind in (("properties", dict), ("required", list)):
+        if not isinstance(schema.get(name, kind()), kind):
+            expected = "an object" if kind is dict else "an array"
+            return f"parameters.{name}", f"got {schema[name]!r:.60}, expected {expected}"
     for key, value in schema.get("properties", {}).items():
         for path, part in _parts(value):
             if (

@@ -182,6 +182,10 @@ UNSUITABLE: list[tuple[str, Function, str | None]] = [
     ("qwen3_coder", with_property({"$ref": "#/$defs/P"}, **{"$defs": INNER}), "parameters.$defs"),
     ("qwen3_coder", with_property({"type": "string"}, "a>b"), "parameters.properties"),
     ("hermes", with_property({"const": "</parameter>"}), None),
+    *(
+        ("qwen3_coder", with_property({}, **malformed), f"parameters.{next(iter(malformed))}")
+        for malformed in ({"properties": None}, {"properties": "a"}, {"required": 1})
+    ),
 ]
 
 
