@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from penstock.protocol.checkpoint import max_request_bytes, read_model_config
 from penstock.protocol.client.async_client import AsyncClient
+from penstock.protocol.client.session import RequestError
 from penstock.protocol.config import Config
 from penstock.protocol.tokenizer_file import (
     choose_template,
@@ -119,10 +120,18 @@ class AppState:
         model = next((model for model in status.by_model if model.name == self.model), status)
         if model.scheduler and self.config.enable_prefix_caching:
             self.cached_block = model.scheduler.block_size
-        tool_call = (await self.client.tokenize(OPENING)).token_ids
+        tool_call = await self._token_ids(OPENING)
         self.tool_format = self.tool_format._replace(tags_are_tokens=len(tool_call) == 1)
-        self.tags = TagIds((await self.client.tokenize("</think>")).token_ids, tool_call)
+        self.tags = TagIds(await self._token_ids("</think>"), tool_call)
         self._was_ready.set()
+
+    async def _token_ids(self, text: str) -> list[int]:
+        """Return the tokens of a text, also if an overloaded pipeline refuses to count at first."""
+        while True:
+            try:
+                return (await self.client.tokenize(text)).token_ids
+            except RequestError as error:
+                await asyncio.sleep(error.retry_after or 1.0)
 
     async def check_start(self) -> None:
         """Raise ApiError before the model was ready for the first time.

@@ -19,6 +19,7 @@ from penstock.protocol.checkpoint import max_request_bytes
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import (
     AbortRequest,
+    ErrorReply,
     GenerateRequest,
     PromptFields,
     Reply,
@@ -354,6 +355,20 @@ def test_too_many_prompts_are_refused_before_anything_is_asked(serve: Serve, ech
     assert answer.status_code == 400
     assert "got 5000 answers to 5000 prompts" in answer.text
     assert len(served.asked.heard) == NUM_AT_START
+
+
+def test_a_server_starts_while_the_pipeline_is_overloaded(serve: Serve) -> None:
+    """Its first questions are refused, as those of any client."""
+    refusals = [ErrorReply(code="overloaded", message="full", retry_after=0.01)] * 3
+
+    def overloaded(request: Request) -> list[Reply]:
+        if isinstance(request, TokenizePromptRequest) and refusals:
+            return [refusals.pop()]
+        return behave(request)
+
+    with serve(overloaded).client() as client:
+        body = {"prompt": "a", "max_tokens": 1}
+        assert client.post("/v1/completions", json=body).status_code == 200
 
 
 def test_a_start_may_take_as_long_again(monkeypatch: pytest.MonkeyPatch) -> None:
