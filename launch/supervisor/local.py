@@ -327,14 +327,14 @@ class LocalProcess(ManagedProcess):
         self.pid = self._child.pid
 
     async def _start(self, environment: dict[str, str], inherited: dict[str, int]) -> ChildProcess:
+        child = None
         if self._forks:
             fork_server, service = self._forks
-            forked = await fork_server.fork(service, environment, self.log, inherited)
-            if forked and not self.wanted.is_set():  # the process was stopped meanwhile
-                forked.kill()
-            if forked:
-                return forked
-        return ChildProcess.start(self._command, environment, self.log, inherited)
+            child = await fork_server.fork(service, environment, self.log, inherited)
+        child = child or ChildProcess.start(self._command, environment, self.log, inherited)
+        if not self.wanted.is_set():  # the process was stopped while the fork server was asked
+            child.kill()
+        return child
 
     async def wait(self) -> str:
         return await asyncio.shield(self._child.end)

@@ -1,6 +1,7 @@
 """A fork server of a line, and what it forks: real processes, of which some are killed."""
 
 import asyncio
+import itertools
 import os
 import signal
 
@@ -8,7 +9,7 @@ import pytest
 
 from penstock.launch.supervisor import local as fork_server
 from penstock.launch.supervisor.child_process import ChildProcess, adopting
-from penstock.launch.supervisor.local import forked_services
+from penstock.launch.supervisor.local import LocalProcess, forked_services
 from penstock.launch.supervisor.output import Log
 from penstock.protocol.config import Config
 from tests.launch.supervisor.fork_site import SERVE, command, end, site, started
@@ -94,6 +95,23 @@ async def test_a_fork_server_that_dies_during_a_request_forks_nothing() -> None:
         one.server.kill()
         assert await asked is None
         await end(first)
+
+
+async def test_a_process_that_is_stopped_while_its_fork_server_dies_does_not_run() -> None:
+    """It would be started without the fork server."""
+    async with site() as one:
+        await end(await one.fork())
+        own = dict(os.environ), itertools.count()
+        process = LocalProcess("demo.1", "sleep 1", *own, forks=(one.server, "demo"))
+        process.log = one.log
+        os.kill(one.server.pid, signal.SIGSTOP)
+        assert await one.stopped.get() == one.server.pid
+        start = asyncio.ensure_future(process.spawn())
+        await asyncio.sleep(0)  # until the request is sent
+        process.wanted.clear()
+        one.server.kill()
+        await start
+        assert await process.wait() == "signal 9"
 
 
 async def test_the_end_of_a_process_that_is_not_a_child_is_noticed() -> None:
