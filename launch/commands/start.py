@@ -159,8 +159,8 @@ def start(
         _check_length(config)
         _check_security(config)
         check_http_reach(config)
-        if chosen and config.backend == "local":
-            config = with_free_addresses(config, chosen)
+        if config.backend == "local":
+            config = checked_addresses(config, chosen)
         for of_model, model in models:
             with _naming(of_model):
                 _check_files(of_model, model, commands)
@@ -188,8 +188,6 @@ def check_names(config: Config, kinds: Iterable[str]) -> None:
 
 
 def _run(config: Config, commands: dict[str, str], max_deaths: int) -> int:
-    check_endpoint(config.endpoint)
-    check_http_port(config)
     make_processes = partial(LocalProcesses, gpus=gpus_by_model(config))
     return _supervise(config, commands, max_deaths, make_processes)
 
@@ -318,38 +316,28 @@ def _check_security(config: Config) -> None:
         raise LaunchError(str(error)) from error
 
 
-def with_free_addresses(config: Config, chosen: Collection[str]) -> Config:
-    """Write the configuration with the first free ports from its own upward, and return it.
+def checked_addresses(config: Config, chosen: Collection[str]) -> Config:
+    """Check the addresses, write the configuration and return it.
 
-    Raises LaunchError if MAX_PORTS ports are in use.
+    chosen: address fields that get the first free port from their own upward, of MAX_PORTS. Raises
+    LaunchError if an address is in use.
     """
-    free, host, port = config, *config.endpoint.rpartition(":")[::2]
-
-    def check_new_endpoint(config: Config) -> None:
-        if config.endpoint in (other.endpoint for other in others):
-            raise LaunchError(f"--endpoint {config.endpoint} is in use; give another one")
-        check_endpoint(config.endpoint)
-
-    def check_new_port(config: Config) -> None:
-        if config.http_port in (other.http_port for other in others if other.http):
-            raise LaunchError(f"--http-port {config.http_port} is in use; give another one")
-        check_http_port(config)
-
+    free, numbers = config, range(MAX_PORTS)
     with starting_alone(config):
         others = list(configs_of_others(config))  # these may not listen yet
         if "endpoint" in chosen:
-            numbers = range(int(port), int(port) + MAX_PORTS)
-            by_port = (replace(free, endpoint=f"{host}:{number}") for number in numbers)
-            free = _first_valid(by_port, check_new_endpoint)
+            host, _, port = config.endpoint.rpartition(":")
+            taken = {other.endpoint for other in others}
+            endpoints = (f"{host}:{int(port) + number}" for number in numbers)
+            new = (replace(free, endpoint=new) for new in endpoints if new not in taken)
+            free = _first_valid(new, lambda config: check_endpoint(config.endpoint)) or free
         if "http_port" in chosen and config.http:
-            numbers = range(config.http_port, config.http_port + MAX_PORTS)
-            by_port = (replace(free, http_port=number) for number in numbers)
-            free = _first_valid(by_port, check_new_port)
-        # before other ports are reported
-        if "endpoint" not in chosen:
-            check_endpoint(free.endpoint)
-        if "http_port" not in chosen:
-            check_http_port(free)
+            ports = {other.http_port for other in others if other.http}
+            wanted = {config.http_port + number for number in numbers} - ports
+            new = (replace(free, http_port=port) for port in sorted(wanted))
+            free = _first_valid(new, check_http_port) or free
+        check_endpoint(free.endpoint)
+        check_http_port(free)
         write_config(free)
     if free != config:
         where = free.endpoint + f" and {base_url(free)}" * bool(free.http)
@@ -357,15 +345,13 @@ def with_free_addresses(config: Config, chosen: Collection[str]) -> Config:
     return free
 
 
-def _first_valid(configs: Iterable[Config], check: Callable[[Config], None]) -> Config:
-    """Return the first configuration that `check` accepts. Raises the last LaunchError."""
-    *tried, last = configs
-    for config in tried:
+def _first_valid(configs: Iterable[Config], check: Callable[[Config], None]) -> Config | None:
+    """Return the first configuration that `check` accepts, or None."""
+    for config in configs:
         with contextlib.suppress(LaunchError):
             check(config)
             return config
-    check(last)
-    return last
+    return None
 
 
 def check_endpoint(endpoint: str) -> None:

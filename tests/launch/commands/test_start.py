@@ -23,8 +23,8 @@ from penstock.launch.commands.start import (
     check_endpoint,
     check_http_port,
     check_http_reach,
+    checked_addresses,
     start,
-    with_free_addresses,
     with_method,
 )
 from penstock.launch.pipeline.errors import LaunchError
@@ -282,10 +282,10 @@ def test_free_addresses_are_chosen_and_said(capsys: pytest.CaptureFixture[str]) 
         port = taken.getsockname()[1]
         own = Config(name="second", endpoint=f"tcp://127.0.0.1:{port}", http_port=port)
         with claim(own), claim(Config(name="third")):
-            second = with_free_addresses(own, chosen)
+            second = checked_addresses(own, chosen)
             assert running_config("second") == second
             assert f"'second' gets {second.endpoint} and http://" in capsys.readouterr().out
-            third = with_free_addresses(msgspec.structs.replace(own, name="third"), chosen)
+            third = checked_addresses(msgspec.structs.replace(own, name="third"), chosen)
     ports = [int(config.endpoint.rpartition(":")[2]) for config in (second, third)]
     assert port < ports[0] < ports[1] < port + module.MAX_PORTS
     assert port < second.http_port < third.http_port < port + module.MAX_PORTS
@@ -294,7 +294,7 @@ def test_free_addresses_are_chosen_and_said(capsys: pytest.CaptureFixture[str]) 
 def test_a_free_address_is_not_changed(capsys: pytest.CaptureFixture[str]) -> None:
     own = Config(name="x", endpoint=f"tcp://127.0.0.1:{free_port()}", http_port=free_port())
     with claim(own):
-        assert with_free_addresses(own, addresses_to_choose({"name"})) == own
+        assert checked_addresses(own, addresses_to_choose({"name"})) == own
     assert not capsys.readouterr().out
 
 
@@ -308,7 +308,7 @@ def test_no_free_port_is_told_where_a_given_address_is_in_use(
         port = taken.getsockname()[1]
         own = Config(name="x", endpoint=f"tcp://127.0.0.1:{port}", http_port=port)
         with claim(own), pytest.raises(LaunchError, match=rf"--{option} .*{port} is in use; give"):
-            with_free_addresses(own, {chosen})
+            checked_addresses(own, {chosen})
     assert not capsys.readouterr().out
 
 
@@ -317,7 +317,7 @@ def test_no_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         own = Config(name="x", http_port=taken.getsockname()[1])
         with claim(own), pytest.raises(LaunchError, match=f"--http-port {own.http_port} is in use"):
-            with_free_addresses(own, {"http_port"})
+            checked_addresses(own, {"http_port"})
 
 
 @pytest.mark.parametrize(
