@@ -430,7 +430,7 @@ class MessageEvents(ChatEvents):
 
     def failed(self, error: ApiError) -> list[Event]:
         """Return the event of an error after the first event."""
-        return [messages_error(error.status, str(error), error.body.error.code, error.too_long)]
+        return [messages_error(error)]
 
     def _new_part(self, kind: PartKind, call: CalledTool | None) -> AnswerBlock:
         if call:

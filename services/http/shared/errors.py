@@ -133,8 +133,7 @@ def error_response(error: ApiError, for_anthropic: bool) -> Response:
     """Return the response of an error, in OpenAI's or Anthropic's shape."""
     if for_anthropic:
         status = _ANTHROPIC_STATUSES.get(error.status, error.status)
-        body = messages_error(error.status, str(error), error.body.error.code, error.too_long)
-        response = json_response(body, status)
+        response = json_response(messages_error(error), status)
     else:
         response = json_response(error.body, error.status)
     response.headers.update(error.headers)
@@ -161,16 +160,12 @@ def is_for_anthropic(path: str, headers: Mapping[str, str]) -> bool:
     return path.startswith(_ANTHROPIC_PATH) or _ANTHROPIC_HEADER in headers
 
 
-def messages_error(
-    status: int, message: str, code: str | None, too_long: tuple[int, int] | None = None
-) -> dict[str, Any]:
-    """Return the body of an error, or its event in a stream.
-
-    status: HTTP status. code: clients act on `thread_unsupported_request`. too_long: tokens of a
-    prompt, and the number that fit; clients look for Anthropic's sentence.
-    """
-    if too_long:
-        message = "prompt is too long: {} tokens > {} maximum".format(*too_long)
-    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+def messages_error(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error in Anthropic's shape, or its event in a stream."""
+    message, code = str(error), error.body.error.code
+    if error.too_long:  # clients look for this sentence
+        message = "prompt is too long: {} tokens > {} maximum".format(*error.too_long)
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    # clients act on `thread_unsupported_request`
     details = {"details": {"error_code": code}} if code else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}}

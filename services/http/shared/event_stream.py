@@ -69,7 +69,6 @@ class EventStream(Response):
         self, form: EventForm, produce: Callable[["EventStream"], Coroutine[Any, Any, None]]
     ) -> None:
         """Prepare the stream. produce: coroutine that sends all events with `send`."""
-        self.background = None
         self._form = form
         self._produce = produce
         self._is_started = False
