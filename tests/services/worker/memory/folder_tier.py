@@ -46,7 +46,7 @@ class Tier:
         """Wait until these hashes are reported."""
 
         def are_there() -> bool:
-            if report := self.folder.take_report():
+            while report := self.folder.take_report():
                 for name in ("added", "removed", "fetched", "failed", "unwritten"):
                     self.reports.setdefault(name, []).extend(getattr(report, name))
             return set(hashes) <= set(self.reports.get(kind, []))
