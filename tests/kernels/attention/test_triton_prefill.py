@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.attention.backends import attend
+from penstock.kernels.device import Device
 from penstock.kernels.layouts.forward_batch import BatchShape, ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from tests.kernels.conftest import by_turns, in_8_bits, numbers_of, on, on_gpu, paged_cache
@@ -59,8 +60,8 @@ class Case(NamedTuple):
         return out.cpu()
 
     def batch(self, device: str, tile_size: int) -> ForwardBatch:
-        """Return the step as far as attention reads it."""
-        tiles = self.tiles(tile_size).to(device)
+        """Return the step as far as attention reads it; a tile of an earlier step follows."""
+        tiles = torch.cat((self.tiles(tile_size), torch.zeros(1, 2).int())).to(device)[:-1]
         num_rows, most = len(self.context_lens), int(self.context_lens.max())
         shape = BatchShape(num_rows, len(self.q), 0, len(tiles), tile_size, most, most)
         names = "cu_seqlens_q", "context_lens", "block_tables"
@@ -231,8 +232,10 @@ def test_items_share_all_keys_of_all_tiles(
     parts = [(count, before + count) for count, before in parts]
     case = random_case(parts, (1, 1), 16, 128, torch.float32)
     attention = gpu.PrefillAttention(num_heads, 16, 128, "cpu", num_programs=num_programs)
+    attention._items.zero_()  # as an earlier step leaves items
     attention.plan(batch := case.batch("cpu", tile_size))
     items = attention._items_of(batch.shape.num_tiles, tile_size)
+    assert not items.items[items.number :].any()
     rows = [Item(*row) for row in items.items[: items.number].tolist() if row[0] >= 0]
     key_tile = gpu.default_tuning(tile_size, 128, 16).block_n
     found: dict[tuple[int, int, int, int], list[Item]] = {}
@@ -264,6 +267,50 @@ def test_items_share_all_keys_of_all_tiles(
     slack = gpu.OVERHEAD.value + gpu.MERGE.value
     times = (makespan(keys, num_heads, num_programs) for keys in (cut, whole))
     assert next(times) <= next(times) + slack
+
+
+@pytest.mark.parametrize("num_programs", [0, 100])
+def test_memory_suffices_for_items_of_both_sizes(num_programs: int) -> None:
+    """The kernel checks no bounds."""
+    attention = gpu.PrefillAttention(4, 16, 16, "cpu", num_programs=num_programs)
+    for tile_size in (64, 128):
+        items = attention._items_of(gpu.MAX_TILES, tile_size)
+        num_results = 2 * attention._num_more(tile_size) * 4
+        assert items.number <= len(items.items)
+        assert num_results <= len(items.arrived)
+        assert num_results * tile_size <= len(items.lses) == len(items.sums) // 16
+
+
+def test_a_step_with_more_tiles_than_are_cut(device: str, dtype: torch.dtype) -> None:
+    """One more; three are padding."""
+    case = random_case([(2, 2)] * (gpu.MAX_TILES - 2), (1, 1), 16, 16, dtype)
+    attention = gpu.PrefillAttention(1, 16, 16, device, num_programs=8)
+    assert_right(case, case.run_items(device, 64, attention))
+
+
+def test_only_the_last_item_of_a_tile_writes_its_result(device: str, dtype: torch.dtype) -> None:
+    """Programs run at the same time: another item might write later than the last one."""
+    case = random_case([(1, 1100)], (1, 1), 16, 16, dtype)
+    attention = gpu.PrefillAttention(1, 16, 16, device, num_programs=8)
+    attention.plan(batch := case.batch(device, 64))
+    assert attention._items[0, 7] > 1
+    attention._items[0, 0] = -1  # as if it had not run yet
+    out = torch.full_like(case.q, torch.nan, device=device)
+    attention(case.q.to(device), on(device, case.kv_cache), batch, case.scale, out)
+    assert out.isnan().all()
+
+
+def test_items_have_the_tiles_of_keys_of_this_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype
+) -> None:
+    """Here the tiles depend on the width of heads and on the type of keys."""
+    ada = Device((8, 9), 99 << 10, 84)
+    monkeypatch.setattr(gpu, "this_device", lambda: ada)
+    assert len({gpu.default_tuning(128, 16, *wide).block_n for wide in ((), (256,))}) == 2
+    case = random_case([(5, 52)], (1, 1), 256, 16, dtype)
+    case = case._replace(kv_cache=in_8_bits(case.kv_cache))
+    attention = gpu.PrefillAttention(1, 256, 16, device, is_fp8=True, num_programs=8)
+    assert_right(case, case.run_items(device, 128, attention))
 
 
 class Item(NamedTuple):
@@ -318,6 +365,10 @@ def test_large_scores_stay_finite(device: str, dtype: torch.dtype) -> None:
     case = random_case([(20, 150)], (2, 1), 64, 64, dtype)
     case = case._replace(q=case.q * 1000)
     assert case.run(device)[NUM_DECODE_ROWS:].isfinite().all()
+    case = random_case([(20, 1100)], (1, 1), 16, 16, dtype)
+    case = case._replace(q=case.q * 1000)
+    attention = gpu.PrefillAttention(1, 16, 16, device, num_programs=8)
+    assert case.run_items(device, 64, attention)[NUM_DECODE_ROWS:].isfinite().all()
 
 
 def test_no_tokens(device: str, dtype: torch.dtype) -> None:
