@@ -295,6 +295,7 @@ def test_all_ranks_list_their_files_for_each_worker_group() -> None:
             FolderReport(epoch, 0, added=[A]),
             FolderReport(epoch, 0, is_listed=True),
             FolderReport(epoch, 0, added=[B]),
+            FolderReport(epoch, 1, added=[B]),
             FolderReport(epoch - 1, 1, is_listed=True),
         ):
             index.on_report(report)

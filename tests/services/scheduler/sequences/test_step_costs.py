@@ -154,6 +154,9 @@ def test_a_chunk_fills_tiles_whose_keys_take_the_time() -> None:
         found.append(shape.num_tokens)
         assert machine.seconds(shape) <= 0.02 or shape.num_tokens == 64
     assert found == [640, 384, 128, 64]
+    costs.sizes = []  # without CUDA graphs
+    costs.begin(shape := StepShape(), 4, 4)
+    assert costs.most_tokens(shape, 20_000, False) == 384
     costs.begin(shape := StepShape(), 4, 4)
     shape.add_chunk(1000, 1065, False)
     shape.add_chunk(1000, 1200, False)
@@ -201,6 +204,10 @@ def test_a_slow_machine_gets_short_chunks_and_always_some() -> None:
     hybrid = StepCosts(0.001, least_tokens=128)
     learn(hybrid, slow)
     assert prefill(hybrid, slow).num_tokens == 128
+    gpu = StepCosts(0.001)
+    gpu.tiles = [64, 128]
+    learn(gpu, slow)
+    assert prefill(gpu, slow).num_tokens == 64, "a tile: fewer would take as long"
 
 
 def test_a_machine_that_decodes_slowly_has_longer_steps() -> None:
