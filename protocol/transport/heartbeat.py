@@ -172,8 +172,8 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         while not self._is_stopped:
-            is_called = self._called.is_set()
-            self._called.clear()
+            if is_called := self._called.is_set():
+                self._called.clear()  # not if a call has come since
             self.look()
             self.sender.send(self.busy_seconds)
             if is_called:

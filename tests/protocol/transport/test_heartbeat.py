@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,6 +84,26 @@ def test_the_thread_ends(process: Process, heartbeats: HeartbeatThread) -> None:
     other.beat()
     other.stop()
     assert not other._thread.is_alive()
+
+
+class Raced(threading.Event):
+    """An event that is set as soon as a thread has found that it is not."""
+
+    was_unset = False
+
+    def is_set(self) -> bool:
+        found = super().is_set()
+        if not found and not self.was_unset:
+            self.was_unset = True
+            self.set()
+        return found
+
+
+def test_a_report_is_heard_whenever_it_is_called(heartbeats: HeartbeatThread) -> None:
+    """A worker would wait for the report for good, and never take its place."""
+    heartbeats._called = Raced()
+    heartbeats.start()
+    assert heartbeats._sent.wait(TIMEOUT / 1000)
 
 
 def test_a_time_in_which_nothing_ran_belongs_to_no_work(heartbeats: HeartbeatThread) -> None:
