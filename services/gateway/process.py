@@ -94,7 +94,7 @@ class Gateway:
             except RefusedError as error:
                 error.reply.request_id = client.codec.request_id(frame)
                 model.metrics.count_failure(error.reply.code)
-                model.failures.log_refusal(client, error.reply)
+                model.log_refusal(client, error.reply)
                 self.clients.reply(client, error.reply)
 
     def on_tokenizers(self, model: Requests) -> None:
@@ -112,7 +112,7 @@ class Gateway:
                     model.on_tokenized(request_id, attempt, num_tokens, identity)
                 case RequestFailed():
                     model.tokenizers.done(identity, (message.request_id, message.attempt))
-                    model.failures.on_failed(message)
+                    model.on_failed(message)
                 case TokenizerReply():
                     model.tokenizers.done(identity, message.number)
                     model.on_query_reply(message)
@@ -123,7 +123,7 @@ class Gateway:
                 case TextDeltas(deltas):
                     model.on_deltas(deltas, time.monotonic())
                 case RequestFailed():
-                    model.failures.on_failed(message)
+                    model.on_failed(message)
                 case SchedulerStatus():
                     if model.on_scheduler(message):
                         self.status.on_report(model, message.replica)
@@ -191,7 +191,7 @@ class Gateway:
         for model in self.models:
             model.is_draining |= report.draining
             if is_first:
-                model.failures.poison.learn(report.poison)
+                model.poison.learn(report.poison)
             model.on_processes([process.name for process in report.processes])
 
     def on_heartbeat(self) -> None:
@@ -213,7 +213,7 @@ class Gateway:
         self.status.drop_closed()
 
     def on_defect(self, request: Request) -> None:
-        self._by_name[request.totals.name].failures.on_defect(request)
+        self._by_name[request.totals.name].on_defect(request)
 
     def _drop(self, requests: list[Request]) -> None:
         for model in self.models:

@@ -83,21 +83,14 @@ class Requests:
         self.router = Router(to_schedulers, config.routing, ledger.first_attempt)
         for replica in range(config.dp):
             self.router.announce_gateway(replica, ledger.first_attempt)
-        self.failures = Failures(
-            process,
-            ledger,
-            clients,
-            self.router,
-            self.queries,
-            submit=lambda request: self.tokenizers.submit(request),
-            answer=self.answer,
-        )
+        self.poison = TokenizerPoison(DeathReports(process))
+        self._failed = FailureLog(log)
         self.tokenizers = Tokenizers(
             self.to_tokenizers,
-            self.failures.poison,
-            on_lost=self.failures.resubmit_passed_on_by,
-            on_poison=self.failures.on_poison,
-            on_defect=self.failures.on_defect,
+            self.poison,
+            on_lost=self._resubmit_passed_on_by,
+            on_poison=self._on_poison,
+            on_defect=self.on_defect,
         )
 
     @property
@@ -108,8 +101,7 @@ class Requests:
 
     def submit(self, client: Client, message: GenerateRequest, num_bytes: int) -> None:
         """Accept a request, or attach the client to an open request. Raises RefusedError."""
-        if self.failures.poison.known:
-            self.failures.check_poison(message)
+        self._check_poison(message)
         request = self._ledger.find(message.request_id) if message.request_id else None
         if request is None:
             self._accept(client, message, num_bytes)
@@ -121,8 +113,7 @@ class Requests:
         """Accept a query, which a tokenizer answers. Raises RefusedError."""
         if client.connection.is_closed:
             return
-        if self.failures.poison.known:
-            self.failures.check_poison(message)
+        self._check_poison(message)
         self._check_drain(message)
         self._admission.check(num_bytes, estimated_tokens(message), client.share)
         self.validation.check_query(message)
@@ -187,7 +178,7 @@ class Requests:
             try:
                 self._on_delta(request, delta, now)
             except Exception:  # noqa: BLE001
-                self.failures.on_defect(request)
+                self.on_defect(request)
 
     def _on_delta(self, request: Request, delta: TextDelta, now: float) -> None:
         if request.migrated_from:
@@ -196,7 +187,7 @@ class Requests:
         try:
             is_new = request.append(delta)
         except GapError as error:
-            self.failures.on_gap(request, error)
+            self._on_gap(request, error)
             return
         self._ledger.record_growth(request, num_bytes)
         num_new = len(request.token_ids) - num_tokens
@@ -218,26 +209,26 @@ class Requests:
         if has_restarted is None:
             return False
         if has_restarted:
-            self.failures.resubmit_all(status.replica)
-        self.failures.migrate_stranded()
+            self._resubmit_all(status.replica)
+        self._migrate_stranded()
         return True
 
     def on_scheduler_reconnect(self, replica: int) -> None:
         """Resubmit all requests of a scheduler that reconnected. Leases end other requests."""
         self.router.announce_gateway(replica, self._ledger.new_first_attempt())
-        self.failures.resubmit_all(replica)
+        self._resubmit_all(replica)
 
     def on_processes(self, names: list[str]) -> None:
         """Record which processes run. Migrate the requests of schedulers that do not run."""
         schedulers = [name for name in names if name.startswith(f"{self.config.prefix}scheduler.")]
         self.router.record_running({replica_of(name, self.config) for name in schedulers})
-        self.failures.migrate_stranded()
+        self._migrate_stranded()
 
     def on_heartbeat(self) -> None:
         """Drop silent peers, and queries of clients that have disconnected."""
         self.tokenizers.lose_silent()
         self.router.on_heartbeat()
-        self.failures.migrate_stranded()
+        self._migrate_stranded()
         self._admission.sample(time.monotonic())
         for query in self.queries.take_closed():
             self.tokenizers.forget(query)
@@ -251,7 +242,7 @@ class Requests:
 
     def drop(self, requests: Iterable[Request]) -> None:
         """End and release requests whose client can't get the answer, answered or not."""
-        self.failures.for_each(requests, self._drop)
+        self._for_each(requests, self._drop)
 
     def _drop(self, request: Request) -> None:
         if request.answer is None:
@@ -263,7 +254,7 @@ class Requests:
         if self.tracer.is_on:
             self._write_span(request, reply)
         if isinstance(reply, ErrorReply) or log.isEnabledFor(logging.DEBUG):
-            self.failures.log_end(request, reply)
+            self._log_end(request, reply)
         if request.timer:
             request.timer.cancel()
         self.tokenizers.forget(request)
@@ -284,59 +275,37 @@ class Requests:
             options["events"] = {"first token": request.first_token_at}
         self.tracer.span("request", request.request_id, request.accepted_at, attributes, **options)
 
-
-class Failures:
-    """Handlers of process failures, of failed requests, and of exceptions in the gateway."""
-
-    def __init__(
-        self,
-        process: Process,
-        ledger: Ledger,
-        clients: ClientSocket,
-        router: Router,
-        queries: Queries,
-        *,
-        submit: Callable[[Request], None],
-        answer: Callable[[Request, ErrorReply], None],
-    ) -> None:
-        """Store the handlers. `submit` sends a request to a tokenizer, `answer` ends a request."""
-        self._ledger, self._clients, self._router, self._queries = ledger, clients, router, queries
-        self._submit, self._answer = submit, answer
-        self._prefix = process.config.prefix
-        self._failed = FailureLog(log)
-        self.poison = TokenizerPoison(DeathReports(process))
-
     # ---- a process is lost: requests are submitted once more, and resume after their tokens -----
 
-    def resubmit_all(self, replica: int) -> None:
+    def _resubmit_all(self, replica: int) -> None:
         """Resubmit all requests of a replica after its scheduler has restarted or reconnected."""
-        if requests := self._router.requests_of(replica):
-            name = f"{self._prefix}scheduler.{replica + 1}"
+        if requests := self.router.requests_of(replica):
+            name = f"{self.config.prefix}scheduler.{replica + 1}"
             log.warning("resubmitting %d requests that %s may lack", len(requests), name)
-        self.for_each(requests, self._resubmit)
+        self._for_each(requests, self._resubmit)
 
-    def resubmit_passed_on_by(self, tokenizer: bytes) -> None:
+    def _resubmit_passed_on_by(self, tokenizer: bytes) -> None:
         """Resubmit requests that a lost tokenizer has sent on: the scheduler may lack them."""
-        self.for_each(self._ledger.passed_on_by(tokenizer), self._resubmit)
+        self._for_each(self._ledger.passed_on_by(tokenizer), self._resubmit)
 
-    def migrate_stranded(self) -> None:
+    def _migrate_stranded(self) -> None:
         """Migrate requests from replicas that are down to replicas that run."""
-        if requests := self._router.stranded():
+        if requests := self.router.stranded():
             log.warning("a replica is down; migrating %d requests to others", len(requests))
-        self.for_each(requests, self._resubmit)
+        self._for_each(requests, self._resubmit)
 
-    def on_gap(self, request: Request, error: GapError) -> None:
+    def _on_gap(self, request: Request, error: GapError) -> None:
         """Resubmit a request that has lost part of its output."""
         extra = {"request_id": request.request_id}
         log.warning("%s: %s; resubmitting it", request.request_id, error, extra=extra)
         self._resubmit(request)
 
     def _resubmit(self, request: Request) -> None:
-        self._router.migrate(request)
+        self.router.migrate(request)
         self._ledger.begin_attempt(request)
-        self._submit(request)
+        self.tokenizers.submit(request)
 
-    def for_each(self, requests: Iterable[Request], handle: Callable[[Request], None]) -> None:
+    def _for_each(self, requests: Iterable[Request], handle: Callable[[Request], None]) -> None:
         """Call `handle` for each request. An exception fails only its own request."""
         for request in requests:
             try:
@@ -372,7 +341,7 @@ class Failures:
             log.exception("request %s is dropped", request_id, extra=extra)
             self._clients.release(work)
 
-    def on_poison(self, work: Work) -> None:
+    def _on_poison(self, work: Work) -> None:
         if isinstance(work, Query):
             self._fail_query(work, GIVEN_UP)
         elif work.is_open:
@@ -380,23 +349,23 @@ class Failures:
         self._fail_duplicates(work.message)
 
     def _fail_query(self, query: Query, message: str) -> None:
-        if self._queries.end(query.key):
+        if self.queries.end(query.key):
             self._clients.reply(query.client, ErrorReply(code="failed", message=message))
 
     def _fail(self, request: Request, error: ErrorReply) -> None:
         error.request_id = request.request_id
-        self._answer(request, error)
+        self.answer(request, error)
 
     def _fail_duplicates(self, message: WorkRequest) -> None:
         """Refuse a poison request from now on. Fail equal open requests that have no output."""
         poison = self.poison.give_up(message)
-        for request in self._router.requests:
+        for request in self.router.requests:
             if not request.token_ids and digest(request.message) == poison:
                 self._fail(request, ErrorReply(code="failed", message=REFUSED))
 
-    def check_poison(self, message: WorkRequest) -> None:
+    def _check_poison(self, message: WorkRequest) -> None:
         """Raise RefusedError for a poison request."""
-        if self.poison.is_poison(message):
+        if self.poison.known and self.poison.is_poison(message):
             raise RefusedError(REFUSED, code="failed")
 
     # ---- the log of requests, without their text -----------------------------------------------
@@ -407,7 +376,7 @@ class Failures:
             text = "a request is refused: %s, field %s"
             self._failed.write(text, reply.code, reply.field, request_id=reply.request_id)
 
-    def log_end(self, request: Request, reply: GenerateReply | ErrorReply) -> None:
+    def _log_end(self, request: Request, reply: GenerateReply | ErrorReply) -> None:
         """Log the end of a request."""
         request_id, model = request.request_id, request.totals.name
         num_tokens = len(request.token_ids)

@@ -163,7 +163,7 @@ class Reports:
 @pytest.fixture
 def reports(harness: Harness) -> Reports:
     reports: Any = Reports()
-    harness.model.failures.poison._reports = reports
+    harness.model.poison._reports = reports
     return reports
 
 
@@ -224,7 +224,7 @@ def test_a_query_is_given_up_likewise(
 
 
 def test_who_was_alone_once_and_is_done_begins_at_none(harness: Harness, client: Socket) -> None:
-    poison = harness.model.failures.poison
+    poison = harness.model.poison
     harness.start_tokenizer()
     for name in ("r0", "r1", "r2"):
         harness.submit(client, name, prompt="same")
