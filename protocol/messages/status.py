@@ -8,7 +8,7 @@ from functools import reduce
 from operator import add
 from typing import Annotated
 
-from msgspec import Meta, Struct, convert
+from msgspec import Meta, Struct
 
 
 class Histogram(Struct, kw_only=True):
@@ -204,20 +204,13 @@ class ModelStatus(Struct, kw_only=True):
         return bool(self.tokenizers) and any(scheduler.ready for scheduler in self.schedulers)
 
 
-class StatusReply(Struct, kw_only=True, tag="status_reply"):
+class StatusReply(ModelStatus, kw_only=True, tag="status_reply"):
     """The pipeline as the gateway sees it, with the fields of `ModelStatus`.
 
     With several models the fields are sums over all models; `name` and `model` are the first
     model's.
     """
 
-    name: str = ""
-    model: str
-    ready: bool
-    tokenizers: dict[str, int]
-    schedulers: list[SchedulerStatus]
-    num_requests: int
-    metrics: Metrics | None = None
     models: list[ModelStatus] = []  # each of several models
     num_bad_frames: int
     # no new request is accepted: the pipeline stops when open requests are answered
@@ -228,12 +221,7 @@ class StatusReply(Struct, kw_only=True, tag="status_reply"):
     @property
     def by_model(self) -> list[ModelStatus]:
         """Return the status of each model."""
-        return self.models or [convert(self, ModelStatus, from_attributes=True)]
-
-    @property
-    def scheduler(self) -> SchedulerStatus | None:
-        """The merged status of all replicas of all models; None if no replica has reported."""
-        return reduce(add, self.schedulers) if self.schedulers else None
+        return self.models or [self]
 
     @property
     def all_serve(self) -> bool:
