@@ -4,6 +4,7 @@ Each layer is applied to the norm of the residual stream and adds its output to 
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,27 +30,31 @@ from penstock.protocol.checkpoint import ModelConfig, Yarn
 from penstock.protocol.quantization import WeightFormat
 
 
+class Setup(NamedTuple):
+    """What the layers of a rank's model are made with, apart from their descriptions."""
+
+    config: ModelConfig
+    tp: TensorParallel
+    attend: AttentionBackend
+    expert_parallel: bool = False  # a rank has whole experts instead of parts of all
+
+    def norm(self, weight: Weight) -> RMSNorm:
+        return RMSNorm(self.tp, weight, self.config.rms_norm_eps)
+
+
 class Attention(nn.Module):
     """Grouped-query attention, with or without gates; each rank has a share of the heads."""
 
-    def __init__(
-        self,
-        layer: architecture.Layer,
-        config: ModelConfig,
-        tp: TensorParallel,
-        attend: AttentionBackend,
-    ) -> None:
+    def __init__(self, layer: architecture.Layer, setup: Setup) -> None:
         super().__init__()
+        config, tp, self.attend, _ = setup
         qkv, out = layer.pick("q_proj", "k_proj", "v_proj"), layer.pick("o_proj")
-        q_norm, k_norm = layer.pick("q_norm", "k_norm")
-        self.attend = attend
+        self.q_norm, self.k_norm = map(setup.norm, layer.pick("q_norm", "k_norm"))
         self.gated = qkv[0].shape[0] == 2 * out[0].shape[1]  # a gate follows each query head
         self.qkv_proj = ColumnParallelLinear(tp, qkv, format_of(config, qkv))
         self.num_heads, self.num_kv_heads, _ = (
             weight.axes[0].units_of_rank(self.qkv_proj.ranks) for weight in qkv
         )
-        self.q_norm = RMSNorm(tp, q_norm, config.rms_norm_eps)
-        self.k_norm = RMSNorm(tp, k_norm, config.rms_norm_eps)
         self.o_proj = RowParallelLinear(tp, out, format_of(config, out))
 
     def forward(
@@ -87,8 +92,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU layer; each rank has a share of the intermediate features."""
 
-    def __init__(self, layer: architecture.Layer, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, layer: architecture.Layer, setup: Setup) -> None:
         super().__init__()
+        config, tp, *_ = setup
         gate_up, down = layer.pick("gate_proj", "up_proj"), layer.pick("down_proj")
         self.gate_up_proj = ColumnParallelLinear(tp, gate_up, format_of(config, gate_up))
         self.down_proj = RowParallelLinear(tp, down, format_of(config, down))
@@ -108,20 +114,12 @@ class MoE(nn.Module):
     """
 
     def __init__(
-        self,
-        layer: architecture.Layer,
-        config: ModelConfig,
-        tp: TensorParallel,
-        expert_parallel: bool,
-        shared: architecture.Layer | None = None,
+        self, layer: architecture.Layer, setup: Setup, shared: architecture.Layer | None = None
     ) -> None:
-        """Make the layers.
-
-        expert_parallel: a rank has whole experts instead of parts of all. shared: an expert of all
-        tokens.
-        """
+        """Make the layers. shared: an expert of all tokens."""
         super().__init__()
-        self.shared = SharedExpert(shared, config, tp) if shared else None
+        self.shared = SharedExpert(shared, setup) if shared else None
+        config, tp, _, expert_parallel = setup
         self.tp = tp
         self.top_k = config.num_experts_per_tok
         self.normalize = config.norm_topk_prob
@@ -163,10 +161,10 @@ class MoE(nn.Module):
 class SharedExpert(nn.Module):
     """SwiGLU of all tokens, whose output has the sigmoid of a product as a factor."""
 
-    def __init__(self, layer: architecture.Layer, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, layer: architecture.Layer, setup: Setup) -> None:
         super().__init__()
-        self.mlp = MLP(layer, config, tp)
-        self.gate = Router(tp, layer.pick("shared_expert_gate"))
+        self.mlp = MLP(layer, setup)
+        self.gate = Router(setup.tp, layer.pick("shared_expert_gate"))
 
     def forward(self, residual: Tensor, norm: RMSNorm, part: Tensor) -> None:
         """Add this rank's part of the output for the norm of residual to `part`."""

@@ -14,7 +14,7 @@ from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.layouts.states import States
 from penstock.kernels.layouts.step import Slots, StepBuffers
 from penstock.models.architecture import family_of
-from penstock.models.layers import rope_table
+from penstock.models.layers import Setup, rope_table
 from penstock.models.parallel import RMSNorm, VocabParallelEmbedding
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.checkpoint import ModelConfig
@@ -58,7 +58,7 @@ class Model(nn.Module):
     ) -> None:
         """Build the layers.
 
-        num_positions: maximum tokens of a sequence. expert_parallel: see `MoE`. quantize_lm_head:
+        num_positions: maximum tokens of a sequence. expert_parallel: see `Setup`. quantize_lm_head:
         use an output layer in 8 bits, a copy of the embedding if the checkpoint ties the two.
         """
         super().__init__()
@@ -70,15 +70,12 @@ class Model(nn.Module):
         self.has_head = not config.is_embedding_model
         family = family_of(config)
         description = family.describe(config)
-        self.model: Any = import_module(family.module).Decoder(
-            config, description, tp, attention, expert_parallel
-        )
+        setup, module = Setup(config, tp, attention, expert_parallel), import_module(family.module)
+        self.model: Any = module.Decoder(description, setup)
         # multi-token prediction, which makes drafts; None: not used
         self.mtp: Any = None
         if description.mtp:
-            self.mtp = import_module(family.module).MultiTokenPrediction(
-                config, description.mtp, tp, attention, expert_parallel
-            )
+            self.mtp = module.MultiTokenPrediction(description.mtp, setup)
         heads = description.of_kind("head")
         if heads or (quantize_lm_head and self.has_head):
             (source,) = heads or description.of_kind("embedding")

@@ -9,38 +9,22 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from penstock.kernels.attention.backends import AttentionBackend
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.models.architecture import Architecture, Layer
-from penstock.models.layers import MLP, Attention, MoE
-from penstock.models.parallel import RMSNorm, VocabParallelEmbedding
-from penstock.models.tensor_parallel import TensorParallel
-from penstock.protocol.checkpoint import ModelConfig
+from penstock.models.layers import MLP, Attention, MoE, Setup
+from penstock.models.parallel import VocabParallelEmbedding
 
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each with a preceding norm and the residual stream around it."""
 
-    def __init__(
-        self,
-        attention: Layer,
-        mlp: Layer,
-        config: ModelConfig,
-        tp: TensorParallel,
-        attend: AttentionBackend,
-        expert_parallel: bool,
-    ) -> None:
+    def __init__(self, attention: Layer, mlp: Layer, setup: Setup) -> None:
         super().__init__()
         norms = *attention.pick("input_layernorm"), *mlp.pick("post_attention_layernorm")
-        self.input_layernorm, self.post_attention_layernorm = (
-            RMSNorm(tp, norm, config.rms_norm_eps) for norm in norms
-        )
-        self.self_attn = Attention(attention, config, tp, attend)
-        if mlp.kind == "experts":
-            self.mlp: nn.Module = MoE(mlp, config, tp, expert_parallel)
-        else:
-            self.mlp = MLP(mlp, config, tp)
+        self.input_layernorm, self.post_attention_layernorm = map(setup.norm, norms)
+        self.self_attn = Attention(attention, setup)
+        self.mlp: nn.Module = MoE(mlp, setup) if mlp.kind == "experts" else MLP(mlp, setup)
 
     def forward(
         self, residual: Tensor, batch: ForwardBatch, rope: Tensor, kv_cache: KVCache
@@ -53,23 +37,15 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Layers between token ids and hidden states."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        architecture: Architecture,
-        tp: TensorParallel,
-        attend: AttentionBackend,
-        expert_parallel: bool,
-    ) -> None:
+    def __init__(self, architecture: Architecture, setup: Setup) -> None:
         super().__init__()
         (embedding,), (norm,) = (architecture.of_kind(kind) for kind in ("embedding", "norm"))
-        self.embed_tokens = VocabParallelEmbedding(tp, embedding.weights[0])
+        self.embed_tokens = VocabParallelEmbedding(setup.tp, embedding.weights[0])
         halves = architecture.of_kind("attention"), architecture.of_kind("mlp", "experts")
         self.layers = nn.ModuleList(
-            DecoderLayer(*pair, config, tp, attend, expert_parallel)
-            for pair in zip(*halves, strict=True)
+            DecoderLayer(*pair, setup) for pair in zip(*halves, strict=True)
         )
-        self.norm = RMSNorm(tp, norm.weights[0], config.rms_norm_eps)
+        self.norm = setup.norm(norm.weights[0])
 
     def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
         """Return the residual stream after the last layer; kv_caches: one per attention layer."""

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.attention.backends import AttentionBackend
 from penstock.kernels.elementwise import rms_norm
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.linear.linear import linear
 from penstock.kernels.recurrent.delta_rule import gated_delta_rule, gated_rms_norm
 from penstock.models.architecture import Architecture, Layer
-from penstock.models.layers import MLP, Attention, MoE, format_of
+from penstock.models.layers import MLP, Attention, MoE, Setup, format_of
 from penstock.models.parallel import (
     ColumnParallelLinear,
     Parameter,
@@ -26,15 +25,14 @@ from penstock.models.parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from penstock.models.tensor_parallel import TensorParallel
-from penstock.protocol.checkpoint import ModelConfig
 
 
 class DeltaNet(nn.Module):
     """Gated DeltaNet (`penstock.kernels.recurrent.delta_rule`); a rank has a share of the heads."""
 
-    def __init__(self, layer: Layer, config: ModelConfig, tp: TensorParallel) -> None:
+    def __init__(self, layer: Layer, setup: Setup) -> None:
         super().__init__()
+        config, tp, *_ = setup
         is_joined, out = layer.has("in_proj_qkvz"), layer.pick("out_proj")
         qkvz = layer.pick(*(["in_proj_qkvz"] if is_joined else ["in_proj_qkv", "in_proj_z"]))
         ba = layer.pick(*(["in_proj_ba"] if is_joined else ["in_proj_b", "in_proj_a"]))
@@ -43,8 +41,7 @@ class DeltaNet(nn.Module):
         self.conv, self.a_log, self.dt_bias = (
             Parameter(tp, layer.pick(name)) for name in ("conv1d", "A_log", "dt_bias")
         )
-        (norm,) = layer.pick("norm")
-        self.norm = RMSNorm(tp, norm, config.rms_norm_eps)
+        (self.norm,) = map(setup.norm, layer.pick("norm"))
         self.out_proj = RowParallelLinear(tp, out, format_of(config, out))
         self.num_key_heads = qkvz[0].axes[0].units_of_rank(self.qkvz_proj.ranks)
         num_channels = len(self.conv.weight)
@@ -72,30 +69,16 @@ class DeltaNet(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention or DeltaNet, and MLP, each with a preceding norm and the residual stream."""
 
-    def __init__(
-        self,
-        mixer: Layer,
-        mlp: Layer,
-        shared: Layer | None,
-        config: ModelConfig,
-        tp: TensorParallel,
-        attend: AttentionBackend,
-        expert_parallel: bool,
-    ) -> None:
+    def __init__(self, mixer: Layer, mlp: Layer, shared: Layer | None, setup: Setup) -> None:
         super().__init__()
         norms = *mixer.pick("input_layernorm"), *mlp.pick("post_attention_layernorm")
-        self.input_layernorm, self.post_attention_layernorm = (
-            RMSNorm(tp, norm, config.rms_norm_eps) for norm in norms
-        )
+        self.input_layernorm, self.post_attention_layernorm = map(setup.norm, norms)
         self.has_state = bool(mixer.state)
         if self.has_state:
-            self.linear_attn = DeltaNet(mixer, config, tp)
+            self.linear_attn = DeltaNet(mixer, setup)
         else:
-            self.self_attn = Attention(mixer, config, tp, attend)
-        if shared:
-            self.mlp: nn.Module = MoE(mlp, config, tp, expert_parallel, shared)
-        else:
-            self.mlp = MLP(mlp, config, tp)
+            self.self_attn = Attention(mixer, setup)
+        self.mlp: nn.Module = MoE(mlp, setup, shared) if shared else MLP(mlp, setup)
 
     def forward(
         self,
@@ -117,32 +100,17 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Layers between token ids and hidden states."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        architecture: Architecture,
-        tp: TensorParallel,
-        attend: AttentionBackend,
-        expert_parallel: bool,
-    ) -> None:
+    def __init__(self, architecture: Architecture, setup: Setup) -> None:
         super().__init__()
         (embedding,), (norm,) = (architecture.of_kind(kind) for kind in ("embedding", "norm"))
-        self.embed_tokens = VocabParallelEmbedding(tp, embedding.weights[0])
+        self.embed_tokens = VocabParallelEmbedding(setup.tp, embedding.weights[0])
         shared = iter(architecture.of_kind("shared expert"))
         halves = architecture.of_kind("attention", "delta"), architecture.of_kind("mlp", "experts")
         self.layers = nn.ModuleList(
-            DecoderLayer(
-                mixer,
-                mlp,
-                next(shared) if mlp.kind == "experts" else None,
-                config,
-                tp,
-                attend,
-                expert_parallel,
-            )
+            DecoderLayer(mixer, mlp, next(shared) if mlp.kind == "experts" else None, setup)
             for mixer, mlp in zip(*halves, strict=True)
         )
-        self.norm = RMSNorm(tp, norm.weights[0], config.rms_norm_eps)
+        self.norm = setup.norm(norm.weights[0])
 
     def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
         """Return the residual stream after the last layer; kv_caches: one per attention layer."""
@@ -163,23 +131,13 @@ class MultiTokenPrediction(nn.Module):
     https://arxiv.org/abs/2412.19437). It keeps keys and values of its own.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layers: Sequence[Layer],
-        tp: TensorParallel,
-        attend: AttentionBackend,
-        expert_parallel: bool,
-    ) -> None:
+    def __init__(self, layers: Sequence[Layer], setup: Setup) -> None:
         super().__init__()
         inputs, mixer, mlp, *shared, last = layers
         norms = inputs.pick("pre_fc_norm_embedding", "pre_fc_norm_hidden") + list(last.weights)
-        self.embedding_norm, self.hidden_norm, self.norm = (
-            RMSNorm(tp, norm, config.rms_norm_eps) for norm in norms
-        )
-        self.fc = Parameter(tp, inputs.pick("fc"))
-        given = config, tp, attend, expert_parallel
-        self.layer = DecoderLayer(mixer, mlp, shared[0] if shared else None, *given)
+        self.embedding_norm, self.hidden_norm, self.norm = map(setup.norm, norms)
+        self.fc = Parameter(setup.tp, inputs.pick("fc"))
+        self.layer = DecoderLayer(mixer, mlp, shared[0] if shared else None, setup)
 
     def forward(
         self,

@@ -15,12 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from penstock.kernels.attention.backends import AttentionBackend
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.linear.linear import norm_swiglu
 from penstock.models.architecture import Architecture, Layer
-from penstock.models.layers import MLP, Attention
+from penstock.models.layers import MLP, Attention, Setup
 from penstock.models.parallel import (
     ColumnParallelLinear,
     RMSNorm,
@@ -28,7 +27,7 @@ from penstock.models.parallel import (
     VocabParallelEmbedding,
 )
 from penstock.models.tensor_parallel import TensorParallel
-from penstock.protocol.checkpoint import ModelConfig, read_model_config
+from penstock.protocol.checkpoint import read_model_config
 from penstock.protocol.config import Config
 from tests.models.toy.family import SHAPE, describe
 
@@ -79,29 +78,22 @@ def recur(x: Tensor, g: Tensor, batch: ForwardBatch, state: Tensor, window: Tens
 class Decoder(nn.Module):
     """Layers between token ids and hidden states, as in `penstock.models.qwen3`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        description: Architecture,
-        tp: TensorParallel,
-        attend: AttentionBackend,
-        expert_parallel: bool,  # noqa: ARG002  a family has experts
-    ) -> None:
+    def __init__(self, description: Architecture, setup: Setup) -> None:
         super().__init__()
         (embedding,), (norm,) = (description.of_kind(kind) for kind in ("embedding", "norm"))
-        self.embed_tokens = VocabParallelEmbedding(tp, embedding.weights[0])
+        self.embed_tokens = VocabParallelEmbedding(setup.tp, embedding.weights[0])
         self.layers = nn.ModuleList()
         for layer in description.of_kind("attention", "recurrent"):
             block = nn.Module()
-            block.input_layernorm = RMSNorm(tp, layer.weights[0], config.rms_norm_eps)
+            block.input_layernorm = setup.norm(layer.weights[0])
             if layer.state:
-                block.recurrent = Recurrent(layer, tp)
+                block.recurrent = Recurrent(layer, setup.tp)
             else:
-                block.attn = Attention(layer, config, tp, attend)
+                block.attn = Attention(layer, setup)
             self.layers.append(block)
         for block, layer in zip(self.layers, description.of_kind("mlp"), strict=False):
-            block.mlp = MLP(layer, config, tp)
-        self.norm = RMSNorm(tp, norm.weights[0], config.rms_norm_eps)
+            block.mlp = MLP(layer, setup)
+        self.norm = setup.norm(norm.weights[0])
 
     def forward(self, batch: ForwardBatch, rope: Tensor, kv_caches: Sequence[KVCache]) -> Tensor:
         residual = self.embed_tokens(batch.input_ids)
