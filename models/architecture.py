@@ -254,13 +254,24 @@ def rows(module: str, outputs: int, axis: Axis, fields: str) -> Weight:
     return Weight(f"{module}.weight", (outputs, axis.size), fields, (axis,), 1, is_matrix=True)
 
 
-def attention(name: str, hidden: int, heads: Axis, kv_heads: Axis, norm: Weight) -> Layer:
+def layer_norms(
+    name: str, config: ModelConfig, norm_of: Callable[[str, int, str], Weight] = vector
+) -> Iterator[Weight]:
+    """Describe the norms before the two halves of a layer. norm_of: describes a norm."""
+    names = "input_layernorm", "post_attention_layernorm"
+    return (norm_of(f"{name}.{norm}", config.hidden_size, "hidden_size") for norm in names)
+
+
+def attention(name: str, config: ModelConfig, norm: Weight) -> Layer:
     """Describe grouped-query attention with a norm for each query and key head."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    heads = Axis("num_attention_heads", config.num_attention_heads, head_dim)
+    kv_heads = Axis("num_key_value_heads", config.num_key_value_heads, head_dim, "shared")
     fields, kv_fields = (f"{axis.field} times head_dim" for axis in (heads, kv_heads))
     weights = (
         norm,
-        vector(f"{name}.q_norm", heads.unit_size, "head_dim"),
-        vector(f"{name}.k_norm", heads.unit_size, "head_dim"),
+        vector(f"{name}.q_norm", head_dim, "head_dim"),
+        vector(f"{name}.k_norm", head_dim, "head_dim"),
         columns(f"{name}.q_proj", [heads], hidden, fields),
         columns(f"{name}.k_proj", [kv_heads], hidden, kv_fields),
         columns(f"{name}.v_proj", [kv_heads], hidden, kv_fields),
@@ -269,29 +280,33 @@ def attention(name: str, hidden: int, heads: Axis, kv_heads: Axis, norm: Weight)
     return Layer("attention", weights, Heads(heads, kv_heads))
 
 
-def mlp(name: str, hidden: int, inner: Axis, norm: Weight) -> Layer:
+def mlp(name: str, config: ModelConfig, norm: Weight) -> Layer:
     """Describe a SwiGLU layer."""
-    return Layer("mlp", (norm, *_swiglu(name, hidden, inner)))
+    return Layer("mlp", (norm, *_swiglu(name, config, "intermediate_size")))
 
 
-def experts(name: str, hidden: int, number: Axis, inner: Axis, norm: Weight) -> Layer:
+def experts(name: str, config: ModelConfig, norm: Weight) -> Layer:
     """Describe a mixture of SwiGLU experts with its router."""
-    router = Weight(f"{name}.gate.weight", (number.units, hidden), number.field)
-    swiglu = _swiglu(f"{name}.experts.{{}}", hidden, inner)
+    number = Axis("num_experts", config.expert_count)
+    router = Weight(f"{name}.gate.weight", (number.units, config.hidden_size), number.field)
+    swiglu = _swiglu(f"{name}.experts.{{}}", config, "moe_intermediate_size")
     return Layer("experts", (norm, router, *(weight._replace(experts=number) for weight in swiglu)))
 
 
-def shared_expert(name: str, hidden: int, inner: Axis) -> Layer:
+def shared_expert(name: str, config: ModelConfig) -> Layer:
     """Describe an expert of all tokens, with a gate, beside `experts`, which has its norm."""
-    gate = Weight(f"{name}.shared_expert_gate.weight", (1, hidden), "hidden_size")
-    return Layer("shared expert", (gate, *_swiglu(f"{name}.shared_expert", hidden, inner)))
+    gate = Weight(f"{name}.shared_expert_gate.weight", (1, config.hidden_size), "hidden_size")
+    swiglu = _swiglu(f"{name}.shared_expert", config, "shared_expert_intermediate_size")
+    return Layer("shared expert", (gate, *swiglu))
 
 
-def _swiglu(name: str, hidden: int, inner: Axis) -> tuple[Weight, ...]:
+def _swiglu(name: str, config: ModelConfig, field: str) -> tuple[Weight, ...]:
+    """Describe the matrices; field: field of the config with the number of inner features."""
+    hidden, inner = config.hidden_size, Axis(field, getattr(config, field))
     return (
-        columns(f"{name}.gate_proj", [inner], hidden, inner.field),
-        columns(f"{name}.up_proj", [inner], hidden, inner.field),
-        rows(f"{name}.down_proj", hidden, inner, inner.field),
+        columns(f"{name}.gate_proj", [inner], hidden, field),
+        columns(f"{name}.up_proj", [inner], hidden, field),
+        rows(f"{name}.down_proj", hidden, inner, field),
     )
 
 
@@ -322,24 +337,13 @@ def qwen3(config: ModelConfig) -> Architecture:
     if config.reads_mtp:
         found = "got mtp, expected none or ngram: Qwen3 has no layer of multi-token prediction"
         raise ModelError(f"speculative_method: {found}")
-    hidden, head_dim = config.hidden_size, config.head_dim
-    heads = Axis("num_attention_heads", config.num_attention_heads, head_dim)
-    kv_heads = Axis("num_key_value_heads", config.num_key_value_heads, head_dim, "shared")
-    inner = Axis("intermediate_size", config.intermediate_size)
-    number = Axis("num_experts", config.expert_count)
-    expert_inner = Axis("moe_intermediate_size", config.moe_intermediate_size)
     layers = []
     for index in range(config.num_hidden_layers):
         name = f"model.layers.{index}"
-        norms = (
-            vector(f"{name}.{norm}_layernorm", hidden, "hidden_size")
-            for norm in ("input", "post_attention")
-        )
-        layers.append(attention(f"{name}.self_attn", hidden, heads, kv_heads, next(norms)))
-        if config.is_sparse(index):
-            layers.append(experts(f"{name}.mlp", hidden, number, expert_inner, next(norms)))
-        else:
-            layers.append(mlp(f"{name}.mlp", hidden, inner, next(norms)))
+        first, second = layer_norms(name, config)
+        layers.append(attention(f"{name}.self_attn", config, first))
+        inner = experts if config.is_sparse(index) else mlp
+        layers.append(inner(f"{name}.mlp", config, second))
     return decoder(config, layers)
 
 
@@ -348,29 +352,19 @@ def qwen3_5(config: ModelConfig) -> Architecture:
 
     Some layers are gated DeltaNet, the others gated attention.
     """
-    hidden, head_dim = config.hidden_size, config.head_dim
-    heads = Axis("num_attention_heads", config.num_attention_heads, head_dim)
-    kv_heads = Axis("num_key_value_heads", config.num_key_value_heads, head_dim, "shared")
-    inner = Axis("intermediate_size", config.intermediate_size)
-    number = Axis("num_experts", config.expert_count)
-    expert_inner = Axis("moe_intermediate_size", config.moe_intermediate_size)
-    shared_inner = Axis("shared_expert_intermediate_size", config.shared_expert_intermediate_size)
     model = "model.language_model" if config.is_multimodal else "model"
 
     def block(name: str, kind: str, is_sparse: bool) -> Iterator[Layer]:
-        norms = (
-            zero_centered(f"{name}.{norm}_layernorm", hidden, "hidden_size")
-            for norm in ("input", "post_attention")
-        )
+        first, second = layer_norms(name, config, zero_centered)
         if kind == FULL_ATTENTION:
-            yield gated_attention(f"{name}.self_attn", hidden, heads, kv_heads, next(norms))
+            yield gated_attention(f"{name}.self_attn", config, first)
         else:
-            yield delta_net(f"{name}.linear_attn", config, next(norms))
+            yield delta_net(f"{name}.linear_attn", config, first)
         if is_sparse:
-            yield experts(f"{name}.mlp", hidden, number, expert_inner, next(norms))
-            yield shared_expert(f"{name}.mlp", hidden, shared_inner)
+            yield experts(f"{name}.mlp", config, second)
+            yield shared_expert(f"{name}.mlp", config)
         else:
-            yield mlp(f"{name}.mlp", hidden, inner, next(norms))
+            yield mlp(f"{name}.mlp", config, second)
 
     layers = [
         layer
@@ -383,7 +377,7 @@ def qwen3_5(config: ModelConfig) -> Architecture:
     if config.mtp_use_dedicated_embeddings:
         raise ModelError("speculative_method: got mtp, expected none: mtp_use_dedicated_embeddings")
     last = block("mtp.layers.0", FULL_ATTENTION, config.expert_count > 0)
-    return architecture._replace(mtp=multi_token_prediction(hidden, last))
+    return architecture._replace(mtp=multi_token_prediction(config.hidden_size, last))
 
 
 def multi_token_prediction(hidden: int, block: Iterable[Layer]) -> tuple[Layer, ...]:
@@ -394,14 +388,15 @@ def multi_token_prediction(hidden: int, block: Iterable[Layer]) -> tuple[Layer, 
     return Layer("mtp", (*norms, joined)), *block, Layer("norm", (last,))
 
 
-def gated_attention(name: str, hidden: int, heads: Axis, kv_heads: Axis, norm: Weight) -> Layer:
+def gated_attention(name: str, config: ModelConfig, norm: Weight) -> Layer:
     """Describe attention with a gate beside each query head, and norms of 1 + weight."""
-    plain = attention(name, hidden, heads, kv_heads, norm)
-    gated = heads._replace(unit_size=2 * heads.unit_size)
+    plain, head_dim = attention(name, config, norm), config.head_dim
+    gated = Axis("num_attention_heads", config.num_attention_heads, 2 * head_dim)
+    fields = f"{gated.field} times twice head_dim"
     changed = {
-        "q_norm": zero_centered(f"{name}.q_norm", heads.unit_size, "head_dim"),
-        "k_norm": zero_centered(f"{name}.k_norm", heads.unit_size, "head_dim"),
-        "q_proj": columns(f"{name}.q_proj", [gated], hidden, f"{heads.field} times twice head_dim"),
+        "q_norm": zero_centered(f"{name}.q_norm", head_dim, "head_dim"),
+        "k_norm": zero_centered(f"{name}.k_norm", head_dim, "head_dim"),
+        "q_proj": columns(f"{name}.q_proj", [gated], config.hidden_size, fields),
     }
     weights = tuple(changed.get(weight.module, weight) for weight in plain.weights)
     return plain._replace(weights=weights)

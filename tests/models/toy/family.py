@@ -33,20 +33,18 @@ SHAPE: dict[str, Any] = {
 
 def describe(config: ModelConfig) -> Architecture:
     hidden = config.hidden_size
-    heads = Axis("num_attention_heads", config.num_attention_heads, config.head_dim)
-    kv_heads = Axis("num_key_value_heads", config.num_key_value_heads, config.head_dim, "shared")
     inner = Axis("intermediate_size", config.intermediate_size)
     layers = []
     for index in range(config.num_hidden_layers):
         name = f"model.layers.{index}"
         norm = architecture.vector(f"{name}.input_layernorm", hidden, "hidden_size")
         if PARALLEL in config.architectures:
-            mlp = architecture.mlp(f"{name}.mlp", hidden, inner, norm)
-            layers.append(architecture.attention(f"{name}.attn", hidden, heads, kv_heads, norm))
+            mlp = architecture.mlp(f"{name}.mlp", config, norm)
+            layers.append(architecture.attention(f"{name}.attn", config, norm))
             layers.append(mlp._replace(weights=mlp.weights[1:]))  # the norm is attention's
             continue
         if index % 2:
-            layers.append(architecture.attention(f"{name}.attn", hidden, heads, kv_heads, norm))
+            layers.append(architecture.attention(f"{name}.attn", config, norm))
             continue
         weights = (
             norm,
