@@ -30,10 +30,9 @@ class ProcessedRow:
     """The parameters of a row with `RowExtras`, and the last tokens of its output."""
 
     def __init__(self, row: RowAdded, vocab_size: int, is_deferred: bool = False) -> None:
-        """Store a row, which rank 0 samples if `is_deferred`. Raises ValueError for bad tokens."""
+        """Store a row, which rank 0 samples if `is_deferred`."""
         self.extras = extras = row.extras or RowExtras(0)
         self.token_ids = np.frombuffer(row.token_ids, "<i4")
-        self._check(vocab_size)
         # skip words with unknown tokens, which can't be generated
         words = [ids for ids in extras.bad_words if ids and 0 <= min(ids) <= max(ids) < vocab_size]
         self._words = [(pack(ids[:-1]), ids[-1]) for ids in words if len(ids) > 1]
@@ -61,12 +60,6 @@ class ProcessedRow:
         # logprobs need the raw logits, which `process_logits` overwrites
         if is_deferred or self.needs_tokens or (self.flags and extras.num_logprobs >= 0):
             self.flags |= DEFERRED
-
-    def _check(self, vocab_size: int) -> None:
-        for name in "logit_bias", "allowed_token_ids":
-            wrong = [token for token in getattr(self.extras, name) if not 0 <= token < vocab_size]
-            if wrong:
-                raise ValueError(f"{name}: got token {wrong[0]}, expected 0 to {vocab_size - 1}")
 
     def _mask(self, forbidden: list[int], vocab_size: int) -> Bitmask | None:
         allowed = self.extras.allowed_token_ids

@@ -177,9 +177,3 @@ def test_clear_forgets_what_rows_asked_for(folder: Path, plain: dict[int, list[i
     driver.runner.clear()
     driver.step(plan(added=[row(3, PROMPT, range(5))], chunks=[(3, 37)]), 3)
     assert driver.tokens[3] == plain[3][:1]
-
-
-def test_refuses_a_bias_of_a_token_that_the_model_does_not_have(folder: Path) -> None:
-    added = [row(0, PROMPT, range(5), extras=extras(logit_bias={264: 1.0}))]
-    with pytest.raises(ValueError, match="logit_bias: got token 264, expected 0 to 263"):
-        make_runner(folder).launch(plan(added=added, chunks=[(0, 37)]))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,15 +86,6 @@ def test_words_with_tokens_that_the_model_does_not_have() -> None:
     assert one.mask is not None
     assert tokens_of(one.mask) == set(range(VOCAB_SIZE)) - {5}
     assert not one.needs_tokens
-
-
-@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
-def test_refuses_an_allowed_token_that_the_model_does_not_have(token_id: int) -> None:
-    asked = RowExtras(0, allowed_token_ids=[2, token_id])
-    with pytest.raises(
-        ValueError, match=f"allowed_token_ids: got token {token_id}, expected 0 to 69"
-    ):
-        processed(asked)
 
 
 def test_a_row_that_restricts_nothing_has_no_mask() -> None:
