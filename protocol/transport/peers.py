@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from penstock.protocol.transport.channel import MAX_MISSED_HEARTBEATS
-from penstock.protocol.transport.process import predecessors
+from penstock.protocol.transport.process import Identity
 
 MAX_SILENT = 16  # silent peers that are remembered, newest first: some get no successor
 Work = TypeVar("Work")
@@ -73,7 +73,13 @@ class Peers(Generic[Work, Memory]):
 
     def predecessors(self, identity: bytes) -> list[bytes]:
         """Return earlier incarnations of a peer that registered: they have died."""
-        return predecessors(identity, [*self.remembered, *self._peers])
+        new, others = Identity.decode(identity), [*self.remembered, *self._peers]
+        known = ((Identity.decode(routing_id), routing_id) for routing_id in others)
+        return [
+            routing_id
+            for old, routing_id in known
+            if old.name == new.name and old.incarnation < new.incarnation
+        ]
 
     def least_loaded(self) -> Peer[Work] | None:
         """Return the peer with the least work, or None without peers."""

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import copy
 from datetime import UTC, datetime
 from pathlib import Path
@@ -140,17 +140,6 @@ class Identity(NamedTuple):
         if len(numbers) == 2 and all(number.isdecimal() for number in numbers):
             return cls(name, *map(int, numbers))
         return cls(routing_id.decode(errors="replace"))
-
-
-def predecessors(identity: bytes, of: Iterable[bytes]) -> list[bytes]:
-    """Return the identities in `of` of earlier incarnations of a process, which have died."""
-    new = Identity.decode(identity)
-    known = ((Identity.decode(routing_id), routing_id) for routing_id in of)
-    return [
-        routing_id
-        for old, routing_id in known
-        if old.name == new.name and old.incarnation < new.incarnation
-    ]
 
 
 class Process:

@@ -92,7 +92,7 @@ class PlanBuilder:
         self.appended: list[int] = []
         # sequences whose prefill has too little time in the step; others may wait for their blocks
         self.cut: list[Sequence] = []
-        self._states: list[int] = []
+        self.states: list[int] = []  # `BatchPlan.states`
         self._chunks: list[int] = []
 
     def append_block(self, slot: int, block: int) -> None:
@@ -106,14 +106,9 @@ class PlanBuilder:
         self.plan.chunks[sequence.slot] = sequence
         self.plan.chunk_ends.append(end)
 
-    def add_states(self, named: list[int], checkpoints: list[tuple[int, int]]) -> None:
-        """Add the state blocks that `BatchPlan.states` names, and the plan's checkpoints."""
-        self._states += named
-        self.plan.kept_states.extend(checkpoints)
-
     def build(self, epoch: int, removed: list[int], is_awaited: bool) -> BatchPlan:
         appended, chunks, drafts = pack(self.appended), pack(self._chunks), pack(self.drafts)
-        states = pack(self._states)
+        states = pack(self.states)
         parts = pack(removed), self.added, appended, chunks, drafts, states
         num_drafts = self.plan.num_drafts
         self.plan = self.plan._replace(is_awaited=is_awaited or num_drafts > 0)

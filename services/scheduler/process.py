@@ -300,7 +300,7 @@ class SchedulerProcess:
 
     def make_scheduler(self) -> Scheduler:
         """Return a scheduler for a ready worker group, with recovered prefix-cache records."""
-        size = self.group.num_blocks, self.group.block_size
+        size = self.group.num_blocks, self.group.leader.block_size
         memory_id = self.group.memory_id
         records = BlockRecords.open(f"blocks.{self.replica}", *size, memory_id)
         states = None
@@ -311,8 +311,8 @@ class SchedulerProcess:
         length = self.model.context(self.config.max_model_len)
         scheduler = Scheduler(self.config, length, blocks, self.group.epoch)
         scheduler.step_costs.is_timed = True
-        scheduler.step_costs.sizes = self.group.step_sizes
-        scheduler.step_costs.tiles = self.group.tile_sizes
+        scheduler.step_costs.sizes = self.group.leader.step_sizes
+        scheduler.step_costs.tiles = self.group.leader.tile_sizes
         return scheduler
 
     def end_group(self) -> None:
@@ -334,7 +334,7 @@ class SchedulerProcess:
         elif reason := refusal(message.name, message.version):
             self.detokenizers.send(Refused(reason), identity)
         elif self.streams.alive(identity, message.name):
-            for dead in self.streams.predecessors(identity):
+            for dead in self.streams.detokenizers.predecessors(identity):
                 self.lose_detokenizer(dead)
 
     def lose_detokenizer(self, identity: bytes) -> None:

@@ -369,8 +369,9 @@ class Scheduler:
         plan = builder.plan
         chunk_ends = dict(zip(plan.chunks.values(), plan.chunk_ends, strict=True))
         sequences = dict.fromkeys([*plan.sampled, *chunk_ends])
-        states = self.block_manager.advance_states(sequences, chunk_ends, plan.number)
-        builder.add_states(*states)
+        named, kept = self.block_manager.advance_states(sequences, chunk_ends, plan.number)
+        builder.states += named
+        plan.kept_states.extend(kept)
 
     # ---- its result ----------------------------------------------------------------------------
 

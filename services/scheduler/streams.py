@@ -182,10 +182,6 @@ class Streams:
                 self.close(sequence)
             self._assign(surplus)
 
-    def predecessors(self, identity: bytes) -> list[bytes]:
-        """Return earlier incarnations of a new detokenizer, which must have died."""
-        return self.detokenizers.predecessors(identity)
-
     def lose_silent(self) -> list[bytes]:
         """Move the sequences of silent detokenizers, at each heartbeat. Return the detokenizers."""
         trials, silent = self._trials, self.detokenizers.silent()

@@ -89,19 +89,9 @@ class WorkerGroup:
         return list(zip(firsts, lasts, strict=True))
 
     @property
-    def block_size(self) -> int:
-        """Tokens per block, the same on every rank."""
-        return self._states[self.members[0]].block_size
-
-    @property
-    def step_sizes(self) -> list[int]:
-        """Numbers of tokens to which steps with chunks are padded, the same on every rank."""
-        return self._states[self.members[0]].step_sizes
-
-    @property
-    def tile_sizes(self) -> list[int]:
-        """Numbers of tokens to which attention pads chunks, the same on every rank."""
-        return self._states[self.members[0]].tile_sizes
+    def leader(self) -> WorkerState:
+        """The state of rank 0. Sizes of blocks, steps and tiles are the same on every rank."""
+        return self._states[self.members[0]]
 
     @property
     def has_memory(self) -> bool:
@@ -137,7 +127,7 @@ class WorkerGroup:
     @property
     def idle_us(self) -> tuple[float, float]:
         """Idle times of rank 0's GPU between steps, in microseconds; 0 while there is no group."""
-        return self._states[self.members[0]].idle_us if self.members else (0.0, 0.0)
+        return self.leader.idle_us if self.members else (0.0, 0.0)
 
     @property
     def names(self) -> list[str]:

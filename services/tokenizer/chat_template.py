@@ -51,7 +51,6 @@ def error_reply(error: Exception) -> ErrorReply:
     return ErrorReply(code="failed", message=DEFECT)
 
 
-log = logging.getLogger("tokenizer")
 # arguments of `apply_chat_template` that are not allowed in `chat_template_kwargs`
 NOT_FOR_CLIENTS = frozenset(
     {"messages", "tools", "chat_template", "tokenize", "add_generation_prompt"}

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.protocol.transport.peers import Peers
 from penstock.protocol.transport.process import (
     COUNTER_FILE,
     INCARNATION_VARIABLE,
     Identity,
     first_number,
-    predecessors,
     take_incarnation,
 )
 
@@ -61,4 +61,7 @@ def test_any_routing_id_is_a_name(routing_id: bytes) -> None:
 
 def test_predecessors_are_earlier_incarnations_of_the_same_name() -> None:
     ids = [Identity(*one).encode() for one in (("t", 9, 1), ("t", 8, 3), ("u", 7, 1), ("t", 5, 2))]
-    assert [predecessors(one, ids) for one in ids] == [[], [ids[0], ids[3]], [], [ids[0]]]
+    peers: Peers[None, None] = Peers()
+    for identity in ids:
+        peers.alive(identity, "")
+    assert [peers.predecessors(one) for one in ids] == [[], [ids[0], ids[3]], [], [ids[0]]]

@@ -510,7 +510,7 @@ class Silence(Hall):
         identity = self.identity
         self.streams.alive(identity, "d")
         self.readers[identity] = Reader()
-        for dead in self.streams.predecessors(identity):
+        for dead in self.streams.detokenizers.predecessors(identity):
             self.blame(dead)
 
     @property

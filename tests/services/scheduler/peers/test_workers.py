@@ -139,7 +139,7 @@ def test_rank_0_tells_the_size_of_blocks_and_how_long_its_gpu_waits() -> None:
     site.states[first[0]].idle_us = (1.5, 9.0)
     site.load(first[0], 5)
     site.load(second[0], 7)
-    assert (site.group.block_size, site.group.num_blocks) == (64, 5)
+    assert (site.group.leader.block_size, site.group.num_blocks) == (64, 5)
     assert site.group.idle_us == (1.5, 9.0)
 
 
