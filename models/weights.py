@@ -117,6 +117,14 @@ class CheckpointTensors:
         """Return the shape of a tensor."""
         return tuple(self._slice(name).get_shape())
 
+    def check_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        """Raise ModelError for a tensor of another shape."""
+        if (found := self.shape(name)) != expected:
+            raise ModelError(
+                f"{name} in {self.file(name)}: got shape {list(found)}, "
+                f"expected {list(expected)} from config.json"
+            )
+
     def check_scale(self, name: str) -> None:
         """Raise ModelError unless a tensor has a dtype allowed for scales."""
         found = self._slice(name).get_dtype()
@@ -250,12 +258,7 @@ def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat |
     cut = slice(part.start, part.stop)
     cuts = tuple(cut if dim == part.dim else slice(0, size) for dim, size in enumerate(part.shape))
     if matrix == part.name:
-        shape = tensors.shape(matrix)
-        if shape != part.shape:
-            raise ModelError(
-                f"{part.name} in {tensors.file(matrix)}: got shape {list(shape)}, "
-                f"expected {list(part.shape)} from config.json"
-            )
+        tensors.check_shape(matrix, part.shape)
         tensor = tensors.read(matrix, *cuts)
         if tensor.dtype != torch.int8:
             _copy(tensor, part, tensors)
@@ -269,9 +272,7 @@ def _load(tensors: CheckpointTensors, part: Slice, weight_format: WeightFormat |
     bias = part.name.removesuffix(".weight") + BIAS
     if bias in tensors and tensors.read(bias).any():
         raise ModelError(f"{bias}: got numbers other than 0, expected no bias")
-    device = part.target.device
-    rows, columns = cuts
-    codes = read_codes(tensors, part.name, part.shape, (rows, columns), weight_format, device)
+    codes = read_codes(tensors, part, (cuts[0], cuts[1]), weight_format)
     if not isinstance(part.target, Tensor | Quantized):
         copy_codes(part.target, codes, part.name)
         return False
@@ -362,19 +363,11 @@ class Codes:
 
 
 def read_codes(
-    tensors: CheckpointTensors,
-    name: str,
-    shape: tuple[int, ...],
-    cuts: tuple[slice, slice],
-    weight_format: WeightFormat,
-    device: torch.device,
+    tensors: CheckpointTensors, part: Slice, cuts: tuple[slice, slice], weight_format: WeightFormat
 ) -> Codes:
-    """Return the rows and columns `cuts` of a weight. Raises ModelError.
-
-    name: name of the weight. shape: [out_features, in_features].
-    """
-    module, matrix = name.removesuffix(".weight"), tensors.matrix(name)
-    rows, columns = cuts
+    """Return the rows and columns `cuts` of a slice's weight. Raises ModelError."""
+    module, matrix = part.name.removesuffix(".weight"), tensors.matrix(part.name)
+    (rows, columns), shape, device = cuts, part.shape, part.target.device
     bits = weight_format.bits
     source = _Source(tensors, bits, weight_format.awq_order, device)
     group_size = weight_format.group_size or shape[1]
@@ -407,7 +400,8 @@ def read_codes(
     if index in tensors and weight_format.group_size:
         groups = source.whole(index, (shape[1],), (columns,)).long()
         if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
-            raise ModelError(f"{index}: got group {int(groups.max())}, expected 0 to {num_groups}")
+            found = f"got groups {int(groups.min())} to {int(groups.max())}"
+            raise ModelError(f"{index}: {found}, expected 0 to {num_groups - 1}")
     return Codes(codes, scale, zeros, groups)
 
 
@@ -422,7 +416,7 @@ class _Source:
 
     def whole(self, name: str, shape: tuple[int, ...], cuts: tuple[slice, ...]) -> Tensor:
         """Return a part of an unpacked tensor."""
-        self._check(name, shape)
+        self.tensors.check_shape(name, shape)
         return self.tensors.read(name, *cuts).to(self.device)
 
     def scale(self, name: str, shape: tuple[int, ...], cuts: tuple[slice, ...]) -> Tensor:
@@ -437,7 +431,7 @@ class _Source:
         per_word = 32 // self.bits
         words = list(shape)
         words[packed] = -(-shape[packed] // per_word)
-        self._check(name, tuple(words))
+        self.tensors.check_shape(name, tuple(words))
         cut = cuts[packed]
         first = cut.start // per_word
         part = [*cuts]
@@ -451,14 +445,6 @@ class _Source:
         codes = by_word.flatten(1) if packed else by_word.transpose(1, 2).flatten(0, 1)
         skipped = cut.start - first * per_word
         return codes.narrow(packed, skipped, cut.stop - cut.start)
-
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        found = self.tensors.shape(name)
-        if found != shape:
-            raise ModelError(
-                f"{name} in {self.tensors.file(name)}: got shape {list(found)}, "
-                f"expected {list(shape)} from config.json"
-            )
 
 
 def why_dequantized(name: str, columns: int, weight_format: WeightFormat) -> str:

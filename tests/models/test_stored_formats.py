@@ -214,7 +214,7 @@ QKV = "model.layers.0.self_attn"
         (awq(), {".scales": None}, "the checkpoint lacks .*q_proj.scales"),
         (awq(), {".scales": torch.zeros(2, 256).int()}, "q_proj.scales: got I32, expected one of"),
         (gptq(), {".g_idx": torch.arange(256).int() % 2}, "g_idx with columns of a group that are"),
-        (gptq(), {".g_idx": torch.arange(256).int()}, "q_proj.g_idx: got group 255, expected 0 to"),
+        (gptq(), {".g_idx": torch.arange(256).int()}, "got groups 0 to 255, expected 0 to 1"),
         (gptq(desc_act=True), {".g_idx": torch.arange(256).int() // 128}, "k_proj.*same input"),
         (awq(), {".qweight": None, ".weight": torch.ones(256, 256)}, "expected packed integers"),
     ],
