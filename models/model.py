@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from penstock.kernels.attention.backends import AttentionBackend
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.layouts.states import States
@@ -16,8 +15,6 @@ from penstock.kernels.layouts.step import Slots, StepBuffers
 from penstock.models.architecture import family_of
 from penstock.models.layers import Setup, rope_table
 from penstock.models.parallel import RMSNorm, VocabParallelEmbedding
-from penstock.models.tensor_parallel import TensorParallel
-from penstock.protocol.checkpoint import ModelConfig
 
 # (record, number of rows) → tokens of the rows, -1 for a failed row, without logits processing
 HostStep = Callable[[NDArray[np.int32], int], list[int]]
@@ -47,30 +44,21 @@ class Compiled(Protocol):
 class Model(nn.Module):
     """Model, or the part of one rank."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        tp: TensorParallel,
-        attention: AttentionBackend,
-        num_positions: int,
-        expert_parallel: bool = False,
-        quantize_lm_head: bool = False,
-    ) -> None:
+    def __init__(self, setup: Setup, num_positions: int, quantize_lm_head: bool = False) -> None:
         """Build the layers.
 
-        num_positions: maximum tokens of a sequence. expert_parallel: see `Setup`. quantize_lm_head:
-        use an output layer in 8 bits, a copy of the embedding if the checkpoint ties the two.
+        num_positions: maximum tokens of a sequence. quantize_lm_head: use an output layer in 8
+        bits, a copy of the embedding if the checkpoint ties the two.
         """
         super().__init__()
-        self.tp = tp
-        self.attention = attention
+        config, self.tp, self.attention, _ = setup
         self.compiled: Compiled | None = None
         self._num_layers = 0  # that were computed in torch
         # False: the model returns hidden states, and no logits are computed
         self.has_head = not config.is_embedding_model
         family = family_of(config)
         description = family.describe(config)
-        setup, module = Setup(config, tp, attention, expert_parallel), import_module(family.module)
+        module = import_module(family.module)
         self.model: Any = module.Decoder(description, setup)
         # multi-token prediction, which makes drafts; None: not used
         self.mtp: Any = None
@@ -79,7 +67,7 @@ class Model(nn.Module):
         heads = description.of_kind("head")
         if heads or (quantize_lm_head and self.has_head):
             (source,) = heads or description.of_kind("embedding")
-            self.lm_head = VocabParallelEmbedding(tp, source.weights[0], quantize_lm_head)
+            self.lm_head = VocabParallelEmbedding(self.tp, source.weights[0], quantize_lm_head)
         rope = config.rope
         self.rope = rope_table(config.rotary_dim, num_positions, rope.base, rope.yarn)
 

@@ -13,6 +13,7 @@ from penstock.kernels.attention.backends import AttentionBackend, choose_attenti
 from penstock.kernels.extras import use_deterministic_kernels, use_rank_memory
 from penstock.kernels.matrices import FP8
 from penstock.models.architecture import Architecture, Ranks, describe
+from penstock.models.layers import Setup
 from penstock.models.model import Model
 from penstock.models.parallel import with_integers
 from penstock.models.tensor_parallel import TensorParallel
@@ -151,11 +152,8 @@ def _load_model(rank: Rank, on_progress: Callable[[], None]) -> Model:
         keep = with_integers() if integers else contextlib.nullcontext()
         with torch.device(rank.device), default_dtype(rank.dtype), keep:
             return Model(
-                model_config,
-                rank.tp,
-                rank.attention,
+                Setup(model_config, rank.tp, rank.attention, config.enable_expert_parallel),
                 rank.num_positions,
-                expert_parallel=config.enable_expert_parallel,
                 quantize_lm_head=config.quantize_lm_head and not makes_integers,
             )
 

@@ -13,6 +13,7 @@ from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.layouts.states import States, StateStep, pack_states
 from penstock.models.architecture import Ranks, describe
 from penstock.models.compiled import CompiledDecoder
+from penstock.models.layers import Setup
 from penstock.models.model import Model
 from penstock.models.parallel import with_integers
 from penstock.models.tensor_parallel import TensorParallel
@@ -38,9 +39,9 @@ def load_model(
     config = with_own_head(read_model_config(folder, quantization, speculative_method), folder)
     attention = TorchAttention(16, config.head_dim**-0.5)
     num_positions = config.rope.num_positions
-    choices = expert_parallel, quantize_lm_head
+    setup = Setup(config, tp or TensorParallel(), attention, expert_parallel)
     with with_integers() if keeps_integers else contextlib.nullcontext():
-        model = Model(config, tp or TensorParallel(), attention, num_positions, *choices)
+        model = Model(setup, num_positions, quantize_lm_head)
     model.config = config
     load_weights(model, folder, lambda: None, config.weight_format)
     if is_compiled and not config.fp8 and config.head_dim % KEYS == 0:
