@@ -94,20 +94,13 @@ class Rope(NamedTuple):
     share: float = 1.0  # leading part of each head that is rotated
 
 
-def read_rope(
-    theta: float | None,
-    scaling: dict[str, Any] | None,
-    parameters: dict[str, Any] | None,
-    num_positions: int,
-    original_positions: int | None,
-    share: float = 1.0,
-) -> Rope:
+def read_rope(config: "ModelConfig") -> Rope:
     """Read the fields of `config.json` about RoPE. Raises ValueError for an unsupported kind.
 
-    `rope_scaling` wins over `rope_parameters`. share: default of `partial_rotary_factor`, which
-    must be 1 if the default is.
+    `rope_scaling` wins over `rope_parameters`.
     """
-    given = {"rope_parameters": _flat(parameters or {}), "rope_scaling": scaling or {}}
+    num_positions, scaling = config.max_position_embeddings, config.rope_scaling or {}
+    given = {"rope_parameters": _flat(config.rope_parameters or {}), "rope_scaling": scaling}
     fields = {
         name: (f"{parent}.{name}", value)
         for parent, values in given.items()
@@ -120,15 +113,16 @@ def read_rope(
     kind, path = kinds.popitem() if kinds else ("default", "")
     if kind not in SERVED_TYPES:
         raise ValueError(f"{path}: got {kind!r}, expected {' or '.join(map(repr, SERVED_TYPES))}")
+    share = config.partial_rotary_factor if config.is_hybrid else 1.0
     part = _number(fields, "partial_rotary_factor", share)
     if part > 1 or (share == 1 and part != share):
         raise ValueError(f"{fields['partial_rotary_factor'][0]}: got {part}, expected 1")
-    fields.setdefault("rope_theta", ("rope_theta", theta))
+    fields.setdefault("rope_theta", ("rope_theta", config.rope_theta))
     base = _within(fields, "rope_theta", DEFAULT_BASE, MIN_BASE, MAX_BASE)
     if kind == "default":
         return Rope(base, None, num_positions, part)
     fields.setdefault("factor", (f"{path.partition('.')[0]}.factor", None))
-    yarn = _yarn(fields, num_positions, original_positions)
+    yarn = _yarn(fields, num_positions, config.original_max_position_embeddings)
     return Rope(base, yarn, int(yarn.original_positions * yarn.factor), part)
 
 
@@ -351,14 +345,7 @@ class ModelConfig(Struct, kw_only=True, frozen=True):
     @property
     def rope(self) -> Rope:
         """RoPE, from either place in the checkpoint. Raises ValueError for an unsupported kind."""
-        return read_rope(
-            self.rope_theta,
-            self.rope_scaling,
-            self.rope_parameters,
-            self.max_position_embeddings,
-            self.original_max_position_embeddings,
-            self.partial_rotary_factor if self.is_hybrid else 1.0,
-        )
+        return read_rope(self)
 
     def context(self, max_model_len: int) -> int:
         """Return the context length, tokens: `max_model_len`, or the model's own length if it is 0.
