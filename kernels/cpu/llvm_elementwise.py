@@ -1,6 +1,7 @@
 """Exponential, logarithm, SwiGLU's activation, RMSNorm, and RoPE with the store of keys."""
 
 import math
+from functools import partial
 
 from penstock.kernels.cpu.compiler import Target
 from penstock.kernels.cpu.types import HeadShape
@@ -163,7 +164,7 @@ def emit_rope_store(k: Kernel, target: Target, shape: HeadShape) -> None:
     with k.range(begin, end) as token:
         row = qkv + token * ((before + kv_heads * 2) * head_dim)
         angles = rope + positions[token] * shape.rotated
-        rotate = _Rotation(k, target, shape, angles, eps[0])
+        rotate = partial(_rotate, k, target, shape, angles, eps[0])
         with k.range(0, heads) as head:
             at = row + head * (shape.query_parts * head_dim)
             rotate(at, q_norm, scale[0], at)
@@ -177,25 +178,26 @@ def emit_rope_store(k: Kernel, target: Target, shape: HeadShape) -> None:
                 v_cache[place + at] = value.vector(at, 16)
 
 
-class _Rotation:
-    """Norm and rotation of the heads of one token."""
-
-    def __init__(
-        self, k: Kernel, target: Target, shape: HeadShape, angles: Pointer, eps: Value
-    ) -> None:
-        self.k, self.target, self.shape = k, target, shape
-        self.angles, self.eps = angles, eps
-
-    def __call__(self, head: Pointer, weight: Pointer, scale: Value, to: Pointer) -> None:
-        half, head_dim = self.shape.rotated // 2, self.shape.head_dim
-        width = math.gcd(self.target.lanes, half)
-        size = self.k.integer(head_dim)
-        factor = inverse_rms(self.k, self.target, head, size, self.eps)
-        for at in range(0, half, width):
-            first = head.vector(at, width) * factor * weight.vector(at, width)
-            second = head.vector(at + half, width) * factor * weight.vector(at + half, width)
-            cos, sin = self.angles.vector(at, width), self.angles.vector(at + half, width)
-            to[at] = (first * cos - second * sin) * scale
-            to[at + half] = (second * cos + first * sin) * scale
-        for at in range(2 * half, head_dim, width):
-            to[at] = head.vector(at, width) * factor * weight.vector(at, width) * scale
+def _rotate(
+    k: Kernel,
+    target: Target,
+    shape: HeadShape,
+    angles: Pointer,
+    eps: Value,
+    head: Pointer,
+    weight: Pointer,
+    scale: Value,
+    to: Pointer,
+) -> None:
+    """Write the norm of a head, rotated by its token's angles and multiplied with `scale`."""
+    half, head_dim = shape.rotated // 2, shape.head_dim
+    width = math.gcd(target.lanes, half)
+    factor = inverse_rms(k, target, head, k.integer(head_dim), eps)
+    for at in range(0, half, width):
+        first = head.vector(at, width) * factor * weight.vector(at, width)
+        second = head.vector(at + half, width) * factor * weight.vector(at + half, width)
+        cos, sin = angles.vector(at, width), angles.vector(at + half, width)
+        to[at] = (first * cos - second * sin) * scale
+        to[at + half] = (second * cos + first * sin) * scale
+    for at in range(2 * half, head_dim, width):
+        to[at] = head.vector(at, width) * factor * weight.vector(at, width) * scale

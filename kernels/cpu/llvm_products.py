@@ -76,11 +76,6 @@ class IntegerPointer:
         self.codes.prefetch(columns // (8 // self.kind.bits))
 
 
-def weight_pointer(kind: Kind, codes: Pointer, scales: Pointer) -> Any:
-    """Return a pointer to a matrix of this kind."""
-    return codes if isinstance(kind, str) else IntegerPointer(codes, scales, kind)
-
-
 def element(kind: Kind) -> str:
     """Return the element type in memory for a kind of matrix."""
     return kind if isinstance(kind, str) else "i8"
@@ -348,7 +343,7 @@ def emit_product(k: Kernel, target: Target, kind: Kind, rounding: Kernel | None)
     a multiple of 4. rounding: rounds a row for a weight of integers.
     """
     mode, x, codes, scales, size, columns, begin, end, num_rows, out, scratch = k.arguments
-    weight = weight_pointer(kind, codes, scales)
+    weight = codes if isinstance(kind, str) else IntegerPointer(codes, scales, kind)
     step = (mode.compare("==", SWIGLU)).choose(k.integer(COLUMNS // 2), COLUMNS)
     rows_of_block = k.integer(BLOCK_BYTES // 4) // size
     rows_of_tile = min(target.rows, MAX_ROWS) if rounding else target.rows

@@ -4,6 +4,7 @@ See `penstock.kernels.step.reference` and `penstock.kernels.sampling.reference`.
 """
 
 import math
+from collections.abc import Callable
 
 from llvmlite import ir
 
@@ -99,8 +100,17 @@ def emit_sample(k: Kernel, target: Target) -> None:
     is_wrong = is_wrong | (largest < -LARGEST)
     token[0] = is_wrong.choose(k.integer(-1), best)
     with k.when((temperature[0] > 0.0) & (is_wrong.compare("==", 0))):
-        scores = _Scores(k, lanes, logits, vocab_size, largest, temperature[0], threshold[0])
-        token[0] = scores.draw(seed, position)
+        divisor, lowest = temperature[0], threshold[0]
+
+        def scores_from(begin: Value) -> tuple[Value, Value, Value]:
+            """Return scores, -inf where removed; their token ids; whether any score is left."""
+            values, token_ids = _values(k, logits, begin, vocab_size, lanes)
+            scores = (values - largest) / divisor
+            is_kept = scores.compare(">=", lowest) & scores.compare(">", -math.inf)
+            is_any = is_kept.intrinsic("vector.reduce.or", ir.IntType(1))
+            return is_kept.choose(scores, -math.inf), token_ids, is_any
+
+        token[0] = _draw(k, lanes, vocab_size, scores_from, seed, position)
 
 
 def _values(
@@ -112,49 +122,30 @@ def _values(
     return (token_ids < left).choose(values, -math.inf), token_ids + at
 
 
-class _Scores:
-    """Logits minus the largest logit, divided by the temperature."""
-
-    def __init__(
-        self,
-        k: Kernel,
-        lanes: int,
-        logits: Pointer,
-        vocab_size: Value,
-        largest: Value,
-        temperature: Value,
-        threshold: Value,
-    ) -> None:
-        self.k, self.lanes, self.logits, self.vocab_size = k, lanes, logits, vocab_size
-        self.largest, self.temperature, self.threshold = largest, temperature, threshold
-
-    def draw(self, seed: Value, position: Value) -> Value:
-        """Return the token with the largest sum of score and noise."""
-        k, lanes = self.k, self.lanes
-        best = _Best(k, lanes)
-        keys = seed.truncate(), seed.shift_right(32).truncate()
-        iota = k.iota(lanes)
-        with k.range(0, self.vocab_size, RUN) as run:
-            most = k.smaller(self.vocab_size - run, QUARTER)
-            with k.range(0, most, lanes) as at:
-                begins = [run + at + index * QUARTER for index in range(4)]
-                is_any = [self._scores(begin)[2] for begin in begins]
-                with k.when(is_any[0] | is_any[1] | is_any[2] | is_any[3]):
-                    counter = (iota + (run // 4 + at)).truncate()
-                    words = philox(counter, position.truncate(), keys)
-                    for begin, word, is_some in zip(begins, words, is_any, strict=True):
-                        with k.when(is_some):
-                            scores, token_ids, _ = self._scores(begin)
-                            best.add(scores + gumbel(word), token_ids)
-        return best.result()[1]
-
-    def _scores(self, begin: Value) -> tuple[Value, Value, Value]:
-        """Return scores from `begin`, -inf where removed; token ids; whether any score is left."""
-        values, token_ids = _values(self.k, self.logits, begin, self.vocab_size, self.lanes)
-        scores = (values - self.largest) / self.temperature
-        is_kept = scores.compare(">=", self.threshold) & scores.compare(">", -math.inf)
-        is_any = is_kept.intrinsic("vector.reduce.or", ir.IntType(1))
-        return is_kept.choose(scores, -math.inf), token_ids, is_any
+def _draw(
+    k: Kernel,
+    lanes: int,
+    vocab_size: Value,
+    scores_from: Callable[[Value], tuple[Value, Value, Value]],
+    seed: Value,
+    position: Value,
+) -> Value:
+    """Return the token with the largest sum of score and noise."""
+    best, iota = _Best(k, lanes), k.iota(lanes)
+    keys = seed.truncate(), seed.shift_right(32).truncate()
+    with k.range(0, vocab_size, RUN) as run:
+        most = k.smaller(vocab_size - run, QUARTER)
+        with k.range(0, most, lanes) as at:
+            begins = [run + at + index * QUARTER for index in range(4)]
+            is_any = [scores_from(begin)[2] for begin in begins]
+            with k.when(is_any[0] | is_any[1] | is_any[2] | is_any[3]):
+                counter = (iota + (run // 4 + at)).truncate()
+                words = philox(counter, position.truncate(), keys)
+                for begin, word, is_some in zip(begins, words, is_any, strict=True):
+                    with k.when(is_some):
+                        scores, token_ids, _ = scores_from(begin)
+                        best.add(scores + gumbel(word), token_ids)
+    return best.result()[1]
 
 
 def emit_sample_rows(k: Kernel, sampler: Kernel) -> None:

@@ -197,10 +197,6 @@ def _help(struct: type[Struct], field: str) -> str:
     return f"{_description(struct, field)} {default}".strip().replace("%", "%%")
 
 
-def _default(struct: type[Struct], field: str) -> Any:
-    return _fields(struct)[field].default
-
-
 def _description(struct: type[Struct], field: str) -> str:
     described = _fields(struct)[field].type
     extra = described.extra_json_schema if isinstance(described, msgspec.inspect.Metadata) else None
@@ -224,7 +220,7 @@ def _docstrings(struct: type[Struct]) -> dict[str, str]:
 
 
 def _shown(struct: type[Struct], field: str) -> str:
-    default = _default(struct, field)
+    default = _fields(struct)[field].default
     if default is None or default is msgspec.NODEFAULT:
         return ""
     if isinstance(default, bool):

@@ -150,10 +150,9 @@ class Errors:
         return ", ".join(sorted({method for methods in found for method in methods}))
 
 
-def _page_endpoint(
-    folder: Path = Path(__file__).parent / "page",
-) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint for the files of a folder, which are read once; `/` is `index.html`."""
+def _page_endpoint() -> Callable[[Request], Awaitable[Response]]:
+    """Return an endpoint for the files of the page, which are read once; `/` is `index.html`."""
+    folder = Path(__file__).parent / "page"
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     async def answer_file(request: Request) -> Response:

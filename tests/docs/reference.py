@@ -9,7 +9,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.launch.pipeline import errors as launch_errors
-from penstock.launch.pipeline.options import _default, _description, _shown, flag
+from penstock.launch.pipeline.options import _description, _fields, _shown, flag
 from penstock.protocol.client import session
 from penstock.protocol.config import MODEL_OPTIONS, OPTIONS, Config
 from penstock.protocol.messages.client import ErrorReply
@@ -85,7 +85,7 @@ def options() -> str:
 
 
 def option_row(field: str) -> str:
-    off = f", `--no-{flag(field)[2:]}`" if _default(Config, field) is True else ""
+    off = f", `--no-{flag(field)[2:]}`" if _fields(Config)[field].default is True else ""
     return f"`{flag(field)}`{off} | {_shown(Config, field)} | {_description(Config, field)}"
 
 

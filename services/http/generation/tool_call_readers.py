@@ -1,8 +1,9 @@
 """Readers of one tool call: in JSON, with or without tags, and in the XML of Qwen3-Coder."""
 
 import re
-from collections.abc import Mapping
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct
@@ -48,15 +49,27 @@ class Arguments(Struct, frozen=True):
 Event = str | Name | Arguments  # part of a call; a string is text that belongs to no call
 
 
-class CallReader(Protocol):
+class CallReader(ABC):
     """Reader of one call, from the text after its opening tag."""
 
-    is_done: bool  # True if the call has ended, before the text that `feed` did not use
-    is_refused: bool  # True if the text is not a call
+    def __init__(self, read: Callable[[str], tuple[list[Event], str]]) -> None:
+        """Start a call. read: reads its first part, as `feed` does, and sets its own successor."""
+        self.is_done = False  # True if the call has ended, before the text that `feed` did not use
+        self.is_refused = False  # True if the text is not a call
+        self._read = read
 
     def feed(self, text: str) -> tuple[list[Event], str]:
         """Return the events in `text`, and the end of `text` that is still undecided."""
+        events: list[Event] = []
+        while text and not (self.is_done or self.is_refused):
+            read, length = self._read, len(text)
+            some, text = read(text)
+            events += some
+            if self._read == read and len(text) == length:
+                break
+        return events, text
 
+    @abstractmethod
     def finish(self, text: str, is_cut: bool) -> list[Event]:
         """Return the events of the final `text`. is_cut: `max_tokens` or an abort ended it."""
 
@@ -118,30 +131,19 @@ class JsonScanner:
             self.is_closed = not self._open
 
 
-class JsonReader:
+class JsonReader(CallReader):
     """Reader of `{"name": …, "arguments": {…}}`; a call begins with its arguments' brace.
 
     In the tags of Hermes and Qwen3, `</tool_call>` ends even a broken call.
     """
 
     def __init__(self, in_tags: bool) -> None:
+        super().__init__(self._read_head)
         self._in_tags = in_tags
-        self.is_done = self.is_refused = False
-        self._read = self._read_head
         self._scanner = JsonScanner(lenient_depth=2)
         self._num_scanned = 0
         self._body = ""  # scanned text as JSON
         self._is_array = False
-
-    def feed(self, text: str) -> tuple[list[Event], str]:
-        events: list[Event] = []
-        while text and not (self.is_done or self.is_refused):
-            read = self._read
-            some, text = read(text)
-            events += some
-            if self._read == read:
-                break
-        return events, text
 
     def finish(self, text: str, is_cut: bool) -> list[Event]:
         if self._read == self._read_tail:
@@ -299,7 +301,7 @@ def _decoded(name: str) -> str | None:
         return None
 
 
-class XmlReader:
+class XmlReader(CallReader):
     """Reader of one XML call. Strings are sent as they arrive, other values when complete.
 
     The function's schema determines the JSON types of the arguments.
@@ -307,23 +309,12 @@ class XmlReader:
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]], is_forced: bool = False) -> None:
         """Start a call. is_forced: it follows a grammar, in which values have one end."""
-        self.is_done = self.is_refused = False
+        super().__init__(self._read_function)
         self._schemas = schemas
         self._find_end = _find_forced_end if is_forced else _find_end
         self._arguments = ArgumentSchema({})
-        self._read = self._read_function
         self._separator = "{"  # text before the next argument
         self._schema: Any = True  # schema of the current argument
-
-    def feed(self, text: str) -> tuple[list[Event], str]:
-        events: list[Event] = []
-        while text and not (self.is_done or self.is_refused):
-            read, length = self._read, len(text)
-            some, text = read(text)
-            events += some
-            if self._read == read and len(text) == length:
-                break
-        return events, text
 
     def finish(self, text: str, is_cut: bool) -> list[Event]:
         if self._read == self._read_function:

@@ -124,24 +124,6 @@ def limits_for(max_request_bytes: int, max_answers: int, **fields: Any) -> Limit
     )
 
 
-class WriteTimer:
-    """Timer that disconnects a client that does not read while its output waits."""
-
-    def __init__(self, transport: asyncio.Transport, limits: Limits) -> None:
-        self._transport = transport
-        self._seconds = limits.write_seconds
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        self.stop()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._seconds, self._transport.abort)
-
-    def stop(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-
-
 class RequestParser(httptools.HttpRequestParser):
     """Parser that ignores the header `Upgrade`, with which httptools skips the request's body.
 
@@ -177,7 +159,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.parser = RequestParser(self)
         self._read_timer: asyncio.TimerHandle | None = None
-        self._write_timer = WriteTimer(transport, self.limits)
+        # disconnects a client that does not read while its output waits
+        self._write_timer: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0  # URL and complete headers of the arriving request
         self._is_stopping = False
         self._cycles: list[Any] = []
@@ -190,7 +173,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_arrival()
-        self._write_timer.stop()
+        if self._write_timer:
+            self._write_timer.cancel()
         self.places.leave(self)
         for cycle in self._cycles:  # uvicorn notifies only the last cycle
             cycle.disconnected = True
@@ -291,10 +275,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer.start()
+        self._write_timer = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        self._write_timer.stop()
+        if self._write_timer:
+            self._write_timer.cancel()
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
