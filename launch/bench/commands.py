@@ -162,11 +162,11 @@ def add_make_model(command: ArgumentParser) -> None:
 
 def _make_model(arguments: Namespace) -> int:
     folder: Path = arguments.folder
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise LaunchError(f"{folder} exists and is not an empty folder; give another name")
     if arguments.layers is not None and arguments.layers < 1:
         raise LaunchError(f"--layers: got {arguments.layers}, expected 1 or more")
     try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise LaunchError(f"{folder} exists and is not an empty folder; give another name")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaunchError(f"FOLDER: {folder} can't be made: {error.strerror}") from error

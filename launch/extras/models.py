@@ -137,7 +137,7 @@ def add_arguments(command: ArgumentParser) -> None:
 def _run(arguments: Namespace) -> int:
     """Print the list. Raises LaunchError for a missing folder; other errors are in the list."""
     for folder in arguments.folders:
-        with contextlib.suppress(PermissionError):  # such a folder is listed with its error
+        with contextlib.suppress(OSError):  # such a folder is listed with its error
             if not folder.exists():
                 raise LaunchError(f"FOLDER: got {folder}, expected an existing folder")
     config = Config(**given_options(arguments, Config))

@@ -67,14 +67,15 @@ def hub_model(options: dict[str, Any]) -> HubModel | None:
     Raises LaunchError if `model` is neither, and for a `revision` without a repository.
     """
     model, revision = options.get("model", ""), options.get("revision", "")
-    if _NAME.fullmatch(model) and not Path(model).exists():
+    is_there = os.path.exists(model)  # noqa: PTH110  Path.exists raises errors, such as EACCES
+    if _NAME.fullmatch(model) and not is_there:
         return HubModel(model, revision)
     if revision:
         raise LaunchError(
             f"--revision: got {revision!r}, expected none for the folder {model or 'of the demo'}; "
             "it is for a name on the Hugging Face Hub"
         )
-    if model and model != HYBRID_DEMO and not Path(model).exists():
+    if model and model != HYBRID_DEMO and not is_there:
         raise LaunchError(
             f"--model: got {model!r}, expected an existing folder or GGUF file, or a name on the "
             f"Hugging Face Hub such as Qwen/Qwen3-8B{near_folder(model)}"
@@ -150,9 +151,9 @@ def _key(path: Path) -> str:
 def near_folder(model: str) -> str:
     """Return a hint about a folder with a similar name, or about a broken link."""
     path = Path(model)
-    if path.is_symlink():
-        return " (this is a symbolic link that leads nowhere)"
     try:
+        if path.is_symlink():
+            return " (this is a symbolic link that leads nowhere)"
         folders = [child.name for child in path.parent.iterdir() if child.is_dir()]
     except OSError:
         return ""

@@ -59,6 +59,9 @@ def check_addresses(endpoint: str) -> None:
             raise ClientError(
                 f"--endpoint: got {address!r}, expected tcp://HOST:PORT or ipc://PATH{meant}"
             )
+        size, most = len(address.removeprefix("ipc://").encode()), zmq.IPC_PATH_MAX_LEN
+        if address.startswith("ipc://") and size > most:
+            raise ClientError(f"--endpoint: got a path of {size} bytes, expected at most {most}")
 
 
 class Addresses:

@@ -18,6 +18,7 @@ from tests.launch.conftest import Launch
 from tests.launch.fake_gateway import gateway
 
 SERVE = ("bench", "serve")
+LONG = f"/{'a' * 300}"  # no file can have this name
 SLOW_MODULES = ("asyncio", "psutil", "torch", "transformers", "zmq")
 
 
@@ -77,6 +78,10 @@ def test_it_starts_without_what_it_does_not_need() -> None:
         (["models", "/", "/none", "--json"], "FOLDER: got /none, expected an existing folder"),
         (["batch", "/dev/null", "/dev/full"], "OUT.jsonl: got /dev/full, expected a file, which"),
         (["batch", "in", "out", "--concurrency", "0"], "--concurrency: got 0, expected 1 or more"),
+        (["serve", LONG], f"--model: got '{LONG}', expected an existing folder"),
+        (["batch", "in", LONG], "no pipeline"),
+        (["bench", "make-model", "0.6B", LONG], f"FOLDER: {LONG} can't be made: File name too"),
+        (["ask", "x", "--endpoint", f"ipc://{LONG}"], "got a path of 301 bytes, expected at most"),
         (["bench"], "SUBJECT: got nothing, expected a value"),
         (["bench", "pipeline", "--tp", "2"], "unknown option '--tp'; `launch bench pipeline --"),
         (["bench", "latency", "--batches", "1", "0"], "--batches: got '0', expected `int` >= 1"),
