@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-from penstock.protocol.messages.structured import maps_in
+from penstock.protocol.messages.structured import MAX_GRAMMAR_BYTES, maps_in
 from penstock.services.http.generation.argument_values import encoded, permitted_types
 from penstock.services.http.generation.schema import (
     AllowedTools,
@@ -37,13 +37,15 @@ def forced_call(request: ChatRequest, form: ToolFormat) -> str | None:
     choice = request.tool_choice
     if not is_forced(request):
         return None
-    functions = [tool.function for tool in forced_tools(request)]
+    forced = forced_tools(request)
+    functions = [tool.function for tool in forced]
+    chosen = set(map(id, forced))  # comparing large schemas takes long
     if not functions and isinstance(choice, NamedTool):
         raise invalid("tool_choice", f"got {choice.function.name!r}, expected a function of tools")
     if not functions:
         raise invalid("tool_choice", f"got {choice!r} without tools; send tools, too")
     for number, tool in enumerate(request.tools):
-        if tool.function in functions and (problem := unsuitable(form, tool.function)):
+        if id(tool) in chosen and (problem := unsuitable(form, tool.function)):
             raise invalid(f"tools[{number}].function.{problem[0]}", problem[1])
     is_one = isinstance(choice, NamedTool) or not request.parallel_tool_calls
     return call_grammar(form, functions, is_one)
@@ -82,11 +84,10 @@ def forced_tools(request: ChatRequest) -> list[Tool]:
 def call_grammar(form: ToolFormat, functions: list[Function], is_one: bool) -> str:
     """Return the grammar of calls of the functions: one call if `is_one`, otherwise one or more."""
     is_xml = form.name == "qwen3_coder"
-    rules = [
-        r
-        for n, function in enumerate(functions)
-        for r in (_xml if is_xml else _json)(f"f{n}", function)
-    ]
+    rules: list[str] = []
+    for number, function in enumerate(functions):
+        if sum(map(len, rules)) <= MAX_GRAMMAR_BYTES:  # a longer grammar is refused
+            rules += (_xml if is_xml else _json)(f"f{number}", function)
     call = "call: " + " | ".join(f"f{number}" for number in range(len(functions)))
     if is_xml:
         rules.append(f"text[suffix={_END_VALUE}]: /(?s:.*)/")

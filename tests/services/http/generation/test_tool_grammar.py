@@ -10,7 +10,9 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from penstock.protocol.config import Config
-from penstock.services.http.generation.schema import ChatRequest, Function
+from penstock.protocol.messages.chat import Message
+from penstock.protocol.messages.structured import MAX_GRAMMAR_BYTES
+from penstock.services.http.generation.schema import ChatRequest, Function, Tool
 from penstock.services.http.generation.tool_calls import make_parser
 from penstock.services.http.generation.tool_grammar import call_grammar, forced_call, unsuitable
 from penstock.services.http.shared.app_state import ToolFormat
@@ -187,6 +189,32 @@ UNSUITABLE: list[tuple[str, Function, str | None]] = [
         for malformed in ({"properties": None}, {"properties": "a"}, {"required": 1})
     ),
 ]
+
+
+class Uncomparable(str):
+    """A part of a schema whose comparison would take long."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, _: object) -> bool:
+        raise AssertionError
+
+
+def test_tools_are_not_compared_with_one_another() -> None:
+    """128 tools with large schemas would block the server for seconds."""
+    schemas = [{"type": "string", "description": Uncomparable(n)} for n in range(2)]
+    tools = [Tool(type="function", function=with_property(schema)) for schema in schemas]
+    messages = [Message(role="user", content="a")]
+    request = ChatRequest(messages=messages, tools=tools, tool_choice="required")
+    assert forced_call(request, NAMES["qwen3_coder"])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_grammar_beyond_the_limit_does_not_grow_with_further_functions(form: str) -> None:
+    large = with_property({"enum": ["x" * MAX_GRAMMAR_BYTES]})
+    one, nine = (call_grammar(NAMES[form], [large] * n, is_one=True) for n in (1, 9))
+    assert MAX_GRAMMAR_BYTES < len(one) < len(nine) < 2 * len(one)
 
 
 @pytest.mark.parametrize(("form", "function", "field"), UNSUITABLE)
