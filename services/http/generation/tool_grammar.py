@@ -173,10 +173,10 @@ def _xml_parameter(rule: str, key: str, schema: Any, defs: Mapping[str, Any]) ->
     values, rules = [], []
     for number, (_, part) in enumerate(_parts(schema)):
         value, *own = _xml_value(f"{rule}_v{number}", part, defs)
+        if value == "text":  # any text
+            return [f"{begin} text"]
         values.append(value)
         rules += own
-    if "text" in values:  # any text
-        return [f"{begin} text"]
     return [f"{begin} ({' | '.join(values)})", *rules]
 
 
@@ -203,11 +203,18 @@ def _choices(schema: Mapping[str, Any]) -> list[str]:
 
 def _parts(schema: Any, path: str = "") -> list[tuple[str, Any]]:
     """Return the alternatives of a schema that permits strings, and their paths in it."""
+    return _alternatives(schema, path)[1]
+
+
+def _alternatives(schema: Any, path: str) -> tuple[bool, list[tuple[str, Any]]]:
+    """Return whether a schema permits strings, and its parts as `_parts` does."""
     parts, kind = None, ""
     if isinstance(schema, Mapping) and "type" not in schema:
         kind = "anyOf" if "anyOf" in schema else "oneOf"
         parts = schema.get(kind)
-    if not isinstance(parts, list) or "string" not in permitted_types(schema):
-        return [(path, schema)]
-    found = [_parts(part, f"{path}.{kind}[{number}]") for number, part in enumerate(parts)]
-    return [*chain.from_iterable(found)]
+    if not isinstance(parts, list):
+        return "string" in permitted_types(schema), [(path, schema)]
+    found = [_alternatives(part, f"{path}.{kind}[{n}]") for n, part in enumerate(parts)]
+    if not any(permits for permits, _ in found):
+        return False, [(path, schema)]
+    return True, [*chain.from_iterable(own for _, own in found)]

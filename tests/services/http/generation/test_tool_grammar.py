@@ -12,6 +12,8 @@ from llguidance import LLMatcher, LLTokenizer
 from penstock.protocol.config import Config
 from penstock.protocol.messages.chat import Message
 from penstock.protocol.messages.structured import MAX_GRAMMAR_BYTES
+from penstock.services.http.generation import tool_grammar
+from penstock.services.http.generation.argument_values import permitted_types
 from penstock.services.http.generation.schema import ChatRequest, Function, Tool
 from penstock.services.http.generation.tool_calls import make_parser
 from penstock.services.http.generation.tool_grammar import call_grammar, forced_call, unsuitable
@@ -208,6 +210,22 @@ def test_tools_are_not_compared_with_one_another() -> None:
     messages = [Message(role="user", content="a")]
     request = ChatRequest(messages=messages, tools=tools, tool_choice="required")
     assert forced_call(request, NAMES["qwen3_coder"])
+
+
+def test_nested_alternatives_are_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a megabyte of alternatives within one another blocked the server for ten seconds."""
+    seen: list[Any] = []
+
+    def noted(schema: Any) -> set[str]:
+        seen.append(schema)
+        return permitted_types(schema)
+
+    monkeypatch.setattr(tool_grammar, "permitted_types", noted)
+    nested: dict[str, Any] = {"type": "string", "maxLength": 1}
+    for _ in range(6):
+        nested = {"anyOf": [nested, {"anyOf": [nested]}]}
+    _, *rules = tool_grammar._parts(nested)
+    assert len(seen) == len(rules) + 1 == 2**6
 
 
 @pytest.mark.parametrize("form", FORMATS)
