@@ -207,10 +207,12 @@ class _Conversation:
         if last is None:
             last = Message(role="assistant", content="")
             self._messages.append(last)
+        if last.tool_calls is None:
+            last.tool_calls = []
         name = model_name(item.namespace, item.name or "")
         function = FunctionCall(name=name, arguments=item.arguments or "")
         call = ToolCall(id=item.call_id or "", function=function)
-        last.tool_calls = [*(last.tool_calls or ()), call]
+        last.tool_calls.append(call)
         self._call_ids.add(call.id)
 
     def _add_output(self, item: Item, path: str) -> None:
