@@ -116,10 +116,7 @@ def _device(config: Config, names: list[str], machines: list[Machine]) -> Litera
 
 def _check_sums(placement: Placement, names: list[str], machines: list[Machine]) -> None:
     num_gpus = sum(map(placement.num_gpus, names))
-    cpus, gpus = (
-        sum(machine.cpus for machine in machines),
-        sum(machine.gpus for machine in machines),
-    )
+    cpus, gpus = _totals(machines)
     if num_gpus > gpus or len(names) > cpus:
         asked = f"{len(names)} processes need {len(names)} CPUs" + (
             f" and {num_gpus} GPUs" if num_gpus else ""
@@ -127,14 +124,15 @@ def _check_sums(placement: Placement, names: list[str], machines: list[Machine])
         raise LaunchError(f"{asked}; the cluster has {_sum(machines)}")
 
 
+def _totals(machines: list[Machine]) -> tuple[float, float]:
+    return sum(machine.cpus for machine in machines), sum(machine.gpus for machine in machines)
+
+
 def _sum(machines: list[Machine]) -> str:
     each = ", ".join(
         f"{machine.name}: {machine.cpus:g} CPUs, {machine.gpus:g} GPUs" for machine in machines
     )
-    cpus, gpus = (
-        sum(machine.cpus for machine in machines),
-        sum(machine.gpus for machine in machines),
-    )
+    cpus, gpus = _totals(machines)
     return f"{cpus:g} CPUs and {gpus:g} GPUs ({each})"
 
 
