@@ -224,9 +224,10 @@ class Generation:
         request = self._request
         if not (request.return_token_ids or self._options.has_usage_in_chunks):
             return [None] * len(self._prompts) * request.n
+        sender, tokenize = caller.get().client, self._client.tokenize
         with self.aborted_on_error():
             replies = await gather(
-                self._client.tokenize(**prompt_fields(prompt)) for prompt in self._prompts
+                tokenize(**prompt_fields(prompt), client=sender) for prompt in self._prompts
             )
         return [reply.token_ids for reply in replies for _ in range(request.n)]
 

@@ -117,7 +117,7 @@ def unsuitable(form: ToolFormat, function: Function) -> tuple[str, str] | None:
             expected = "an object" if kind is dict else "an array"
             return f"parameters.{name}", f"got {schema[name]!r:.60}, expected {expected}"
     for key, value in schema.get("properties", {}).items():
-        for path, part in _parts(value):
+        for path, part in _parts(value)[1]:
             if (
                 isinstance(part, Mapping)
                 and "pattern" in part
@@ -171,7 +171,7 @@ def _xml(rule: str, function: Function) -> list[str]:
 def _xml_parameter(rule: str, key: str, schema: Any, defs: Mapping[str, Any]) -> list[str]:
     begin = f"{rule}: {encoded(f'<parameter={key}>' + chr(10))}"
     values, rules = [], []
-    for number, (_, part) in enumerate(_parts(schema)):
+    for number, (_, part) in enumerate(_parts(schema)[1]):
         value, *own = _xml_value(f"{rule}_v{number}", part, defs)
         if value == "text":  # any text
             return [f"{begin} text"]
@@ -201,20 +201,15 @@ def _choices(schema: Mapping[str, Any]) -> list[str]:
     return [value if isinstance(value, str) else encoded(value) for value in values]
 
 
-def _parts(schema: Any, path: str = "") -> list[tuple[str, Any]]:
-    """Return the alternatives of a schema that permits strings, and their paths in it."""
-    return _alternatives(schema, path)[1]
-
-
-def _alternatives(schema: Any, path: str) -> tuple[bool, list[tuple[str, Any]]]:
-    """Return whether a schema permits strings, and its parts as `_parts` does."""
+def _parts(schema: Any, path: str = "") -> tuple[bool, list[tuple[str, Any]]]:
+    """Return whether a schema permits strings; its alternatives if it does, with their paths."""
     parts, kind = None, ""
     if isinstance(schema, Mapping) and "type" not in schema:
         kind = "anyOf" if "anyOf" in schema else "oneOf"
         parts = schema.get(kind)
     if not isinstance(parts, list):
         return "string" in permitted_types(schema), [(path, schema)]
-    found = [_alternatives(part, f"{path}.{kind}[{n}]") for n, part in enumerate(parts)]
+    found = [_parts(part, f"{path}.{kind}[{n}]") for n, part in enumerate(parts)]
     if not any(permits for permits, _ in found):
         return False, [(path, schema)]
     return True, [*chain.from_iterable(own for _, own in found)]

@@ -357,6 +357,20 @@ def test_too_many_prompts_are_refused_before_anything_is_asked(serve: Serve, ech
     assert len(served.asked.heard) == NUM_AT_START
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_counting_a_prompt_is_work_for_its_client(serve: Serve, stream: bool) -> None:
+    """The gateway shares its room between clients, not between HTTP servers only."""
+    served = serve()
+    with served.client() as client:
+        client.post("/v1/completions", json=PROMPT | {"return_token_ids": True, "stream": stream})
+    asked = served.asked.heard[NUM_AT_START:]
+    kinds = (GenerateRequest, TokenizePromptRequest)
+    clients = [request.client for request in asked if isinstance(request, kinds)]
+    assert len(clients) == 2
+    assert clients[0] is not None
+    assert clients[0] == clients[1]
+
+
 def test_a_server_starts_while_the_pipeline_is_overloaded(serve: Serve) -> None:
     """Its first questions are refused, as those of any client."""
     refusals = [ErrorReply(code="overloaded", message="full", retry_after=0.01)] * 3
