@@ -1,5 +1,6 @@
 """Conversations as OpenAI's clients write them, and as chat templates read them."""
 
+from collections import Counter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -89,14 +90,16 @@ def _sort_results(messages: list[ChatMessage], number: int, calls: list[str]) ->
     found = [message.tool_call_id or "" for message in messages[begin:end]]
     if not found or not all(calls) or not all(found):
         return
+    num_calls, num_found = Counter(calls), Counter(found)
     for place, call in enumerate(calls):
-        if found.count(call) != 1 or calls.count(call) != 1:
+        if num_found[call] != 1 or num_calls[call] != 1:
             problem = f"got {call!r:.200}, expected one tool message with its result after the call"
             raise MessageError(f"messages[{number}].tool_calls[{place}].id", problem)
     if len(found) > len(calls):
         problem = "got a result of no call of the assistant's message before, expected none"
         raise MessageError(f"messages[{begin}].tool_call_id", problem)
-    messages[begin:end] = [messages[begin + found.index(call)] for call in calls]
+    by_call = dict(zip(found, messages[begin:end], strict=True))
+    messages[begin:end] = [by_call[call] for call in calls]
 
 
 def _reasoning(message: Message) -> str | None:

@@ -112,17 +112,13 @@ class ReasoningCalls:
 
     def __init__(self, parser: ToolCallParser) -> None:
         self._parser = parser
-        self._held = ""
+        self.held = ""  # text that is reasoning if `</think>` follows
         self._pieces: list[Piece] = []  # pieces of the held text from its first call on
 
     def feed(self, reasoning: str) -> str:
         """Return new and held reasoning up to a possible call."""
-        self._held += reasoning
+        self.held += reasoning
         return self._release(self._parser.feed(reasoning))
-
-    def give_back(self) -> str:
-        """Return the held text as reasoning, because `</think>` follows."""
-        return self._held
 
     def finish(self, is_cut: bool) -> tuple[str, list[Piece]]:
         """Return the end of the reasoning, and the pieces after it. is_cut: as in the parser."""
@@ -136,7 +132,7 @@ class ReasoningCalls:
                 text += piece
             else:
                 self._pieces.append(piece)
-        self._held = self._held[len(text) :]
+        self.held = self.held[len(text) :]
         return text
 
 
@@ -274,7 +270,7 @@ class ChatChoice:
         if self._reasoning_calls:
             reasoning = self._reasoning_calls.feed(reasoning)
             if self._splitter.is_answer:
-                reasoning += self._reasoning_calls.give_back()
+                reasoning += self._reasoning_calls.held
                 self._reasoning_calls = None
         yield from self._reasoned(reasoning)
         if self._parser:

@@ -6,7 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.protocol.messages.chat import MessageError, chat_messages
+from penstock.protocol.messages.chat import (
+    FunctionCall,
+    Message,
+    MessageError,
+    ToolCall,
+    chat_messages,
+)
 from penstock.protocol.messages.client import ChatMessage, GenerateRequest
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.services.http.generation.schema import ChatRequest, CompletionRequest
@@ -130,6 +136,29 @@ def test_arguments_are_passed_on_as_json(arguments: Any) -> None:
     assert message.tool_calls
     sent = message.tool_calls[0]["function"]["arguments"]
     assert sent == arguments if isinstance(arguments, str) else json.loads(sent) == arguments
+
+
+class Counted(str):
+    """Text that counts its comparisons."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+    number = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.number += 1
+        return str.__eq__(self, other)
+
+
+def test_results_of_many_calls_are_sorted_in_linear_time() -> None:
+    """12,000 of them, in a body of a megabyte, blocked the server for 20 s."""
+    names = [Counted(number) for number in range(500)]
+    function = FunctionCall(name="f", arguments="{}")
+    calls = [ToolCall(id=name, function=function) for name in names]
+    results = [Message(role="tool", content=name, tool_call_id=name) for name in reversed(names)]
+    made = chat_messages([Message(role="assistant", tool_calls=calls), *results])
+    assert [message.content for message in made[1:]] == [str(name) for name in names]
+    assert Counted.number < 10 * len(names)
 
 
 @pytest.mark.parametrize("function", [{}, {"arguments": "{}"}, {"name": None}])
