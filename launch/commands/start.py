@@ -154,7 +154,6 @@ def start(
         report_few_spares(of_model)
     raise_descriptor_limit()
     check_open_files(len(process_names(config, commands)))
-    run = partial(_run_on_ray, source) if config.backend == "ray" else _run
     with claim(config):
         _check_length(config)
         _check_security(config)
@@ -164,7 +163,10 @@ def start(
         for of_model, model in models:
             with _naming(of_model):
                 _check_files(of_model, model, commands)
-        return run(config, commands, max_deaths)
+        if config.backend == "ray":
+            return _run_on_ray(source, config, commands, max_deaths)
+        make_processes = partial(LocalProcesses, gpus=gpus_by_model(config))
+        return _supervise(config, commands, max_deaths, make_processes)
 
 
 def check_names(config: Config, kinds: Iterable[str]) -> None:
@@ -185,11 +187,6 @@ def check_names(config: Config, kinds: Iterable[str]) -> None:
                 f"--served-model-name: got {model.model_name!r}, expected a name other than "
                 f"{', '.join(sorted(words))}, which commands take for processes"
             )
-
-
-def _run(config: Config, commands: dict[str, str], max_deaths: int) -> int:
-    make_processes = partial(LocalProcesses, gpus=gpus_by_model(config))
-    return _supervise(config, commands, max_deaths, make_processes)
 
 
 def _run_on_ray(

@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise StartedError
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(module, "_supervise", run)
     return shutil.copytree(Config().model_folder, tmp_path / "model")
 
 
