@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -224,6 +224,12 @@ def test_items_of_tiles(
     num_programs=st.sampled_from([1, 7, 64, 100, 396]),
     tile_size=st.sampled_from([64, 128]),
     num_heads=st.sampled_from([1, 5, 32]),
+)
+@example(  # one tile is cut, into the shortest items
+    parts=[(1, 3200)] + [(1, 2900)] * 42, num_programs=7, tile_size=64, num_heads=1
+)
+@example(  # 321 tiles of keys for 20 items: 19 of 17 tiles have all
+    parts=[(1, 10_280)], num_programs=20, tile_size=64, num_heads=1
 )
 def test_items_share_all_keys_of_all_tiles(
     parts: list[tuple[int, int]], num_programs: int, tile_size: int, num_heads: int
