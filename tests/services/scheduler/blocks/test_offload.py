@@ -7,8 +7,10 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.worker import CopyBlocks, FolderReport
+from penstock.services.scheduler.blocks import state_blocks
 from penstock.services.scheduler.blocks.block_records import HASH_BYTES, BlockRecords
 from penstock.services.scheduler.blocks.offload_index import FolderIndex, OffloadIndex
+from penstock.services.scheduler.sequence import Status
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.packed_plans import pairs
 from tests.services.scheduler.simulation import Simulation
@@ -284,6 +286,28 @@ def test_a_prefix_comes_from_files_after_everything_was_lost() -> None:
     assert sim.answer()
     sim.run()
     assert (again.num_cached_tokens, offload_of(sim).num_fetched) == (16, 4)
+
+
+@pytest.mark.parametrize(
+    ("length", "num_states", "waits"),
+    [(4, 0, False), (17, 0, False), (18, 0, False), (29, 0, True), (4, 8, False), (17, 8, True)],
+)
+def test_a_prompt_waits_for_the_list_if_files_may_have_more_of_its_prefix(
+    length: int, num_states: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers have kept 16 tokens; a model with recurrent state also needs a checkpoint."""
+    monkeypatch.setattr(state_blocks, "STATE_CHUNK", 4)
+    options = {"num_state_blocks": num_states, "num_pieces": 3} if num_states else {}
+    sim = Simulation(num_blocks=40, num_host_slots=12, kv_offload_folder="folder", **options)
+    sim.add(long_prompt(17), max_tokens=1)
+    sim.run()
+    sim.restart(keeps_memory=True)
+    sequence = sim.add(long_prompt(length), max_tokens=2)
+    sim.send()
+    assert offload_of(sim).awaits_list
+    assert (sequence.status is Status.WAITING) == waits
+    sim.run()
+    assert sequence.num_cached_tokens == min(length - 1, 16) // 4 * 4
 
 
 def test_all_ranks_list_their_files_for_each_worker_group() -> None:
