@@ -175,6 +175,16 @@ def test_new_workers_begin_with_short_chunks(fresh: SchedulerProcess) -> None:
     assert fresh.scheduler.in_flight[0].chunk_ends == [FIRST_TOKENS]
 
 
+def test_the_scheduler_knows_to_what_workers_pad(fresh: SchedulerProcess) -> None:
+    state = WorkerState("worker.1", num_blocks=40, block_size=4)
+    state.step_sizes, state.tile_sizes = [64, 128], [16, 32]
+    fresh.group.on_state(b"w", state)
+    fresh.start_group()
+    assert fresh.scheduler
+    costs = fresh.scheduler.step_costs
+    assert (costs.sizes, costs.tiles) == ([64, 128], [16, 32])
+
+
 def test_deaths_are_counted_over_replicas(process: SchedulerProcess, gateway: Gateway) -> None:
     """Deaths elsewhere came with the request; deaths here are reported once the workers died.
 

@@ -283,6 +283,12 @@ def test_graphs_that_prefill_are_for_what_a_host_launches_too_slowly() -> None:
     assert {one.num_rows for one in large if one.num_tokens == 64} == {16, 64}
     assert {shape.tile_size for shape in large if shape.num_tokens == 64} == {64}
     assert {shape.tile_size for shape in large if shape.num_tokens == 128} == {64, 128}
+    assert {shape.tile_size for shape in large if shape.num_tokens == 512} == {64, 128}
+    assert {shape.tile_size for shape in large if shape.num_tokens > 512} == {128}
+    assert min(shape.num_rows for shape in large if shape.tile_size == 128) == 64
+    for number in (1, 16, 17):
+        shapes = [shape for shape in prefill_shapes(number, 128, 1, 1000) if shape[1] == 128]
+        assert [shape.tile_size for shape in shapes if shape.num_rows == number] == [64, 128]
     assert max(one.num_tokens for one in prefill_shapes(8, 8192, 600_000_000, 1000)) == 4096
     assert max(one.num_tokens for one in prefill_shapes(8, 300, 600_000_000, 1000)) == 256
     assert len(set(large)) == len(large)

@@ -114,6 +114,13 @@ def test_a_step_tells_its_seconds_and_that_it_gets_on(folder: Path, attention: s
     assert seen == sorted(set(seen))
 
 
+def test_attention_pads_chunks_on_gpus_only(folder: Path) -> None:
+    runner = make_runner(folder)
+    assert runner.tile_sizes == []
+    runner._device = torch.device("cuda")
+    assert runner.tile_sizes == [64, 128]
+
+
 def test_a_plan_without_rows_gives_no_tokens(folder: Path) -> None:
     runner = make_runner(folder)
     assert runner.launch(plan()).token_ids() == []
