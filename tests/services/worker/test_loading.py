@@ -29,7 +29,7 @@ from penstock.services.worker.loading import load
 from penstock.services.worker.logits_processor import MAX_PROMPT_TOKENS
 from penstock.services.worker.memory.kv_cache import worst_case_plan
 from penstock.services.worker.model_runner import ModelRunner
-from penstock.services.worker.persistent_batch import PersistentBatch
+from penstock.services.worker.persistent_batch import PersistentBatch, shape_of
 from tests.models.checkpoints import save_checkpoint
 from tests.models.forward import load_model
 
@@ -315,6 +315,12 @@ def test_a_step_takes_the_smallest_graph_that_it_fits(
     chosen = choose(sorted(shapes, key=order), step)
     assert (chosen and chosen[:2]) == rows_tokens
     assert chosen is None or chosen.tile_size == step.tile_size
+
+
+def test_a_graph_that_only_decodes_is_for_any_tile() -> None:
+    step = shape_of(np.ones(600, int), 600, 9)
+    chosen = choose(sorted(decode_shapes(1000, 1000), key=order), step)
+    assert chosen and chosen[:2] == (608, 608)
 
 
 @pytest.mark.parametrize(("max_tokens", "max_seqs"), [(64, 8), (10, 64), (100, 7)])

@@ -1,5 +1,6 @@
 """Rows after plans, and the tensors of the steps that follow."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,6 +9,7 @@ from penstock.kernels.layouts.sampling import COLUMNS, column
 from penstock.kernels.step.apply_plan import apply_plan
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.sampling import NUMBERS
+from penstock.services.worker.persistent_batch import shape_of
 from tests.services.worker.device_batch import Batch, run
 from tests.services.worker.plans import plan, row
 
@@ -224,6 +226,28 @@ def test_padded_rows_touch_nothing(batch: Batch) -> None:
     assert step.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
     assert step.cu_seqlens_k.tolist() == [0, 6, 6, 6, 6]
     assert batch.buffers.slots[:4].tolist() == [3, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("num_decode", "chunks", "size"),
+    [
+        (8, [], 64),
+        (5, [127], 64),
+        (5, [128], 128),
+        (5, [127, 128], 64),
+        (5, [200, 56], 128),
+        (312, [100, 100], 64),
+        (313, [100, 100], 128),
+    ],
+)
+def test_chunks_should_fill_their_tiles(num_decode: int, chunks: list[int], size: int) -> None:
+    """Steps of more than 512 tokens have large tiles in any case."""
+    shape = shape_of(np.array([1] * num_decode + chunks), num_decode, 1000)
+    assert (shape.num_rows, shape.num_tokens) == (
+        num_decode + len(chunks),
+        num_decode + sum(chunks),
+    )
+    assert (shape.tile_size, shape.num_tiles) == (size, sum(-(-chunk // size) for chunk in chunks))
 
 
 def test_padded_tokens_and_tiles_touch_nothing(batch: Batch) -> None:
