@@ -275,6 +275,42 @@ def test_items_share_all_keys_of_all_tiles(
     assert next(times) <= next(times) + slack
 
 
+@pytest.mark.parametrize(
+    ("parts", "num_heads", "num_programs", "num_splits"),
+    [
+        ([(1, 10_281)], 1, 20, 19),
+        ([(1, 10_281)], 2, 40, 19),
+        ([(1, 3201), *[(1, 2901)] * 42], 1, 7, 2),
+    ],
+)
+def test_items_fill_waves_of_programs(
+    parts: list[tuple[int, int]],
+    num_heads: int,
+    num_programs: int,
+    num_splits: int,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    """With longer or shorter ones, the last programs would begin after others have ended."""
+    case = random_case(parts, (1, 1), 16, 16, dtype)
+    attention = gpu.PrefillAttention(num_heads, 16, 16, device, num_programs=num_programs)
+    attention._items.zero_()
+    attention.plan(case.batch(device, 64))
+    assert attention._items[:, 7].max() == num_splits
+
+
+def test_a_size_of_tiles_has_its_own_number_of_programs(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(gpu, "this_device", lambda: Device(num_sms=8))
+    case = random_case([(1, 1)], (1, 1), 16, 16, dtype)
+    case = case._replace(context_lens=torch.tensor([24_000]).int())
+    attention = gpu.PrefillAttention(1, 16, 16, device)
+    for tile_size, num_programs in ((64, 24), (128, 8)):
+        attention.plan(case.batch(device, tile_size))
+        assert attention._items[0, 7] == num_programs
+
+
 @pytest.mark.parametrize("num_programs", [0, 100])
 def test_memory_suffices_for_items_of_both_sizes(num_programs: int) -> None:
     """The kernel checks no bounds."""
@@ -295,15 +331,21 @@ def test_a_step_with_more_tiles_than_are_cut(device: str, dtype: torch.dtype) ->
 
 
 def test_only_the_last_item_of_a_tile_writes_its_result(device: str, dtype: torch.dtype) -> None:
-    """Programs run at the same time: another item might write later than the last one."""
-    case = random_case([(1, 1100)], (1, 1), 16, 16, dtype)
-    attention = gpu.PrefillAttention(1, 16, 16, device, num_programs=8)
+    """Programs run at the same time: those of other tiles and heads have other places."""
+    case = random_case([(1, 1100), (1, 1100)], (2, 1), 16, 16, dtype)
+    attention = gpu.PrefillAttention(2, 16, 16, device, num_programs=16)
+    attention._items.fill_(-1)
     attention.plan(batch := case.batch(device, 64))
-    assert attention._items[0, 7] > 1
-    attention._items[0, 0] = -1  # as if it had not run yet
+    items = attention._items
+    places, numbers = items[items[:, 8] == 0][:, 6:8].long().T  # of the two tiles
+    assert min(numbers) > 1
+    items[items[:, 8] == 0, 0] = -1  # as if these had not run yet
     out = torch.full_like(case.q, torch.nan, device=device)
     attention(case.q.to(device), on(device, case.kv_cache), batch, case.scale, out)
     assert out.isnan().all()
+    arrived = torch.zeros_like(attention._arrived)
+    arrived.view(-1, 2)[places] = (numbers - 1).int()[:, None]
+    assert (attention._arrived == arrived).all()
 
 
 def test_items_have_the_tiles_of_keys_of_this_gpu(
