@@ -40,8 +40,13 @@ class Engine:
         self.model = read_model_config(config.model_folder)
         self.runner = load(config, WorkerAssignment(1, "g", 0, 1, ""), lambda: None)
         states = self.runner.num_state_blocks and BlockPool(self.runner.num_state_blocks)
-        blocks = BlockManager.from_config(
-            config, self.runner.num_blocks, self.runner.block_size, states=states or None
+        number = self.runner.num_blocks
+        blocks = BlockManager(
+            BlockPool(number),
+            self.runner.block_size,
+            int(number * config.watermark),
+            config.enable_prefix_caching,
+            states or None,
         )
         max_model_len = self.model.context(config.max_model_len)
         self.scheduler = Scheduler(config, max_model_len, blocks)

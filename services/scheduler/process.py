@@ -300,16 +300,18 @@ class SchedulerProcess:
 
     def make_scheduler(self) -> Scheduler:
         """Return a scheduler for a ready worker group, with recovered prefix-cache records."""
-        size = self.group.num_blocks, self.group.leader.block_size
-        memory_id = self.group.memory_id
-        records = BlockRecords.open(f"blocks.{self.replica}", *size, memory_id)
+        config, memory_id = self.config, self.group.memory_id
+        num_blocks, block_size = self.group.num_blocks, self.group.leader.block_size
+        records = BlockRecords.open(f"blocks.{self.replica}", num_blocks, block_size, memory_id)
         states = None
         if number := self.group.num_state_blocks:
             checkpoints = BlockRecords.open(f"states.{self.replica}", number, 0, memory_id)
             states = BlockPool(number, records=checkpoints)
-        blocks = BlockManager.from_config(self.config, *size, records, states)
-        length = self.model.context(self.config.max_model_len)
-        scheduler = Scheduler(self.config, length, blocks, self.group.epoch)
+        pool, watermark = BlockPool(num_blocks, records=records), int(num_blocks * config.watermark)
+        caching = config.enable_prefix_caching
+        blocks = BlockManager(pool, block_size, watermark, caching, states)
+        length = self.model.context(config.max_model_len)
+        scheduler = Scheduler(config, length, blocks, self.group.epoch)
         scheduler.step_costs.is_timed = True
         scheduler.step_costs.sizes = self.group.leader.step_sizes
         scheduler.step_costs.tiles = self.group.leader.tile_sizes

@@ -41,8 +41,14 @@ class BlockManager:
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, watermark: int = 0, caching: bool = True
+        self,
+        pool: BlockPool,
+        block_size: int,
+        watermark: int = 0,
+        caching: bool = True,
+        states: BlockPool | None = None,
     ) -> None:
+        """Manage the blocks of `pool`. states: state blocks of a model with recurrent state."""
         self.pool = pool
         self.block_size = block_size
         self.watermark = watermark
@@ -52,28 +58,7 @@ class BlockManager:
         self.records = pool.records if caching else None
         # index of the host tier; `pool.offload` is None while the workers have no host tier
         self.offload: OffloadIndex | None = None
-        # None for a model whose only state is KV
-        self.states: StateBlocks | None = None
-
-    @classmethod
-    def from_config(
-        cls,
-        config: Config,
-        num_blocks: int,
-        block_size: int,
-        records: BlockRecords | None = None,
-        states: BlockPool | None = None,
-    ) -> "BlockManager":
-        """Return the manager of `num_blocks` blocks, with `records` as in `BlockPool`.
-
-        states: the pool of state blocks, for a model with recurrent state.
-        """
-        pool = BlockPool(num_blocks, records=records)
-        watermark = int(num_blocks * config.watermark)
-        manager = cls(pool, block_size, watermark, config.enable_prefix_caching)
-        if states:
-            manager.states = StateBlocks(states, block_size)
-        return manager
+        self.states = StateBlocks(states, block_size) if states else None
 
     @property
     def num_blocks(self) -> int:

@@ -15,7 +15,6 @@ from penstock.protocol.messages.worker import GrammarCompiled
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import hash_block
-from penstock.services.scheduler.blocks.state_blocks import StateBlocks
 from penstock.services.scheduler.in_flight_plan import PlanOutput
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
@@ -115,9 +114,8 @@ class Simulation:
         self.life = Life()
         block_size, caching = self.config.block_size, self.config.enable_prefix_caching
         pool = self.kept.pool(self.kv, self.life)
-        blocks = BlockManager(pool, block_size, self.num_watermark_blocks, caching)
-        if states := self.kept.state_pool(self.kv, self.life):
-            blocks.states = StateBlocks(states, block_size)
+        states = self.kept.state_pool(self.kv, self.life)
+        blocks = BlockManager(pool, block_size, self.num_watermark_blocks, caching, states)
         scheduler = Scheduler(self.config, self.limit, blocks, epoch)
         self.kept.use_host(scheduler, self.kv, self.life)
         return scheduler
