@@ -74,9 +74,7 @@ class Tracer:
         error: str = "",
         is_root: bool = False,
     ) -> None:
-        """Report a part of a request. Times are of `time.monotonic`; `end` None means now."""
-        if not self.is_on:
-            return
+        """Report a part of a request if `is_on`. Times are of `time.monotonic`; None means now."""
         trace = self._trace
         trace_id, root_id = trace_ids(request_id)
         sampled = trace.TraceFlags(trace.TraceFlags.SAMPLED)

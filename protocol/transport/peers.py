@@ -23,6 +23,7 @@ class Peer(Generic[Work]):
         self.identity = identity
         self.name = name
         self.work: dict[object, Work] = {}
+        self.num_bytes = 0  # of the work, if its owner counts them
         self.num_missed = 0  # heartbeats of this process since the peer's latest message
 
 

@@ -111,7 +111,6 @@ class Tokenizers:
         self.peers: Peers[Work, list[Work]] = Peers()
         self.unassigned: FairQueue[Work] = FairQueue()
         self._num_losses = 0
-        self._num_bytes: dict[bytes, int] = {}  # bytes of each tokenizer's work
         self._channel = channel
         self._poison = poison
         self._on_lost, self._on_poison, self._on_defect = on_lost, on_poison, on_defect
@@ -126,7 +125,6 @@ class Tokenizers:
     def alive(self, identity: bytes, name: str) -> None:
         """Record a heartbeat. The first heartbeat registers the tokenizer."""
         if self.peers.alive(identity, name):
-            self._num_bytes[identity] = 0
             for dead in self.peers.predecessors(identity):
                 if dead in self.peers.remembered:
                     self._blame(dead, self.peers.remembered.pop(dead))
@@ -163,7 +161,6 @@ class Tokenizers:
         if has_died and had:
             had = self._blame(identity, had)
         self._enqueue_first(had)
-        self._num_bytes.pop(identity, None)
         self._on_lost(identity)
         self._assign()
         return had
@@ -202,11 +199,11 @@ class Tokenizers:
             return True
         if self._poison.suspects and self._poison.keeps_apart(work, list(peer.work.values())):
             return False
-        return self._num_bytes[peer.identity] + work.size <= MAX_BYTES
+        return peer.num_bytes + work.size <= MAX_BYTES
 
     def _send(self, work: Work, peer: Peer[Work]) -> None:
         peer.work[work.key] = work
-        self._num_bytes[peer.identity] += work.size
+        peer.num_bytes += work.size
         try:
             is_sent = self._channel.send(work.submission(), peer.identity)
         except Exception:  # noqa: BLE001
@@ -220,5 +217,5 @@ class Tokenizers:
 
     def _take_back(self, peer: Peer[Work], key: object) -> Work | None:
         if work := peer.work.pop(key, None):
-            self._num_bytes[peer.identity] -= work.size
+            peer.num_bytes -= work.size
         return work
