@@ -21,8 +21,8 @@ from penstock.models.architecture import Weight
 from penstock.models.parallel import (
     ColumnParallelLinear,
     Experts,
+    Parameter,
     RMSNorm,
-    Router,
     RowParallelLinear,
 )
 from penstock.models.tensor_parallel import TensorParallel
@@ -125,7 +125,7 @@ class MoE(nn.Module):
         self.normalize = config.norm_topk_prob
         gate_up, down = layer.pick("gate_proj", "up_proj"), layer.pick("down_proj")
         weight_format = format_of(config, [*gate_up, *down])
-        self.gate = Router(tp, layer.pick("gate"))
+        self.gate = Parameter(tp, layer.pick("gate"))
         self.gate_up_proj = Experts(tp, gate_up, weight_format, expert_parallel)
         self.down_proj = Experts(tp, down, weight_format, expert_parallel)
         self.first = down[0].experts_of_rank(self.down_proj.ranks).start
@@ -164,7 +164,7 @@ class SharedExpert(nn.Module):
     def __init__(self, layer: architecture.Layer, setup: Setup) -> None:
         super().__init__()
         self.mlp = MLP(layer, setup)
-        self.gate = Router(setup.tp, layer.pick("shared_expert_gate"))
+        self.gate = Parameter(setup.tp, layer.pick("shared_expert_gate"))
 
     def forward(self, residual: Tensor, norm: RMSNorm, part: Tensor) -> None:
         """Add this rank's part of the output for the norm of residual to `part`."""

@@ -178,14 +178,8 @@ class VocabParallelEmbedding(Layer):
         return None if joined is None else joined[:, : self.vocab_size]
 
 
-class Router(Layer):
-    """Weight that chooses experts; every rank has the whole weight."""
-
-    weight: nn.Parameter
-
-
 class Parameter(Layer):
-    """Weight of another kind than a matrix, of which a rank has a part."""
+    """Weight of another kind than a matrix, or one that every rank has as a whole."""
 
     weight: nn.Parameter
 
