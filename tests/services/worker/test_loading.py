@@ -317,6 +317,14 @@ def test_a_step_takes_the_smallest_graph_that_it_fits(
     assert chosen is None or chosen.tile_size == step.tile_size
 
 
+@pytest.mark.parametrize(("tile", "rows_tokens"), [(64, None), (128, (30, 896))])
+def test_no_graph_has_other_tiles(tile: int, rows_tokens: tuple[int, int] | None) -> None:
+    """Graphs with room for so many tiles have large ones."""
+    shapes = sorted(prefill_shapes(30, 4096, 1, 1000), key=order)
+    chosen = choose(shapes, BatchShape(30, 300, 0, 30, tile, 10, 10))
+    assert (chosen and chosen[:2]) == rows_tokens
+
+
 def test_a_graph_that_only_decodes_is_for_any_tile() -> None:
     step = shape_of(np.ones(600, int), 600, 9)
     chosen = choose(sorted(decode_shapes(1000, 1000), key=order), step)

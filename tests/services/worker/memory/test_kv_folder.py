@@ -129,6 +129,7 @@ def test_the_last_report_of_a_list_says_so(tmp_path: Path, monkeypatch: pytest.M
     found = [report and (len(report.added), report.is_listed) for report in reports]
     assert found == [(2, False), (1, True), None]
     empty = Tier(tmp_path / "empty").folder
+    assert empty.take_report() is None, "no request has asked for the list"
     empty.restart()
     assert empty.take_report() == FolderReport(-1, -1, is_listed=True)
 
