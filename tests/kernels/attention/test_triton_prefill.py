@@ -225,6 +225,7 @@ def test_items_of_tiles(
     tile_size=st.sampled_from([64, 128]),
     num_heads=st.sampled_from([1, 5, 32]),
 )
+@example(parts=[(1, 0)], num_programs=100, tile_size=64, num_heads=1)  # most items are unused
 @example(  # one tile is cut, into the shortest items
     parts=[(1, 3200)] + [(1, 2900)] * 42, num_programs=7, tile_size=64, num_heads=1
 )
