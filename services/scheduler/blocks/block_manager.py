@@ -198,9 +198,10 @@ class BlockManager:
         tier, states = self.pool.offload, self.states
         full_blocks = sequence.full_blocks[: self._num_matchable(sequence)]
         hashes, num_seen = [hash_ for hash_, _ in full_blocks], len(cached)
-        may_restore = len(cached) < len(hashes) or (states and hashes)
-        if tier and tier.awaits_list and may_restore:
-            return None
+        if tier and tier.awaits_list:  # files may have what is not in memory
+            num_missing = len(hashes) - num_seen - tier.num_found(hashes[num_seen:], False)
+            if num_missing or (states and not states.has_last(full_blocks)):
+                return None
         for in_files in (not sequence.has_fetched, False):  # not all files may be available
             number = len(full_blocks)
             pieces: list[bytes] = []

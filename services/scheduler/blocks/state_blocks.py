@@ -60,6 +60,11 @@ class StateBlocks:
         found = (n for n in range(last, 0, -step) if has(full_blocks[n - 1][0]))
         return next(found, 0)
 
+    def has_last(self, full_blocks: list[tuple[bytes, bytes]]) -> bool:
+        """Return whether the last checkpoint that `full_blocks` may have is in memory."""
+        num_restorable = self.num_restorable(full_blocks, in_files=False)
+        return (len(full_blocks) - num_restorable) * self._block_size < self.unit
+
     def missing(self, full_blocks: list[tuple[bytes, bytes]]) -> list[bytes]:
         """Return the keys of the pieces of the checkpoint after `full_blocks`.
 

@@ -290,7 +290,15 @@ def test_a_prefix_comes_from_files_after_everything_was_lost() -> None:
 
 @pytest.mark.parametrize(
     ("length", "num_states", "waits"),
-    [(4, 0, False), (17, 0, False), (18, 0, False), (29, 0, True), (4, 8, False), (17, 8, True)],
+    [
+        (4, 0, False),
+        (17, 0, False),
+        (18, 0, False),
+        (29, 0, True),
+        (4, 8, False),
+        (17, 8, False),
+        (29, 8, True),
+    ],
 )
 def test_a_prompt_waits_for_the_list_if_files_may_have_more_of_its_prefix(
     length: int, num_states: int, waits: bool, monkeypatch: pytest.MonkeyPatch
@@ -308,6 +316,39 @@ def test_a_prompt_waits_for_the_list_if_files_may_have_more_of_its_prefix(
     assert (sequence.status is Status.WAITING) == waits
     sim.run()
     assert sequence.num_cached_tokens == min(length - 1, 16) // 4 * 4
+
+
+def test_a_prompt_whose_prefix_is_on_the_host_does_not_wait_for_the_list() -> None:
+    sim = Simulation(num_blocks=8, num_host_slots=32, kv_offload_folder="folder")
+    sim.add(long_prompt(17), max_tokens=1)
+    sim.run()
+    fill(sim)
+    sim.restart(keeps_memory=True)
+    sequence = sim.add(long_prompt(17), max_tokens=2)
+    sim.send()
+    assert offload_of(sim).awaits_list
+    assert sequence.status is not Status.WAITING
+    sim.run()
+    assert sequence.num_cached_tokens == 16
+
+
+def test_a_prompt_without_its_checkpoint_waits_for_the_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its blocks are in memory, and its checkpoint was evicted by those of other prompts."""
+    monkeypatch.setattr(state_blocks, "STATE_CHUNK", 4)
+    options = {"num_state_blocks": 3, "num_pieces": 3, "kv_offload_folder": "folder"}
+    sim = Simulation(num_blocks=40, num_host_slots=1, **options)
+    for first in (1, 2, 3):
+        sim.add([first, *long_prompt(16)], max_tokens=1)
+        sim.run()
+    sim.restart(keeps_memory=True)
+    sequence = sim.add([1, *long_prompt(16)], max_tokens=2)
+    sim.send()
+    assert offload_of(sim).awaits_list
+    assert sequence.status is Status.WAITING
+    sim.run()
+    assert sequence.num_cached_tokens == 0
 
 
 def test_all_ranks_list_their_files_for_each_worker_group() -> None:
