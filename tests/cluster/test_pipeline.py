@@ -67,7 +67,7 @@ def alone() -> list[Content]:
         outputs = llm.generate([*TASKS, *TASKS, COUNT], [*params, count], use_tqdm=False)
     answers = [output.outputs[0] for output in outputs]
     return [
-        Content({"tokens": list(one.token_ids), "text": one.text}, (one.finish_reason, None))
+        Content({"tokens": list(one.token_ids), "text": one.text}, [one.finish_reason, None])
         for one in answers
     ]
 

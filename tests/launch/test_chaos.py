@@ -12,7 +12,7 @@ from penstock.launch.chaos.run import left_behind, shared_memory
 from penstock.protocol.config import run_folder
 
 NAMES = ["gateway.1", "tokenizer.1", "scheduler.1", "worker.1", "worker.2", "detokenizer.1"]
-RIGHT = Content({"tokens": [1, 2, 3, 4], "text": "abcd"}, ("stop", None))
+RIGHT = Content({"tokens": [1, 2, 3, 4], "text": "abcd"}, ["stop", None])
 
 
 # ---- the schedule ---------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def test_schedule_hits_the_processes_that_there_are() -> None:
 def flight(event: int, token_ids: list[int], text: str) -> Flight:
     ended = Flight(0, "plain", is_stream=True)
     parts = {"tokens": token_ids, "text": text}
-    ended.received = Received(True, Content(parts), Content(parts, ("stop", None)))
+    ended.received = Received(True, Content(parts), Content(parts, ["stop", None]))
     ended.event = event
     return ended
 

@@ -76,7 +76,7 @@ def test_a_streamed_response_has_its_end_to_compare() -> None:
     ]
     received = read(RESPONSES, events, stream=True)
     assert received.streamed == Content({"0.text": "4"})
-    assert received.reply == Content({"0.text": "42"}, ("completed", None))
+    assert received.reply == Content({"0.text": "42"}, ["completed", None])
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_check_compares_every_part(part: str) -> None:
 
 
 def test_check_finds_a_stream_without_some_logprobs() -> None:
-    told = Content({"tokens": [1, 2], "text": "ab", "logprobs": [0.5, 0.25]}, ("stop", None))
+    told = Content({"tokens": [1, 2], "text": "ab", "logprobs": [0.5, 0.25]}, ["stop", None])
     sent = Content({"tokens": [1, 2], "text": "ab", "logprobs": [0.5, None]})
     verdict = check(Received(True, sent, told), told)
     assert verdict == Verdict(is_torn=True, is_different=True)

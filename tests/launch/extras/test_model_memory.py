@@ -11,7 +11,7 @@ from penstock.launch.extras.models import Layout, needs, weight_bytes
 from penstock.models import parallel
 from penstock.models.architecture import describe
 from penstock.models.compiled import CompiledDecoder
-from penstock.models.layers import SharedExpert
+from penstock.models.layers import Setup, SharedExpert
 from penstock.models.model import Model
 from penstock.models.parallel import dequantize, with_integers
 from penstock.models.tensor_parallel import TensorParallel
@@ -77,7 +77,7 @@ def parameter_bytes(config: ModelConfig, layout: Layout, monkeypatch: pytest.Mon
     torch.set_default_dtype(torch.bfloat16 if layout.on_gpus else torch.float32)
     try:
         with torch.device("meta"), with_integers():
-            model = Model(config, group, attention, 16, False, layout.quantize_lm_head)
+            model = Model(Setup(config, group, attention), 16, layout.quantize_lm_head)
             for module in model.modules():
                 if isinstance(module, SharedExpert) and not layout.on_gpus:
                     dequantize(module)  # it stays in torch
@@ -171,7 +171,7 @@ def test_integers_are_the_compiled_ones(bits: int, quantize_lm_head: bool) -> No
     config = read_model_config(DEMO)
     layout = Layout(on_gpus=False, integer_bits=bits, quantize_lm_head=quantize_lm_head)
     attention = TorchAttention(16, config.head_dim**-0.5)
-    model = Model(config, TensorParallel(0, 1, torch.device("cpu")), attention, 16)
+    model = Model(Setup(config, TensorParallel(0, 1, torch.device("cpu")), attention), 16)
     load_weights(model, DEMO, lambda: None)
     start = sum(4 * one.numel() for one in model.parameters())
     compiled = CompiledDecoder(model, config, bits, quantize_lm_head)
