@@ -31,7 +31,7 @@ from penstock.protocol.quantization import WeightFormat
 
 
 class Setup(NamedTuple):
-    """What the layers of a rank's model are made with, apart from their descriptions."""
+    """Arguments that all layers of a rank's model share."""
 
     config: ModelConfig
     tp: TensorParallel

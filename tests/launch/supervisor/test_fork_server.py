@@ -98,7 +98,7 @@ async def test_a_fork_server_that_dies_during_a_request_forks_nothing() -> None:
 
 
 async def test_a_process_that_is_stopped_while_its_fork_server_dies_does_not_run() -> None:
-    """It would be started without the fork server."""
+    """Without the fork server, the supervisor starts a program, which must end at once."""
     async with site() as one:
         await end(await one.fork())
         own = dict(os.environ), itertools.count()

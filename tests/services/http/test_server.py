@@ -372,7 +372,7 @@ def test_counting_a_prompt_is_work_for_its_client(serve: Serve, stream: bool) ->
 
 
 def test_a_server_starts_while_the_pipeline_is_overloaded(serve: Serve) -> None:
-    """Its first questions are refused, as those of any client."""
+    """The gateway refuses the first questions of the server, which asks again."""
     refusals = [ErrorReply(code="overloaded", message="full", retry_after=0.01)] * 3
 
     def overloaded(request: Request) -> list[Reply]:

@@ -319,7 +319,7 @@ def test_a_step_takes_the_smallest_graph_that_it_fits(
 
 @pytest.mark.parametrize(("tile", "rows_tokens"), [(64, None), (128, (30, 896))])
 def test_no_graph_has_other_tiles(tile: int, rows_tokens: tuple[int, int] | None) -> None:
-    """Graphs with room for so many tiles have large ones."""
+    """All graphs with room for 300 tokens of 30 rows have large tiles."""
     shapes = sorted(prefill_shapes(30, 4096, 1, 1000), key=order)
     chosen = choose(shapes, BatchShape(30, 300, 0, 30, tile, 10, 10))
     assert (chosen and chosen[:2]) == rows_tokens

@@ -335,7 +335,7 @@ def test_a_prompt_whose_prefix_is_on_the_host_does_not_wait_for_the_list() -> No
 def test_a_prompt_without_its_checkpoint_waits_for_the_list(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its blocks are in memory, and its checkpoint was evicted by those of other prompts."""
+    """The blocks are in memory; checkpoints of other prompts have evicted the checkpoint."""
     monkeypatch.setattr(state_blocks, "STATE_CHUNK", 4)
     options = {"num_state_blocks": 3, "num_pieces": 3, "kv_offload_folder": "folder"}
     sim = Simulation(num_blocks=40, num_host_slots=1, **options)
