@@ -40,6 +40,7 @@ from penstock.kernels.linear.triton_small_m_gemm import (
     load_residual,
     load_scales,
     norm_factor,
+    operand,
     scaled,
     store_result,
     weight_tile,
@@ -68,11 +69,11 @@ def _range(
         tile = weight_tile(
             weight_at + first, inside, scale, weight_row, first, K, EVEN, BLOCKS, BK, 1
         )
-        acc = tl.dot(x_tile, _narrowed(tile, x_tile).T, acc, input_precision="ieee")
+        acc = tl.dot(x_tile, operand(tile, x_tile.dtype).T, acc, input_precision="ieee")
         if SWIGLU:
             up_at, up_row = weight_at + N * K + first, weight_row + N
             up = weight_tile(up_at, inside, scale, up_row, first, K, EVEN, BLOCKS, BK, 1)
-            acc_up = tl.dot(x_tile, _narrowed(up, x_tile).T, acc_up, input_precision="ieee")
+            acc_up = tl.dot(x_tile, operand(up, x_tile.dtype).T, acc_up, input_precision="ieee")
     return acc, acc_up
 
 
@@ -96,14 +97,6 @@ def _ranges_in_one_loop(
             acc_up = tl.where(is_end, 0.0, acc_up)
         acc = tl.where(is_end, 0.0, acc)
     return total, total_up
-
-
-@triton.jit
-def _narrowed(tile, x_tile):
-    """Return weights in x's type, converted as in the kernel of few rows."""
-    if tile.dtype != x_tile.dtype:
-        tile = tile.to(tl.float32).to(x_tile.dtype)
-    return tile
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -33,8 +33,12 @@ from penstock.kernels.triton_pdl import LAUNCH
 MAX_TILES = 8192  # maximum tiles of a product with split-K
 # bytes of weights; the next kernel may overlap a product of several rows with at most this number
 EARLY = 24 << 20
-# one row and 8-bit weights of sizes that are in no table, which wait in shared memory
-GEMV_FP8 = [GemmConfig("gemv", bn, 512, 1, 4, 3, 512) for bn in (8, 4)]
+# one row and 8-bit weights of sizes that are in no table, which wait in shared memory, by weights
+# for each column
+GEMV_FP8 = {
+    1: [GemmConfig("gemv", bn, 512, 1, 4, 3, 512) for bn in (16, 8, 4)],
+    2: [GemmConfig("gemv", bn, 256, 1, 2, 4, 512) for bn in (8, 4)],
+}
 
 
 class Product(NamedTuple):
@@ -93,7 +97,8 @@ def choose(
     if rows == 1:
         weights_per_column = 2 if kind == "swiglu" else 1
         if is_fp8:
-            return device.fitting(GEMV_FP8, partial(_gemv_shared_bytes, weights_per_column))
+            shared_bytes = partial(_gemv_shared_bytes, weights_per_column)
+            return device.fitting(GEMV_FP8[weights_per_column], shared_bytes)
         return _guess_gemv(num_weights // weights_per_column, inner, weights_per_column, device)
     if device.is_measured:
         return None

@@ -111,7 +111,7 @@ def candidates(
     ]
     outside = [config for config in ways if config.num_warps > 2]
     if weight_bytes == 1:  # separate norm: see `penstock.kernels.linear.small_m_gemm.choose`
-        return (_gemvs(shape, 256) if rows == 1 else []) + outside
+        return (_gemvs(shape, 256) + _narrow_gemvs(shape) if rows == 1 else []) + outside
     if rows == 1:
         return _gemvs(shape, 128) + [config for config in ways if config.kernel == "slices"]
     return outside + [
@@ -205,6 +205,17 @@ def _gemvs(shape: GemmShape, most: int) -> list[GemmConfig]:
         if shape.inner > bk:
             configs.append(GemmConfig("gemv", bn, bk, 1, 4, num_stages, prefetch))
     return configs
+
+
+def _narrow_gemvs(shape: GemmShape) -> list[GemmConfig]:
+    """Return more tile sizes for one row and 8 bits, whose conversion takes most instructions."""
+    sizes = itertools.product((4, 8, 16), ((256, 1), (256, 2), (512, 2), (2048, 4)), (3, 4, 6))
+    return [
+        GemmConfig("gemv", bn, bk, 1, num_warps, num_stages, prefetch)
+        for bn, (bk, num_warps), num_stages in sizes
+        for prefetch in (0, 512)
+        if shape.inner > bk and bn * bk * shape.weights_per_column <= 64 * 32 * num_warps
+    ]
 
 
 # bytes in flight of an SM that use the full bandwidth: latency times the SM's share of it

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.device import Device, this_device
-from penstock.kernels.linear.triton_small_m_gemm import weight_tile
+from penstock.kernels.linear.triton_small_m_gemm import operand, weight_tile
 from penstock.kernels.matrices import BLOCK, Quantized
 from penstock.kernels.triton_elementwise import as_operand
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
@@ -154,7 +154,7 @@ def _weight_only_kernel(
         tile = weight_tile(
             weight_at + begin, inside, scale, weight_row, begin, K, EVEN, BLOCKS, BK, 1
         )
-        acc = tl.dot(x_tile, tile.to(x_tile.dtype).T, acc, input_precision="ieee")
+        acc = tl.dot(x_tile, operand(tile, x_tile.dtype).T, acc, input_precision="ieee")
     if not BLOCKS:
         acc *= tl.load(scale + weight_row)[None, :]
     exists = (row < num_rows)[:, None] & (column < N)[None, :]

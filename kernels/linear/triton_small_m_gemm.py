@@ -157,11 +157,15 @@ def weight_tile(
 
 
 @triton.jit
+def operand(tile, dtype: tl.constexpr):
+    """Convert a tile of weights to dtype via float32: the direct way to bfloat16 is slow."""
+    return tile if tile.dtype == dtype else tile.to(tl.float32).to(dtype)
+
+
+@triton.jit
 def _dot(x, weight, acc, SLICES: tl.constexpr):
     weight = tl.permute(weight, (1, 0)) if SLICES == 1 else tl.permute(weight, (0, 2, 1))
-    if weight.dtype != x.dtype:  # via float32: the direct conversion to bfloat16 is slow
-        weight = weight.to(tl.float32).to(x.dtype)
-    return tl.dot(x, weight, acc, input_precision="ieee")
+    return tl.dot(x, operand(weight, x.dtype), acc, input_precision="ieee")
 
 
 @triton.jit

@@ -91,20 +91,20 @@ def _inputs_kernel(
 ):  # fmt: skip
     """Compute one head's queries, keys or values with gates, of a run of tokens.
 
-    A run: the window and the tokens of a sequence that decodes, or RUN tokens of a chunk of
-    prefill, the first of which follow the window.
+    A run: window and tokens of a sequence that decodes, or RUN tokens of a chunk after its window.
     """
     launch_dependents()
-    wait()
     group, run = tl.program_id(0), tl.program_id(1)
     row, start, begin, num, is_last = _tokens_of(
         run, num_decode, cu_seqlens_q_ptr, positions_ptr, decode_lens_ptr, tiles_ptr, written_ptr,
         first_ptr, last_ptr, TILE, RUN,
     )  # fmt: skip
     if num <= 0:
+        wait()
         return
     read, written = tl.load(read_ptr + row), tl.load(written_ptr + row)
     window = tl.where(start > 0, 0, tl.load(window_lens_ptr + row).to(tl.int32))
+    wait()  # the plan is older: see `penstock.kernels.triton_elementwise.embedding`
     channels: tl.constexpr = (2 * KEY_HEADS + HEADS) * SIZE
     columns = group * SIZE + tl.arange(0, SIZE)
     inputs_ptr += columns
