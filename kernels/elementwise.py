@@ -72,23 +72,33 @@ def sigmoid_and_mul(gate: Tensor, x: Tensor) -> Tensor:
     return (x.float() / (1 + torch.exp(-gate.float()))).to(x.dtype)
 
 
-def add_gated(residual: Tensor, x: Tensor, gate_input: Tensor, gate_weight: Tensor) -> Tensor:
-    """Add `sigmoid(gate_input @ gate_weight.T) * x` to residual, in place.
+def add_gated(
+    out: Tensor,
+    x: Tensor,
+    gate_input: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_weight: Tensor,
+) -> Tensor:
+    """Add `sigmoid(rms_norm(gate_input) @ gate_weight.T) * x` to `out`, in place.
 
-    All are [num_tokens, size] but gate_weight [1, size]; on a GPU they are contiguous.
+    out, x and gate_input: [num_tokens, size]; norm_weight [size], in their dtype or float32;
+    gate_weight [1, size]. On a GPU all are contiguous.
     """
     for name, tensor in (("x", x), ("gate_input", gate_input)):
-        check_tensor(name, tensor, tuple(residual.shape), residual.dtype)
-    check_tensor("gate_weight", gate_weight, (1, residual.shape[1]), residual.dtype)
-    if residual.is_cuda:
+        check_tensor(name, tensor, tuple(out.shape), out.dtype)
+    check_tensor("norm_weight", norm_weight, (out.shape[1],), out.dtype, torch.float32)
+    check_tensor("gate_weight", gate_weight, (1, out.shape[1]), out.dtype)
+    if out.is_cuda:
         from penstock.kernels import triton_elementwise
 
-        for name, tensor in (("residual", residual), ("x", x), ("gate_input", gate_input)):
+        for name, tensor in (("out", out), ("x", x), ("gate_input", gate_input)):
             check_contiguous(name, tensor)
-        triton_elementwise.add_gated(residual, x, gate_input, gate_weight)
-        return residual
-    gate = (gate_input.float() * gate_weight.float()).sum(1, keepdim=True)
-    return residual.add_(x * (1 / (1 + torch.exp(-gate))).to(x.dtype))
+        triton_elementwise.add_gated(out, x, gate_input, norm_weight, eps, gate_weight)
+        return out
+    normed = rms_norm(gate_input, norm_weight, eps)
+    gate = (normed.float() * gate_weight.float()).sum(1, keepdim=True)
+    return out.add_(x * (1 / (1 + torch.exp(-gate))).to(x.dtype))
 
 
 def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:

@@ -13,10 +13,23 @@ from penstock.kernels.linear.linear import linear
 from penstock.kernels.matrices import FP8, Matrix, Quantized, parts, scale_shape
 
 
-def route(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Return each token's experts, int64 [num_tokens, top_k], and weights, largest first."""
-    weights, experts = logits.float().softmax(-1).topk(top_k)
-    return experts, weights / weights.sum(-1, keepdim=True) if normalize else weights
+def route(
+    logits: Tensor, top_k: int, normalize: bool, shared: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return each token's experts, int64 [num_tokens, top_k], and weights, largest first.
+
+    shared: the last expert, of all tokens, follows.
+    """
+    number = logits.shape[1] - shared
+    logits = logits.float()
+    weights, experts = logits[:, :number].softmax(-1).topk(top_k)
+    gates = logits[:, number:]
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return (
+        torch.cat([experts, torch.full_like(gates, number, dtype=torch.long)], 1),
+        torch.cat([weights, 1 / (1 + torch.exp(-gates))], 1),
+    )
 
 
 def experts_outputs(
@@ -46,6 +59,7 @@ def norm_moe(
     top_k: int,
     normalize: bool,
     first_expert: int = 0,
+    shared: bool = False,
     add: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -56,13 +70,14 @@ def norm_moe(
 
     gate_up: [local experts, 2 * size, hidden_size], the rows of gate, then of up. down: [local
     experts, hidden_size, size]. The local experts start at `first_expert`; other experts count as
-    zero. normalize: scales a token's weights to sum 1. add: adds x. out: contiguous memory of the
+    zero. normalize: scales a token's weights to sum 1. shared: all tokens have the last expert as
+    well, with the sigmoid of its product as weight. add: adds x. out: contiguous memory of the
     result.
     """
     _check(x, norm_weight, router, gate_up, down, out)
-    last_expert = first_expert + len(down) - 1
-    if not 1 <= top_k <= len(router):
-        raise ValueError(f"top_k: got {top_k}, expected 1 to {len(router)}, the number of experts")
+    last_expert, most = first_expert + len(down) - 1, len(router) - shared
+    if not 1 <= top_k <= most:
+        raise ValueError(f"top_k: got {top_k}, expected 1 to {most}, the number of experts")
     if not 0 <= first_expert <= last_expert < len(router):
         raise ValueError(
             f"first_expert: got experts {first_expert} to {last_expert}, "
@@ -74,8 +89,9 @@ def norm_moe(
 
         logits = router_logits(normed, router)
         residual = x if add else None
-        return experts(normed, logits, gate_up, down, top_k, normalize, first_expert, residual, out)
-    chosen, weights = route(linear(normed, router), top_k, normalize)
+        routed = top_k, normalize, first_expert, shared
+        return experts(normed, logits, gate_up, down, *routed, residual=residual, out=out)
+    chosen, weights = route(linear(normed, router), top_k, normalize, shared)
     result = experts_outputs(normed, chosen - first_expert, weights, gate_up, down)
     result = x + result if add else result
     return result if out is None else out.copy_(result)

@@ -158,30 +158,41 @@ def _sigmoid_and_mul_kernel(
     tl.store(out_ptr + row * SIZE + columns, result.to(out_ptr.dtype.element_ty), mask)
 
 
-def add_gated(residual: Tensor, x: Tensor, gate_input: Tensor, gate_weight: Tensor) -> None:
+def add_gated(
+    out: Tensor,
+    x: Tensor,
+    gate_input: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    gate_weight: Tensor,
+) -> None:
     """Compute `penstock.kernels.elementwise.add_gated`, a token in each program."""
-    num_tokens, size = residual.shape
+    num_tokens, size = out.shape
     if num_tokens:
         _add_gated_kernel[(num_tokens,)](
-            residual, x, gate_input, gate_weight, size, triton.next_power_of_2(size),
+            out, x, gate_input, norm_weight, gate_weight, eps, size, triton.next_power_of_2(size),
             num_warps=8, **LAUNCH,
         )  # fmt: skip
 
 
 @triton.jit
 def _add_gated_kernel(
-    residual_ptr, x_ptr, input_ptr, weight_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
+    out_ptr, x_ptr, input_ptr, norm_ptr, weight_ptr, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     launch_dependents()
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     weight = tl.load(weight_ptr + columns, mask, 0).to(tl.float32)
+    weight *= tl.load(norm_ptr + columns, mask, 0).to(tl.float32)
     wait()
     at = tl.program_id(0).to(tl.int64) * SIZE + columns
-    gate = tl.sum(tl.load(input_ptr + at, mask, 0).to(tl.float32) * weight, 0)
+    gate_input = tl.load(input_ptr + at, mask, 0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(gate_input * gate_input, 0) / SIZE + eps)
+    gate = tl.sum(gate_input * weight, 0) * factor
     x = tl.load(x_ptr + at, mask, 0).to(tl.float32) / (1 + tl.exp(-gate))
-    result = tl.load(residual_ptr + at, mask, 0).to(tl.float32) + x
-    tl.store(residual_ptr + at, result.to(residual_ptr.dtype.element_ty), mask)
+    result = tl.load(out_ptr + at, mask, 0).to(tl.float32) + x
+    tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask)
 
 
 def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from penstock.kernels.back_ends import CHOSEN, is_deterministic
 from penstock.kernels.device import Device, this_device
 from penstock.kernels.linear.small_m_gemm import Product, choose, launch
 from penstock.kernels.linear.tile_sizes import MAX_ROWS, GemmConfig
-from penstock.kernels.linear.triton_small_m_gemm import weight_tile
+from penstock.kernels.linear.triton_small_m_gemm import operand, weight_tile
 from penstock.kernels.matrices import BLOCK, Matrix, Quantized, parts
 from penstock.kernels.triton_elementwise import as_operand
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
@@ -35,13 +35,14 @@ TILE = tl.constexpr(4)  # int32 values of a tile: expert, first pair, end of the
 
 @triton.jit
 def _top_k(
-    logits, token, exists, E, NORMALIZE: tl.constexpr,
+    logits, token, exists, E, NORMALIZE: tl.constexpr, SHARED: tl.constexpr,
     K: tl.constexpr, KB: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
-    """Return the K likeliest experts of each row, and their probabilities, [tokens, KB]."""
+    """Return the K experts of each row, the likeliest first, and their weights, [tokens, KB]."""
     expert, place = tl.arange(0, EB)[None, :], tl.arange(0, KB)[None, :]
     inside = exists[:, None] & (expert < E)
-    rest = tl.load(logits + token[:, None] * E + expert, inside, float("-inf"))
+    logits += token[:, None] * (E + SHARED)
+    rest = tl.load(logits + expert, inside, float("-inf"))
     rest = tl.where(
         rest == rest, rest, float("-inf")
     )  # NaN must not choose an expert that does not exist
@@ -49,13 +50,17 @@ def _top_k(
     total = tl.sum(tl.exp(rest - most[:, None]), 1)
     ids = tl.zeros_like(token)[:, None] + tl.zeros_like(place)
     weights = ids.to(tl.float32)
-    for k in tl.static_range(K):
+    for k in tl.static_range(K - SHARED):
         value, index = tl.max(rest, 1, return_indices=True)
         ids = tl.where(place == k, index[:, None], ids)
         weights = tl.where(place == k, (tl.exp(value - most) / total)[:, None], weights)
         rest = tl.where(expert == index[:, None], float("-inf"), rest)
     if NORMALIZE:
         weights /= tl.sum(weights, 1)[:, None]
+    if SHARED:
+        gate = tl.load(logits + E, exists[:, None], 0.0)
+        ids = tl.where(place == K - 1, E, ids)
+        weights = tl.where(place == K - 1, 1 / (1 + tl.exp(-gate)), weights)
     return ids, weights
 
 
@@ -113,20 +118,21 @@ def _place(
 @triton.jit(do_not_specialize=["num_tokens", "first"])
 def route(
     logits, ids, weights, counts, sources, places, tiles, num_tokens, E, first, L, BM,
-    NORMALIZE: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr,
+    NORMALIZE: tl.constexpr, SHARED: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr,
     K: tl.constexpr, KB: tl.constexpr, EB: tl.constexpr, LB: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of CHUNK tokens in each program.
 
-    ALL: one program processes all tokens and sorts their pairs. Otherwise the program stores
-    experts and the number of pairs of each expert for `sort`.
+    SHARED: expert E follows the K - 1 experts of each token. ALL: one program processes all tokens
+    and sorts their pairs. Otherwise the program stores experts and the number of pairs of each
+    expert for `sort`.
     """
     launch_dependents()
     wait()
     chunk = tl.program_id(0)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     exists = token < num_tokens
-    best, probabilities = _top_k(logits, token, exists, E, NORMALIZE, K, KB, EB)
+    best, probabilities = _top_k(logits, token, exists, E, NORMALIZE, SHARED, K, KB, EB)
     place = tl.arange(0, KB)[None, :]
     at, inside = token[:, None] * K + place, exists[:, None] & (place < K)
     tl.store(weights + at, probabilities, inside)
@@ -172,18 +178,18 @@ def sort(
 
 @triton.jit
 def _multiply_tile(
-    x, sources, tile, weight, scale, out, column, N, K,
+    x, sources, expert, begin, end, weight, scale, out, column, N, K,
     SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    pair = tl.load(tile + 1) + tl.arange(0, BM)
-    exists = pair < tl.load(tile + 2)
+    pair = begin + tl.arange(0, BM)
+    exists = pair < end
     row = pair
     if SWIGLU:
         row = tl.load(sources + pair, exists, 0)
     k = tl.arange(0, BK)
     NUM: tl.constexpr = 2 if SWIGLU else 1
-    first_row = tl.load(tile).to(tl.int64) * (NUM * N)
+    first_row = expert.to(tl.int64) * (NUM * N)
     weight += first_row * K
     x_at = x + row[:, None].to(tl.int64) * K + k[None, :]
     weight_row = tl.minimum(column, N - 1)
@@ -194,16 +200,18 @@ def _multiply_tile(
     acc_up = acc
     for first in tl.range(0, K, BK):
         inside = first + k[None, :] < K
-        x_tile = tl.load(x_at + first, exists[:, None] if EVEN else exists[:, None] & inside, 0.0)
         gate = weight_tile(
             weight_at + first, inside, scale, weight_row, first, K, EVEN, BLOCKS, BK, 1
-        ).to(x_tile.dtype)
-        acc = tl.dot(x_tile, gate.T, acc, input_precision="ieee")
+        )
+        up = gate
         if SWIGLU:
             up_at, up_row = weight_at + N * K + first, weight_row + N
             up = weight_tile(up_at, inside, scale, up_row, first, K, EVEN, BLOCKS, BK, 1)
-            up = up.to(x_tile.dtype)
-            acc_up = tl.dot(x_tile, up.T, acc_up, input_precision="ieee")
+        # x after the weights, whose addresses do not wait for `sources`
+        x_tile = tl.load(x_at + first, exists[:, None] if EVEN else exists[:, None] & inside, 0.0)
+        acc = tl.dot(x_tile, operand(gate, x_tile.dtype).T, acc, input_precision="ieee")
+        if SWIGLU:
+            acc_up = tl.dot(x_tile, operand(up, x_tile.dtype).T, acc_up, input_precision="ieee")
     if scale is not None and not BLOCKS:
         scale_at = scale + first_row + tl.minimum(column, N - 1)
         acc *= tl.load(scale_at)[None, :]
@@ -232,9 +240,12 @@ def multiply(
     columns = tl.cdiv(N, BN)
     tile = tl.program_id(0) // columns
     column = tl.program_id(0) % columns * BN + tl.arange(0, BN)
+    at = tiles + (tile + 1) * TILE
+    # in flight with the number of tiles, and unused if this is none of them
+    expert, begin, end = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     if tile < tl.load(tiles):
         _multiply_tile(
-            x, sources, tiles + (tile + 1) * TILE, weight, scale, out, column, N, K,
+            x, sources, expert, begin, end, weight, scale, out, column, N, K,
             SWIGLU, BM, BN, BK, EVEN, BLOCKS,
         )  # fmt: skip
 
@@ -286,7 +297,7 @@ class MoeTuning(NamedTuple):
 
 
 # for 16-bit weights if wider tiles would leave SMs idle
-NARROW = MoeTuning(16, GemmTile(16, 128, 2, 4), GemmTile(32, 128, 4, 4))
+NARROW = MoeTuning(16, GemmTile(16, 128, 2, 4), GemmTile(32, 128, 2, 3))
 # (maximum average pairs per expert, tile sizes)
 TUNINGS = (
     (8, MoeTuning(16, GemmTile(32, 128, 4, 3), GemmTile(32, 256, 4, 3))),
@@ -296,7 +307,7 @@ TUNINGS = (
 )
 # for 8-bit weights
 FP8_TUNINGS = (
-    (8, MoeTuning(16, GemmTile(32, 128, 4, 3), GemmTile(64, 128, 4, 3))),
+    (8, MoeTuning(16, GemmTile(32, 256, 4, 3), GemmTile(32, 128, 4, 3))),
     (24, MoeTuning(32, GemmTile(64, 128, 4, 3), GemmTile(128, 64, 4, 3))),
     (1 << 30, MoeTuning(64, GemmTile(64, 64, 4, 3), GemmTile(128, 64, 4, 3))),
 )
@@ -362,10 +373,20 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def sort_by_expert(
-    logits: Tensor, top_k: int, normalize: bool, first: int, num_here: int, bm: int
+    logits: Tensor,
+    top_k: int,
+    normalize: bool,
+    first: int,
+    num_here: int,
+    bm: int,
+    shared: bool = False,
 ) -> Routing:
-    """Route float32 logits [num_tokens, num_experts] to local experts, which start at `first`."""
-    num_tokens, num_experts = logits.shape
+    """Route float32 logits [num_tokens, num_experts] to local experts, which start at `first`.
+
+    shared: as in `penstock.kernels.moe.norm_moe`; `top_k` of the result is one more.
+    """
+    num_tokens, num_experts = logits.shape[0], logits.shape[1] - shared
+    top_k += shared
     num_pairs = num_tokens * top_k
     used = min(num_pairs, num_here)  # each expert may have one partial tile
     most_tiles = used + (num_pairs - used) // bm
@@ -386,16 +407,16 @@ def sort_by_expert(
     weights, *sorted_pairs = routing
     ids, counts = empty(num_tokens, top_k), empty(num_chunks, here)
     sizes = {"CHUNK": chunk, "K": top_k, "KB": triton.next_power_of_2(top_k), "LB": here}
-    sizes |= {"num_warps": 4} | LAUNCH
     route[(num_chunks,)](
         logits, ids, weights, counts, *sorted_pairs, num_tokens, num_experts, first, num_here, bm,
-        NORMALIZE=normalize, ALL=num_chunks == 1, EB=triton.next_power_of_2(num_experts),
-        **sizes,
+        NORMALIZE=normalize, SHARED=shared, ALL=num_chunks == 1,
+        EB=triton.next_power_of_2(num_experts), num_warps=1 if chunk == 1 else 4,
+        **sizes, **LAUNCH,
     )  # fmt: skip
     if num_chunks > 1:
         sort[(num_chunks,)](
             ids, counts, *sorted_pairs, num_tokens, first, num_here, bm,
-            COUNTS=COUNTS, **sizes,
+            COUNTS=COUNTS, num_warps=4, **sizes, **LAUNCH,
         )  # fmt: skip
     return routing
 
@@ -432,6 +453,7 @@ def experts(
     top_k: int,
     normalize: bool,
     first: int = 0,
+    shared: bool = False,
     residual: Tensor | None = None,
     out: Tensor | None = None,
     tuning: MoeTuning | None = None,
@@ -441,18 +463,19 @@ def experts(
     out = torch.empty_like(x) if out is None else out
     if not num_tokens:
         return out
+    per_token = top_k + shared
     is_custom = not isinstance(gate_up, Tensor | Quantized)
     if is_custom and not isinstance(down, Tensor | Quantized) and tuning is None:
-        bm = down.pairs_of_tile(num_tokens * top_k, logits.shape[1])
+        bm = down.pairs_of_tile(num_tokens * per_token, logits.shape[1])
         tuning = NARROW._replace(bm=bm)  # only its bm is used
     if tuning is None:
         is_fp8 = isinstance(down, Quantized)
-        tuning = choose_tuning(num_tokens * top_k, logits.shape[1], down.shape[2], is_fp8)
-    routing = sort_by_expert(logits, top_k, normalize, first, len(down), tuning.bm)
+        tuning = choose_tuning(num_tokens * per_token, logits.shape[1], down.shape[2], is_fp8)
+    routing = sort_by_expert(logits, top_k, normalize, first, len(down), tuning.bm, shared)
     activated = grouped(x, routing, gate_up, True, tuning.bm, tuning.gate_up)
     outputs = grouped(activated, routing, down, False, tuning.bm, tuning.down)
     combine[(num_tokens, triton.cdiv(hidden_size, COMBINED))](
         outputs, routing.weights, routing.places, residual, out, hidden_size,
-        ADD=residual is not None, K=top_k, BLOCK=COMBINED, **LAUNCH,
+        ADD=residual is not None, K=per_token, BLOCK=COMBINED, **LAUNCH,
     )  # fmt: skip
     return out

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.attention.backends import AttentionBackend
 from penstock.kernels.attention.rope import qk_norm_rope_store
-from penstock.kernels.elementwise import add_gated, rms_norm, sigmoid_and_mul
+from penstock.kernels.elementwise import add_gated, sigmoid_and_mul
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 from penstock.kernels.layouts.kv_cache import KVCache
 from penstock.kernels.linear.linear import linear, norm_swiglu
@@ -116,18 +116,28 @@ class MoE(nn.Module):
     def __init__(
         self, layer: architecture.Layer, setup: Setup, shared: architecture.Layer | None = None
     ) -> None:
-        """Make the layers. shared: an expert of all tokens."""
+        """Make the layers.
+
+        shared: an expert of all tokens, which is one more expert if it has the others' form.
+        """
         super().__init__()
-        self.shared = SharedExpert(shared, setup) if shared else None
         config, tp, _, expert_parallel = setup
         self.tp = tp
         self.top_k = config.num_experts_per_tok
         self.normalize = config.norm_topk_prob
         gate_up, down = layer.pick("gate_proj", "up_proj"), layer.pick("down_proj")
         weight_format = format_of(config, [*gate_up, *down])
-        self.gate = Parameter(tp, layer.pick("gate"))
-        self.gate_up_proj = Experts(tp, gate_up, weight_format, expert_parallel)
-        self.down_proj = Experts(tp, down, weight_format, expert_parallel)
+        joins = shared is not None and not expert_parallel and _is_alike(layer, shared, config)
+        self.shared = SharedExpert(shared, setup) if shared and not joins else None
+        self.has_shared = joins  # as the last expert
+
+        def pick(*modules: str) -> list[Weight]:
+            return shared.pick(*modules) if shared and joins else []
+
+        self.gate = Parameter(tp, [*layer.pick("gate"), *pick("shared_expert_gate")])
+        experts = weight_format, expert_parallel
+        self.gate_up_proj = Experts(tp, gate_up, *experts, pick("gate_proj", "up_proj"))
+        self.down_proj = Experts(tp, down, *experts, pick("down_proj"))
         self.first = down[0].experts_of_rank(self.down_proj.ranks).start
 
     def forward(self, residual: Tensor, norm: RMSNorm) -> Tensor:
@@ -143,6 +153,7 @@ class MoE(nn.Module):
             top_k=self.top_k,
             normalize=self.normalize,
             first_expert=self.first,
+            shared=self.has_shared,
             add=self.tp.size == 1,
             out=self.tp.empty(num_tokens, hidden_size, residual.dtype),
         )
@@ -155,7 +166,7 @@ class MoE(nn.Module):
         """Average number of this rank's weights that are not used for a token."""
         weights = self.gate_up_proj.weight, self.down_proj.weight
         num_weights = sum(weight.shape.numel() for weight in weights)
-        return num_weights - num_weights * self.top_k // len(self.gate.weight)
+        return num_weights - num_weights * (self.top_k + self.has_shared) // len(self.gate.weight)
 
 
 class SharedExpert(nn.Module):
@@ -170,8 +181,15 @@ class SharedExpert(nn.Module):
         """Add this rank's part of the output for the norm of residual to `part`."""
         gate_up, down = self.mlp.gate_up_proj.weight, self.mlp.down_proj.weight
         out = linear(norm_swiglu(residual, norm.weight, norm.eps, gate_up), down)
-        normed = rms_norm(residual, norm.weight, norm.eps)
-        add_gated(part, out, normed, self.gate.weight)
+        add_gated(part, out, residual, norm.weight, norm.eps, self.gate.weight)
+
+
+def _is_alike(layer: architecture.Layer, shared: architecture.Layer, config: ModelConfig) -> bool:
+    """Return True if the shared expert has the shapes and the format of the layer's experts."""
+    modules = "gate_proj", "up_proj", "down_proj"
+    one, other = (some.pick(*modules) for some in (layer, shared))
+    shapes = [[weight.shape for weight in some] for some in (one, other)]
+    return shapes[0] == shapes[1] and format_of(config, one) == format_of(config, other)
 
 
 def format_of(config: ModelConfig, weights: list[Weight]) -> WeightFormat | None:

@@ -49,10 +49,14 @@ class Layer(nn.Module):
         weights: Sequence[Weight],
         weight_format: WeightFormat | None = None,
         expert_parallel: bool = False,
+        shared: Sequence[Weight] = (),
     ) -> None:
-        """Allocate the weight; weight_format: format of the whole weights."""
+        """Allocate the weight.
+
+        weight_format: format of the whole weights. shared: weights of one more expert.
+        """
         super().__init__()
-        self.tp, self.weights = tp, tuple(weights)
+        self.tp, self.weights, self.shared = tp, tuple(weights), tuple(shared)
         self.ranks = Ranks(tp.size, tp.rank, tp.on_gpus, expert_parallel)
         first, *_ = shapes = [weight.shape_of_rank(self.ranks) for weight in weights]
         row_dim = 1 if self.weights[0].experts else 0
@@ -61,7 +65,8 @@ class Layer(nn.Module):
         if weight_format and (is_cut or len(self.weights) > 1):
             rows, columns = ((), first[-1]) if self.weights[0].dim else (self.sizes, 0)
             weight_format = weight_format.after_cut(rows, columns)
-        shape = (*first[:row_dim], sum(self.sizes), *first[row_dim + 1 :])
+        experts = (number + bool(shared) for number in first[:row_dim])
+        shape = (*experts, sum(self.sizes), *first[row_dim + 1 :])
         if self.weights[0].is_float32:
             self.weight = parameter(*shape, dtype=torch.float32)
         else:
@@ -126,7 +131,10 @@ class Experts(Layer):
     """Adjacent linear layers of each expert: [local experts, out_features, in_features]."""
 
     def slices(self) -> Iterator[Slice]:
-        """Yield the slices of every expert; slices are empty for experts of other ranks."""
+        """Yield the slices of every expert; slices are empty for experts of other ranks.
+
+        The shared expert is the last one.
+        """
         here = self.weights[0].experts_of_rank(self.ranks)
         for expert in range(self.weights[0].num_tensors):
             is_here = expert in here
@@ -137,6 +145,10 @@ class Experts(Layer):
                     yield from self._slices(weight, name, target)
                 else:
                     yield Slice(name, weight.shape, 0, 0, 0, target[:0])
+        if self.shared:
+            targets = self._split(self.weight[len(here)])
+            for weight, target in zip(self.shared, targets, strict=True):
+                yield from self._slices(weight, weight.name, target)
 
 
 class VocabParallelEmbedding(Layer):

@@ -207,6 +207,7 @@ def _product(module: Product, x: Tensor) -> Rows:
         return norm_moe(
             x, norm, EPS, module.gate.weight, *experts,
             top_k=module.top_k, normalize=module.normalize, first_expert=module.first,
+            shared=module.has_shared,
         )  # fmt: skip
     if isinstance(module, VocabParallelEmbedding):
         return norm_linear(x, norm, EPS, module.weight, torch.float32)

@@ -56,7 +56,7 @@ EXPERTS = {
     "num_experts": 12,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 40,
-    "shared_expert_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
 }
 # (experts, multimodal) → configuration and model
 KINDS = {
@@ -83,7 +83,13 @@ SIZES = {
         "num_hidden_layers": 8,
     },
     "35B-A3B": {"num_key_value_heads": 1, **EXPERTS},
-    "Next-80B-A3B": {"num_key_value_heads": 1, "family": "Next", **EXPERTS, "num_experts": 10},
+    "Next-80B-A3B": {
+        "num_key_value_heads": 1,
+        "family": "Next",
+        **EXPERTS,
+        "num_experts": 10,
+        "shared_expert_intermediate_size": 48,
+    },
 }
 VISION = {
     "depth": 1,

@@ -59,7 +59,7 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
         sizes["linear_num_value_heads"] = 2 * per_key
         sizes |= {"layer_types": config["layer_types"][:4]} if "layer_types" in config else {}
         if "num_experts" in config:
-            sizes["shared_expert_intermediate_size"] = 48
+            sizes["shared_expert_intermediate_size"] = 40
     if is_quantized:  # whole blocks, as the published ones have
         inner = "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"
         blocks = {"hidden_size": 128, **dict.fromkeys(inner, 128), "intermediate_size": 256}

@@ -83,12 +83,13 @@ def test_sigmoid_and_mul(
 
 @pytest.mark.parametrize(("num_tokens", "size"), [(0, 64), (1, 2048), (5, 33), (9, 1024)])
 def test_add_gated(num_tokens: int, size: int, device: str, dtype: torch.dtype) -> None:
-    residual, x, gate_input = torch.randn(3, num_tokens, size).to(dtype)
-    weight = (torch.randn(1, size) * size**-0.5).to(dtype)
-    operands = residual, x, gate_input, weight
-    actual, *others = (tensor.to(device, copy=True) for tensor in operands)
-    kernels.add_gated(actual, *others)
-    expected = add_gated(*(tensor.float() for tensor in operands)).to(dtype)
+    out, x, gate_input = torch.randn(3, num_tokens, size).to(dtype)
+    norm_weight, weight = torch.rand(size) + 0.5, (torch.randn(1, size) * size**-0.5).to(dtype)
+    tensors = out, x, 20 * gate_input, norm_weight, weight
+    actual, *others, norm, gate = (tensor.to(device, copy=True) for tensor in tensors)
+    kernels.add_gated(actual, *others, norm, EPS, gate)
+    *wide, norm, gate = (tensor.float() for tensor in tensors)
+    expected = add_gated(*wide, norm, EPS, gate).to(dtype)
     assert_near(actual, expected)
 
 

@@ -46,16 +46,19 @@ def expected(
     top_k: int,
     normalize: bool,
     first: int,
+    shared: bool = False,
 ) -> Tensor:
-    ids, weights = reference.route(logits, top_k, normalize)
+    ids, weights = reference.route(logits, top_k, normalize, shared)
     return reference.experts_outputs(x, ids - first, weights, gate_up, down)
 
 
-def assert_sorted(logits: Tensor, top_k: int, first: int, num_here: int, bm: int) -> None:
+def assert_sorted(
+    logits: Tensor, top_k: int, first: int, num_here: int, bm: int, shared: bool = False
+) -> None:
     """Every pair here is in one tile, of its own expert, where its token looks for it."""
-    routing = sort_by_expert(logits, top_k, False, first, num_here, bm)
+    routing = sort_by_expert(logits, top_k, shared, first, num_here, bm, shared)
     weights, sources, places, tiles = (tensor.cpu() for tensor in routing)
-    ids, wanted = reference.route(logits.cpu(), top_k, False)
+    ids, wanted = reference.route(logits.cpu(), top_k, shared, shared)
     torch.testing.assert_close(weights, wanted, atol=1e-6, rtol=1e-5)
     pairs = Counter()  # type: ignore[var-annotated]
     owners = {}
@@ -94,6 +97,14 @@ def test_pairs_are_sorted_by_expert(
     logits = torch.randn(tokens, num_experts, device=device)
     for bm in (16, 64)[: 1 + (device == "cuda")]:
         assert_sorted(logits, top_k, first, num_here, bm)
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 8), (20, 3), (130, 7), on_gpu(5000, 8)])
+def test_the_shared_expert_follows(tokens: int, top_k: int, device: str) -> None:
+    """256 experts and one more on a GPU, as in Qwen3.5-35B-A3B."""
+    num_experts = 257 if device == "cuda" else 17
+    logits = torch.randn(tokens, num_experts, device=device)
+    assert_sorted(logits, top_k, 0, num_experts, 16, shared=True)
 
 
 def test_all_tokens_choose_the_same_experts(device: str) -> None:
@@ -162,13 +173,16 @@ def test_small_experts_in_8_bits(
 )
 def test_small_experts(tokens: int, tuning: MoeTuning, device: str, dtype: torch.dtype) -> None:
     x, logits, gate_up, down = operands(tokens, 6, 40, 24)
-    for first, normalize, add in ((0, True, True), (2, False, False)):
+    for first, normalize, add, shared in (
+        *((0, True, True, False), (2, False, False, False)),
+        *((2, True, True, True), (2, False, False, True)),
+    ):
         here = gate_up[first : first + 4], down[first : first + 4]
-        wanted = expected(x, logits, *here, 3, normalize, first) + (x if add else 0)
+        wanted = expected(x, logits, *here, 3, normalize, first, shared) + (x if add else 0)
         rows, router, *weights = (one.to(device) for one in (x, logits, *here))
         rows, *weights = (one.to(dtype).contiguous() for one in (rows, *weights))
         residual = rows if add else None
-        options = (router, *weights, 3, normalize, first, residual, None, tuning)
+        options = (router, *weights, 3, normalize, first, shared, residual, None, tuning)
         out = experts(rows, *options)
         error = (out.cpu().double() - wanted.double()).norm() / wanted.double().norm()
         assert error < (1e-5 if dtype == torch.float32 else 1e-2)
