@@ -59,13 +59,13 @@ class Recorder:
         self._steps: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         complete = engine.runner._complete
 
-        def record(rows: Any, computed: Any, is_processed: bool) -> Any:
+        def record(rows: Any, computed: Any, *others: Any) -> Any:
             slots, positions, _ = computed.rows
             bits = computed.logits[:, : self._vocab_size].contiguous().view(torch.int32)
             parts = [(one.long() * self._factors).sum(1) for one in bits.split(32)]
             seeds = self._seeds[slots.clamp(min=0)]
             self._steps.append((slots.clone(), seeds, positions.clone(), torch.cat(parts)))
-            return complete(rows, computed, is_processed)
+            return complete(rows, computed, *others)
 
         engine.runner._complete = record  # type: ignore[method-assign]
 

@@ -128,8 +128,8 @@ async def measure(arguments: argparse.Namespace, flags: list[str]) -> list[Gap]:
 
 def make_streams(arguments: argparse.Namespace, changes: Changes) -> list[Stream]:
     """Return streams whose prompts share all but their last tokens."""
-    shared = [random.randint(0, 255) for _ in range(max(0, arguments.context - 100))]
-    own = min(arguments.context, 100)
+    own = min(arguments.context, arguments.own_tokens)
+    shared = [random.randint(0, 255) for _ in range(arguments.context - own)]
     return [
         Stream(
             shared + [random.randint(0, 255) for _ in range(own)], arguments.output_tokens, changes
@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--signals", nargs="+", default=["SIGKILL"])
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--context", type=int, default=500, help="tokens of a prompt")
+    parser.add_argument("--own-tokens", type=int, default=100, help="of a prompt, not shared")
     parser.add_argument("--output-tokens", type=int, default=2000)
     parser.add_argument("--log", action="store_true", help="print the pipeline's log at the end")
     arguments, flags = parser.parse_known_args()
