@@ -74,23 +74,34 @@ def _hits(ids, k, exists, first, L, KB: tl.constexpr, LB: tl.constexpr):
 
 @triton.jit
 def _chosen(
-    ids, exists, first, L, K: tl.constexpr, KB: tl.constexpr, LB: tl.constexpr
+    ids, exists, first, L, SHARED: tl.constexpr,
+    K: tl.constexpr, KB: tl.constexpr, LB: tl.constexpr,
 ):  # fmt: skip
-    """Return the 0/1 matrix of chosen local experts, [tokens, LB]."""
+    """Return the 0/1 matrix of chosen local experts but the shared one, [tokens, LB]."""
     chosen = tl.zeros((exists.shape[0], LB), tl.int32)
-    for k in tl.static_range(K):
+    for k in tl.static_range(K - SHARED):
         chosen |= _hits(ids, k, exists, first, L, KB, LB).to(tl.int32)
     return chosen
 
 
 @triton.jit
-def _list_tiles(tiles, totals, BM):
-    """Store the number of tiles, then each expert's tiles of BM pairs."""
+def _list_tiles(tiles, totals, num_tokens, L, BM, SHARED: tl.constexpr):
+    """Store the number of tiles, then each expert's tiles of BM pairs, the shared one's last."""
     here = tl.arange(0, totals.shape[0])
     counts = (totals + BM - 1) // BM
     begin = tl.cumsum(totals, 0) - totals
     place = tl.cumsum(counts, 0) - counts + 1
-    tl.store(tiles, tl.sum(counts, 0))
+    number = tl.sum(counts, 0)
+    if SHARED:
+        pairs, more = tl.sum(totals, 0), tl.cdiv(num_tokens, BM)
+        for some in tl.range(0, more, totals.shape[0]):
+            index = some + here
+            at, exists = tiles + (1 + number + index) * TILE, index < more
+            tl.store(at, L, exists)
+            tl.store(at + 1, pairs + index * BM, exists)
+            tl.store(at + 2, pairs + num_tokens, exists)
+        number += more
+    tl.store(tiles, number)
     for index in tl.range(0, tl.max(counts, 0)):
         at = tiles + (place + index) * TILE
         exists = index < counts
@@ -101,31 +112,36 @@ def _list_tiles(tiles, totals, BM):
 
 @triton.jit
 def _place(
-    ids, chosen, begin, token, exists, first, L, sources, places,
-    K: tl.constexpr, KB: tl.constexpr, LB: tl.constexpr,
+    ids, chosen, begin, pairs, token, exists, first, L, sources, places,
+    SHARED: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, LB: tl.constexpr,
 ):  # fmt: skip
     """Store each pair's token, and each token's pairs, with -1 if the expert is not local.
 
-    begin: [LB], index of each expert's first pair among these tokens.
+    begin: [LB], index of each expert's first pair among these tokens. pairs: number of pairs
+    before those of the shared expert.
     """
     at = begin[None, :] + tl.cumsum(chosen, 0) - chosen
     tl.store(sources + at, tl.zeros_like(at) + token[:, None], chosen > 0)
-    for k in tl.static_range(K):
+    for k in tl.static_range(K - SHARED):
         hits = _hits(ids, k, exists, first, L, KB, LB)
         tl.store(places + token * K + k, tl.sum(tl.where(hits, at + 1, 0), 1) - 1, exists)
+    if SHARED:
+        tl.store(sources + pairs + token, token, exists)
+        tl.store(places + token * K + K - 1, pairs + token, exists)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first"])
 def route(
     logits, ids, weights, counts, sources, places, tiles, num_tokens, E, first, L, BM,
-    NORMALIZE: tl.constexpr, SHARED: tl.constexpr, ALL: tl.constexpr, CHUNK: tl.constexpr,
-    K: tl.constexpr, KB: tl.constexpr, EB: tl.constexpr, LB: tl.constexpr,
+    NORMALIZE: tl.constexpr, SHARED: tl.constexpr, ONE: tl.constexpr, ALL: tl.constexpr,
+    CHUNK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, EB: tl.constexpr, LB: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of CHUNK tokens in each program.
 
-    SHARED: expert E follows the K - 1 experts of each token. ALL: one program processes all tokens
-    and sorts their pairs. Otherwise the program stores experts and the number of pairs of each
-    expert for `sort`.
+    L: number of local experts but the shared one. SHARED: expert E follows the K - 1 experts of
+    each token. ONE: there is one token, and all experts are local. ALL: one program processes all
+    tokens and sorts their pairs. Otherwise the program stores experts and the number of pairs of
+    each expert for `sort`.
     """
     launch_dependents()
     wait()
@@ -136,22 +152,34 @@ def route(
     place = tl.arange(0, KB)[None, :]
     at, inside = token[:, None] * K + place, exists[:, None] & (place < K)
     tl.store(weights + at, probabilities, inside)
-    chosen = _chosen(best, exists, first, L, K, KB, LB)
-    totals = tl.sum(chosen, 0)
-    if ALL:
-        _list_tiles(tiles, totals, BM)
-        begin = tl.cumsum(totals, 0) - totals
-        _place(best, chosen, begin, token, exists, first, L, sources, places, K, KB, LB)
+    if ONE:  # each expert has a tile of one pair
+        tile = tiles + (1 + at) * TILE
+        tl.store(tiles, K)
+        tl.store(tile, best, inside)
+        tl.store(tile + 1, at, inside)
+        tl.store(tile + 2, at + 1, inside)
+        tl.store(sources + at, 0, inside)
+        tl.store(places + at, at, inside)
     else:
-        tl.store(ids + at, best, inside)
-        tl.store(counts + chunk * LB + tl.arange(0, LB), totals)
+        chosen = _chosen(best, exists, first, L, SHARED, K, KB, LB)
+        totals = tl.sum(chosen, 0)
+        if ALL:
+            _list_tiles(tiles, totals, num_tokens, L, BM, SHARED)
+            begin, pairs = tl.cumsum(totals, 0) - totals, tl.sum(totals, 0)
+            _place(
+                best, chosen, begin, pairs, token, exists, first, L, sources, places,
+                SHARED, K, KB, LB,
+            )  # fmt: skip
+        else:
+            tl.store(ids + at, best, inside)
+            tl.store(counts + chunk * LB + tl.arange(0, LB), totals)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first"])
 def sort(
     ids, counts, sources, places, tiles, num_tokens, first, L, BM,
-    CHUNK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, LB: tl.constexpr,
-    COUNTS: tl.constexpr,
+    SHARED: tl.constexpr, CHUNK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr,
+    LB: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """Sort the pairs of CHUNK tokens in each program; COUNTS: chunks counted at a time."""
     launch_dependents()
@@ -166,14 +194,14 @@ def sort(
         totals += tl.sum(tile, 0)
         before += tl.sum(tl.where(other < chunk, tile, 0), 0)
     if chunk == 0:
-        _list_tiles(tiles, totals, BM)
+        _list_tiles(tiles, totals, num_tokens, L, BM, SHARED)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     exists = token < num_tokens
     place = tl.arange(0, KB)[None, :]
     best = tl.load(ids + token[:, None] * K + place, exists[:, None] & (place < K), -1)
-    chosen = _chosen(best, exists, first, L, K, KB, LB)
-    begin = tl.cumsum(totals, 0) - totals + before
-    _place(best, chosen, begin, token, exists, first, L, sources, places, K, KB, LB)
+    chosen = _chosen(best, exists, first, L, SHARED, K, KB, LB)
+    begin, pairs = tl.cumsum(totals, 0) - totals + before, tl.sum(totals, 0)
+    _place(best, chosen, begin, pairs, token, exists, first, L, sources, places, SHARED, K, KB, LB)
 
 
 @triton.jit
@@ -396,7 +424,9 @@ def sort_by_expert(
     if not is_deterministic():
         chunk = min(chunk, triton.next_power_of_2(triton.cdiv(num_tokens, PROGRAMS)))
     num_chunks = triton.cdiv(num_tokens, chunk)
+    num_here -= shared
     here = triton.next_power_of_2(num_here)
+    is_one = num_tokens == chunk == 1 and num_here == num_experts
     empty = partial(logits.new_empty, dtype=torch.int32)
     routing = Routing(
         logits.new_empty(num_tokens, top_k),
@@ -406,12 +436,12 @@ def sort_by_expert(
     )
     weights, *sorted_pairs = routing
     ids, counts = empty(num_tokens, top_k), empty(num_chunks, here)
-    sizes = {"CHUNK": chunk, "K": top_k, "KB": triton.next_power_of_2(top_k), "LB": here}
+    sizes = {"SHARED": shared, "CHUNK": chunk, "LB": here}
+    sizes |= {"K": top_k, "KB": triton.next_power_of_2(top_k)}
     route[(num_chunks,)](
         logits, ids, weights, counts, *sorted_pairs, num_tokens, num_experts, first, num_here, bm,
-        NORMALIZE=normalize, SHARED=shared, ALL=num_chunks == 1,
-        EB=triton.next_power_of_2(num_experts), num_warps=1 if chunk == 1 else 4,
-        **sizes, **LAUNCH,
+        NORMALIZE=normalize, ONE=is_one, ALL=num_chunks == 1,
+        EB=triton.next_power_of_2(num_experts), num_warps=1 if is_one else 4, **sizes, **LAUNCH,
     )  # fmt: skip
     if num_chunks > 1:
         sort[(num_chunks,)](
