@@ -73,12 +73,7 @@ def sigmoid_and_mul(gate: Tensor, x: Tensor) -> Tensor:
 
 
 def add_gated(
-    out: Tensor,
-    x: Tensor,
-    gate_input: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    gate_weight: Tensor,
+    out: Tensor, x: Tensor, gate_input: Tensor, norm_weight: Tensor, eps: float, gate_weight: Tensor
 ) -> Tensor:
     """Add `sigmoid(rms_norm(gate_input) @ gate_weight.T) * x` to `out`, in place.
 

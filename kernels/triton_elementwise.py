@@ -159,12 +159,7 @@ def _sigmoid_and_mul_kernel(
 
 
 def add_gated(
-    out: Tensor,
-    x: Tensor,
-    gate_input: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    gate_weight: Tensor,
+    out: Tensor, x: Tensor, gate_input: Tensor, norm_weight: Tensor, eps: float, gate_weight: Tensor
 ) -> None:
     """Compute `penstock.kernels.elementwise.add_gated`, a token in each program."""
     num_tokens, size = out.shape

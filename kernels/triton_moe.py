@@ -132,16 +132,14 @@ def _place(
 
 @triton.jit(do_not_specialize=["num_tokens", "first"])
 def route(
-    logits, ids, weights, counts, sources, places, tiles, num_tokens, E, first, L, BM,
-    NORMALIZE: tl.constexpr, SHARED: tl.constexpr, ONE: tl.constexpr, ALL: tl.constexpr,
-    CHUNK: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, EB: tl.constexpr, LB: tl.constexpr,
+    logits, ids, weights, counts, sources, places, tiles, num_tokens, E, first, L,
+    NORMALIZE: tl.constexpr, SHARED: tl.constexpr, ONE: tl.constexpr, CHUNK: tl.constexpr,
+    K: tl.constexpr, KB: tl.constexpr, EB: tl.constexpr, LB: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of CHUNK tokens in each program.
+    """Choose the experts of CHUNK tokens in each program, and count each expert's pairs for `sort`.
 
     L: number of local experts but the shared one. SHARED: expert E follows the K - 1 experts of
-    each token. ONE: there is one token, and all experts are local. ALL: one program processes all
-    tokens and sorts their pairs. Otherwise the program stores experts and the number of pairs of
-    each expert for `sort`.
+    each token. ONE: there is one token, and all experts are local, so nothing is left to `sort`.
     """
     launch_dependents()
     wait()
@@ -161,18 +159,9 @@ def route(
         tl.store(sources + at, 0, inside)
         tl.store(places + at, at, inside)
     else:
-        chosen = _chosen(best, exists, first, L, SHARED, K, KB, LB)
-        totals = tl.sum(chosen, 0)
-        if ALL:
-            _list_tiles(tiles, totals, num_tokens, L, BM, SHARED)
-            begin, pairs = tl.cumsum(totals, 0) - totals, tl.sum(totals, 0)
-            _place(
-                best, chosen, begin, pairs, token, exists, first, L, sources, places,
-                SHARED, K, KB, LB,
-            )  # fmt: skip
-        else:
-            tl.store(ids + at, best, inside)
-            tl.store(counts + chunk * LB + tl.arange(0, LB), totals)
+        tl.store(ids + at, best, inside)
+        totals = tl.sum(_chosen(best, exists, first, L, SHARED, K, KB, LB), 0)
+        tl.store(counts + chunk * LB + tl.arange(0, LB), totals)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first"])
@@ -426,7 +415,7 @@ def sort_by_expert(
     num_chunks = triton.cdiv(num_tokens, chunk)
     num_here -= shared
     here = triton.next_power_of_2(num_here)
-    is_one = num_tokens == chunk == 1 and num_here == num_experts
+    is_one = num_tokens == 1 and num_here == num_experts
     empty = partial(logits.new_empty, dtype=torch.int32)
     routing = Routing(
         logits.new_empty(num_tokens, top_k),
@@ -439,11 +428,11 @@ def sort_by_expert(
     sizes = {"SHARED": shared, "CHUNK": chunk, "LB": here}
     sizes |= {"K": top_k, "KB": triton.next_power_of_2(top_k)}
     route[(num_chunks,)](
-        logits, ids, weights, counts, *sorted_pairs, num_tokens, num_experts, first, num_here, bm,
-        NORMALIZE=normalize, ONE=is_one, ALL=num_chunks == 1,
-        EB=triton.next_power_of_2(num_experts), num_warps=1 if is_one else 4, **sizes, **LAUNCH,
+        logits, ids, weights, counts, *sorted_pairs, num_tokens, num_experts, first, num_here,
+        NORMALIZE=normalize, ONE=is_one, EB=triton.next_power_of_2(num_experts),
+        num_warps=1 if is_one and chunk == 1 else 4, **sizes, **LAUNCH,
     )  # fmt: skip
-    if num_chunks > 1:
+    if not is_one:
         sort[(num_chunks,)](
             ids, counts, *sorted_pairs, num_tokens, first, num_here, bm,
             COUNTS=COUNTS, num_warps=4, **sizes, **LAUNCH,

@@ -194,7 +194,8 @@ def _experts(tokens: int, is_fp8: bool) -> None:
     down = weight_of(is_fp8, EXPERTS, 2048, size)
     if tokens <= 64:
         router_logits(x, numbers(EXPERTS, 2048))
-    experts(x, torch.empty(tokens, EXPERTS), gate_up, down, TOP_K, True, residual=x)
+    for shared in (False, True):
+        experts(x, torch.empty(tokens, EXPERTS), gate_up, down, TOP_K, True, 0, shared, x)
 
 
 def _many_rows(rows: int) -> None:
