@@ -126,8 +126,8 @@ class MoE(nn.Module):
         self.top_k = config.num_experts_per_tok
         self.normalize = config.norm_topk_prob
         gate_up, down = layer.pick("gate_proj", "up_proj"), layer.pick("down_proj")
-        weight_format = format_of(config, [*gate_up, *down])
-        joins = shared is not None and not expert_parallel and _is_alike(layer, shared, config)
+        _, weight_format = form = _form_of(config, layer)
+        joins = shared is not None and not expert_parallel and _form_of(config, shared) == form
         self.shared = SharedExpert(shared, setup) if shared and not joins else None
         self.has_shared = joins  # as the last expert
 
@@ -184,12 +184,10 @@ class SharedExpert(nn.Module):
         add_gated(part, out, residual, norm.weight, norm.eps, self.gate.weight)
 
 
-def _is_alike(layer: architecture.Layer, shared: architecture.Layer, config: ModelConfig) -> bool:
-    """Return True if the shared expert has the shapes and the format of the layer's experts."""
-    modules = "gate_proj", "up_proj", "down_proj"
-    one, other = (some.pick(*modules) for some in (layer, shared))
-    shapes = [[weight.shape for weight in some] for some in (one, other)]
-    return shapes[0] == shapes[1] and format_of(config, one) == format_of(config, other)
+def _form_of(config: ModelConfig, layer: architecture.Layer) -> tuple[object, WeightFormat | None]:
+    """Return the shapes and the common format of an expert's matrices."""
+    weights = layer.pick("gate_proj", "up_proj", "down_proj")
+    return [weight.shape for weight in weights], format_of(config, weights)
 
 
 def format_of(config: ModelConfig, weights: list[Weight]) -> WeightFormat | None:

@@ -137,6 +137,25 @@ def test_experts_in_one_tensor_and_in_many(tmp_path: Path) -> None:
     assert torch.equal(*logits)
 
 
+@pytest.mark.parametrize(
+    ("size", "kept", "expert_parallel"),
+    [(40, "", False), (48, "", False), (40, "down_proj", False), (40, "", True)],
+)
+def test_the_shared_expert_joins_experts_of_its_form(
+    tmp_path: Path, size: int, kept: str, expert_parallel: bool
+) -> None:
+    """kept: its part that is in 16 bits, while the experts are in 8 bits."""
+    save_hybrid(tmp_path, **EXPERTS | {"shared_expert_intermediate_size": size})
+    excluded = [f"mlp.shared_expert.{kept}"] if kept else []
+    quantization = {"quant_method": "fp8", "modules_to_not_convert": excluded}
+    change_config(tmp_path, quantization_config=quantization)
+    model = load_model(tmp_path, expert_parallel=expert_parallel)
+    for mlp in (layer.mlp for layer in model.model.layers):
+        assert mlp.has_shared == (mlp.shared is None)
+        assert mlp.has_shared == ((size, kept, expert_parallel) == (40, "", False))
+        assert mlp.num_idle_weights == 9 * 3 * 40 * 64
+
+
 def test_norms_keep_their_precision_in_16_bits(tmp_path: Path) -> None:
     reference = save_hybrid(tmp_path)
     torch.set_default_dtype(torch.bfloat16)

@@ -99,12 +99,13 @@ def test_pairs_are_sorted_by_expert(
         assert_sorted(logits, top_k, first, num_here, bm)
 
 
-@pytest.mark.parametrize(("tokens", "top_k"), [(1, 8), (20, 3), (130, 7), on_gpu(5000, 8)])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 8), (2, 8), (20, 3), (130, 7), on_gpu(5000, 8)])
 def test_the_shared_expert_follows(tokens: int, top_k: int, device: str) -> None:
-    """256 experts and one more on a GPU, as in Qwen3.5-35B-A3B."""
-    num_experts = 257 if device == "cuda" else 17
-    logits = torch.randn(tokens, num_experts, device=device)
-    assert_sorted(logits, top_k, 0, num_experts, 16, shared=True)
+    """256 experts and one more on a GPU, as in Qwen3.5-35B-A3B, then fewer experts than tiles."""
+    most = 257 if device == "cuda" else 17
+    logits = torch.randn(tokens, most, device=device)
+    assert_sorted(logits, top_k, 0, most, 16, shared=True)
+    assert_sorted(logits[:, :3].contiguous(), 2, 0, 3, 16, shared=True)
 
 
 def test_all_tokens_choose_the_same_experts(device: str) -> None:

@@ -32,6 +32,7 @@ from penstock.services.worker.model_runner import ModelRunner
 from penstock.services.worker.persistent_batch import PersistentBatch, shape_of
 from tests.models.checkpoints import save_checkpoint
 from tests.models.forward import load_model
+from tests.models.hybrid import EXPERTS, SMALL, save_hybrid
 
 ASSIGNMENT = WorkerAssignment(1, "g", 0, 1, "")
 
@@ -73,6 +74,16 @@ def test_the_output_layer_in_8_bits_is_checked_as_well_as_the_embedding(
     monkeypatch.setattr(hardware, "_product", product)
     assert hardware.checked(model) is model
     assert {model.head, model.model.embed_tokens} <= set(multiplied)
+
+
+@torch.inference_mode()
+def test_the_check_computes_experts_as_the_model_does(tmp_path: Path) -> None:
+    save_hybrid(tmp_path, **EXPERTS)
+    layer = load_model(tmp_path, is_compiled=False).model.layers[0]
+    layer.post_attention_layernorm.weight.fill_(1.0)
+    x = torch.randn(5, SMALL["hidden_size"])
+    expected = layer.mlp(x, layer.post_attention_layernorm)
+    assert torch.equal(hardware._product(layer.mlp, x), expected)
 
 
 def test_without_a_compiled_step_layers_are_compiled_all_the_same(
