@@ -71,8 +71,8 @@ def norm_moe(
     gate_up: [local experts, 2 * size, hidden_size], the rows of gate, then of up. down: [local
     experts, hidden_size, size]. The local experts start at `first_expert`; other experts count as
     zero. normalize: scales a token's weights to sum 1. shared: all tokens have the last expert as
-    well, with the sigmoid of its product as weight. add: adds x. out: contiguous memory of the
-    result.
+    well, with the sigmoid of its product as weight; all experts are local then. add: adds x. out:
+    contiguous memory of the result.
     """
     _check(x, norm_weight, router, gate_up, down, out)
     last_expert, most = first_expert + len(down) - 1, len(router) - shared
