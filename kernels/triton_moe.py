@@ -324,7 +324,7 @@ TUNINGS = (
 )
 # for 8-bit weights
 FP8_TUNINGS = (
-    (8, MoeTuning(16, GemmTile(32, 256, 4, 3), GemmTile(32, 128, 4, 3))),
+    (8, MoeTuning(16, GemmTile(32, 128, 4, 3), GemmTile(64, 128, 4, 3))),
     (24, MoeTuning(32, GemmTile(64, 128, 4, 3), GemmTile(128, 64, 4, 3))),
     (1 << 30, MoeTuning(64, GemmTile(64, 64, 4, 3), GemmTile(128, 64, 4, 3))),
 )
