@@ -1,9 +1,11 @@
 """The worker driven directly, scheduler and model in one process: what the pipeline adds to it.
 
 `python -m tests.gpu.direct --model FOLDER offline`, or `latency --batches 1 16 64`, or `json`: rows
-with a JSON grammar decode in turns with plain rows. Other options are those of `launch all`. The
-workloads are those of `launch bench`; the prefix cache is off, or a second run would find the first
-one's prompts. `--speculative-method mtp --forced 2`: two drafts of each step count as right.
+with a JSON grammar decode in turns with plain rows. `decode`: 128 tokens after 256, without the
+steps before all rows decode. `prefill`: milliseconds of 8,192 tokens. Other options are those of
+`launch all`. The workloads are those of `launch bench`; the prefix cache is off, or a second run
+would find the first one's prompts. `--speculative-method mtp --forced 2`: two drafts of each step
+count as right.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from tests.engine import Engine
 from tests.gpu.forced_drafts import force
 
 PLANS = msgspec.msgpack.Decoder(BatchPlan)
+WORKLOADS = "offline", "latency", "decode", "prefill", "json"
 Request = tuple[list[int], int]
 """prompt, number of output tokens"""
 SCHEMA = {"type": "array", "minItems": 1000, "items": {"type": "object"}}
@@ -100,7 +103,7 @@ def compare_json(engine: Engine, batch: int, num_runs: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("workload", choices=["offline", "latency", "json"], nargs="+")
+    parser.add_argument("workload", choices=list(WORKLOADS), nargs="+")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--forced", type=int, help="drafts of each step that count as right")
@@ -126,6 +129,20 @@ def main() -> None:
         row |= {"runs": [round(speed) for speed in speeds], "idle_us": idle}
         row["preemptions"] = engine.scheduler.num_preemptions
         print(json.dumps(row), flush=True)
+    for batch in arguments.batches if "decode" in arguments.workload else ():
+        name, sizes = f"decode {batch}", (batch, 256, 128)
+        speeds = [
+            run(engine, f"{name} {n}", fixed_requests(*sizes), decodes=True)
+            for n in range(arguments.runs)
+        ]
+        row = {"workload": name, "tokens/s": round(statistics.median(speeds), 1)}
+        print(json.dumps(row | {"runs": [round(speed, 1) for speed in speeds]}), flush=True)
+    if "prefill" in arguments.workload:
+        requests = fixed_requests(1, 8192, 1)
+        times = [1e3 / run(engine, f"prefill {n}", requests) for n in range(arguments.runs)]
+        print(
+            json.dumps({"workload": "prefill", "ms": [round(one, 1) for one in times]}), flush=True
+        )
     for batch in arguments.batches if "json" in arguments.workload else ():
         print(json.dumps(compare_json(engine, batch, arguments.runs)), flush=True)
 
