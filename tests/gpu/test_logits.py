@@ -1,14 +1,16 @@
 """Logits on a GPU against transformers in float32 on the same weights, upcast."""
 
+from collections import defaultdict
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.models.model import Model
+from penstock.kernels.layouts.sampling import column
 from penstock.models.random_checkpoint import make_checkpoint, shape_of
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
@@ -32,18 +34,26 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 class Logits:
-    """Logits of each row that samples, kept on the host."""
+    """Logits of each row that samples, kept on the host, by the seed of its request."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.steps: list[Tensor] = []
-        compute_logits = Model.compute_logits
+    def __init__(self, engine: Engine) -> None:
+        self._rows: defaultdict[int, dict[int, Tensor]] = defaultdict(dict)
+        seeds = column(engine.runner._slots.parameters, "seed")
+        complete = engine.runner._complete
 
-        def record(model: Model, hidden_states: Tensor, out: Tensor | None = None) -> Tensor:
-            logits = compute_logits(model, hidden_states, out)
-            self.steps.append(logits.cpu())
-            return logits
+        def record(rows: Any, computed: Any, *others: Any) -> Any:
+            slots, positions, _ = computed.rows
+            given = slots.tolist(), seeds[slots.clamp(min=0)].tolist(), positions.tolist()
+            for slot, seed, position, logits in zip(*given, computed.logits.cpu(), strict=True):
+                if slot >= 0:
+                    self._rows[seed][position] = logits
+            return complete(rows, computed, *others)
 
-        monkeypatch.setattr(Model, "compute_logits", record)
+        engine.runner._complete = record  # type: ignore[method-assign]
+
+    def of(self, seed: int) -> Tensor:
+        """Return the logits of a sequence in the order of its tokens, [tokens, vocab_size]."""
+        return torch.stack([logits for _, logits in sorted(self._rows[seed].items())])
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:
@@ -68,29 +78,32 @@ def reference_logits(folder: Path, texts: list[list[int]], dtype: torch.dtype) -
     [("triton", "bfloat16"), ("triton", "float16"), ("flash-attn", "bfloat16")],
 )
 def test_logits_are_as_near_as_those_of_transformers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, batch: int, attention: str, dtype: str
+    folder: Path, batch: int, attention: str, dtype: str
 ) -> None:
     """Prefill and decode, in each kind of matrix product."""
     if attention == "flash-attn":
         pytest.importorskip("flash_attn")
-    recorded = Logits(monkeypatch)
     rng = Random(batch)
     options = {"attention": attention, "enable_cuda_graphs": False, "kv_cache_gib": 4.0}
     options["dtype"] = dtype
     engine = Engine(
         Config(model=str(folder), device="cuda", max_num_batched_tokens=32768, **options)  # type: ignore[arg-type]
     )
+    recorded = Logits(engine)
     vocab_size = engine.model.vocab_size
     prompts = [
         [rng.randrange(min(vocab_size, 256)) for _ in range(rng.randrange(5, 300))]
         for _ in range(batch)
     ]
-    greedy = SamplingParams(temperature=0, max_tokens=NUM_DECODED + 1, ignore_eos=True)
-    sequences = [engine.add(str(n), prompt, greedy) for n, prompt in enumerate(prompts)]
+    greedy = {"temperature": 0.0, "max_tokens": NUM_DECODED + 1, "ignore_eos": True}
+    sequences = [
+        engine.add(str(n), prompt, SamplingParams(seed=n, **greedy))  # type: ignore[arg-type]
+        for n, prompt in enumerate(prompts)
+    ]
     engine.run()
     del engine
     release()
-    ours = torch.stack([step[:batch] for step in recorded.steps[: NUM_DECODED + 1]], 1)
+    ours = torch.stack([recorded.of(n)[:, :vocab_size] for n in range(batch)])
     texts = [sequence.token_ids[:-1] for sequence in sequences]
     exact = torch.stack(reference_logits(folder, texts, torch.float32))
     theirs = torch.stack(reference_logits(folder, texts, getattr(torch, dtype)))

@@ -110,14 +110,14 @@ def test_the_reference_on_a_cpu() -> None:
     assert (swiglu.float() - silu_and_mul(wanted)).norm() < 1e-2 * silu_and_mul(wanted).norm()
 
 
-def test_activations_in_8_bits_keep_the_type_of_their_product() -> None:
+def test_activations_in_8_bits_keep_the_type_of_their_product(device: str) -> None:
     for dtype in (HALF, torch.bfloat16):
-        x = quantize(torch.randn(3, 32).to(dtype))
+        x = quantize(torch.randn(3, 32).to(device, dtype))
         assert x.dtype == dtype
-        weight = quantize(torch.randn(16, 32))
+        weight = quantize(torch.randn(16, 32).to(device))
         found = linear._scaled_product(x, weight, None)
         assert found.dtype == dtype
-        out = torch.full((3, 16), torch.nan, dtype=dtype)
+        out = torch.full((3, 16), torch.nan, dtype=dtype, device=device)
         assert linear._scaled_product(x, weight, out) is out
         assert torch.equal(out, found)
 

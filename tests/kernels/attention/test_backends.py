@@ -61,7 +61,8 @@ def test_kernels_of_both_kinds_share_a_step(
     attention = GpuAttention("triton", 16, 0.25, decode, prefill, prefill.plan)
     attention.begin(batch)
     expected = TorchAttention(16, 0.25)(q, kv_cache, batch)
-    torch.testing.assert_close(attention(q, kv_cache, batch), expected)
+    limits = {"rtol": 1.6e-2, "atol": 4e-3} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(attention(q, kv_cache, batch), expected, **limits)
 
 
 @pytest.mark.parametrize("name", ["triton", "flash-attn"])

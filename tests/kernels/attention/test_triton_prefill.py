@@ -238,9 +238,10 @@ def test_items_share_all_keys_of_all_tiles(
     """And take no longer than whole tiles, if programs start in the order of the items."""
     parts = [(count, before + count) for count, before in parts]
     case = random_case(parts, (1, 1), 16, 128, torch.float32)
-    attention = gpu.PrefillAttention(num_heads, 16, 128, "cpu", num_programs=num_programs)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    attention = gpu.PrefillAttention(num_heads, 16, 128, device, num_programs=num_programs)
     attention._items.zero_()  # as an earlier step leaves items
-    attention.plan(batch := case.batch("cpu", tile_size))
+    attention.plan(batch := case.batch(device, tile_size))
     items = attention._items_of(batch.shape.num_tiles, tile_size)
     assert not items.items[items.number :].any()
     rows = [Item(*row) for row in items.items[: items.number].tolist() if row[0] >= 0]

@@ -15,7 +15,7 @@ from penstock.kernels.deterministic.triton_linear import (
     one_loop_tile,
     tile_of,
 )
-from penstock.kernels.device import Device, simulated
+from penstock.kernels.device import Device, simulated, this_device
 from penstock.kernels.elementwise import quantize
 from penstock.kernels.linear.linear import linear_add, norm_linear, norm_swiglu
 from penstock.kernels.linear.small_m_gemm import Product, launch
@@ -51,6 +51,8 @@ def test_a_row_has_the_same_bits_for_every_number_of_rows(
 ) -> None:
     """In the kernel of few rows with any tile sizes, and in the kernel of many rows."""
     (kind, weights), columns, inner = case, 40, 256
+    if weights != "16 bits" and device == "cuda" and this_device().is_asynchronous:
+        pytest.skip("few and many rows of 8-bit weights are added in another order: refused there")
     swiglu = kind == "swiglu"
     weight = there(device, weight_of(weights, columns * (2 if swiglu else 1), inner, dtype))
     x = (torch.randn(MANY, inner) * torch.exp(torch.randn(MANY, 1))).to(device, dtype)
