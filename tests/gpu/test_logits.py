@@ -109,5 +109,5 @@ def test_logits_are_as_near_as_those_of_transformers(
     theirs = torch.stack(reference_logits(folder, texts, getattr(torch, dtype)))
     error, their_error = relative_error(ours, exact), relative_error(theirs, exact)
     print(f"{folder.name} {attention} batch {batch}: {error:.2e}, transformers {their_error:.2e}")
-    assert error < 2e-2
+    assert error < 5e-2
     assert error < 1.1 * their_error
