@@ -23,6 +23,8 @@ from penstock.services.scheduler.sequence import Sequence
 from tests.engine import Engine
 
 NUM_OUT = 8
+CHUNK = 128
+"""tokens of the shortest chunks that all models take"""
 PREFIX = 140
 """tokens with which half of the prompts begin"""
 Digests = dict[tuple[int, int], int]
@@ -150,8 +152,8 @@ def ways(options: dict[str, Any], number: int, batches: list[int]) -> Iterator[t
         yield f"{batch} at a time", run(*made, prompts, batch)
     yield "preempted, 17 at a time", run(*made, prompts, 17, preempts=True)
     del made
-    made = engine_with(max_num_batched_tokens=max(100, 17))
-    yield "chunks of 100 tokens", run(*made, prompts, 17)
+    made = engine_with(max_num_seqs=17, max_num_batched_tokens=17 + CHUNK)
+    yield f"chunks of {CHUNK} tokens", run(*made, prompts, 17)
     del made
     made = engine_with(enable_prefix_caching=True)
     yield "with a prefix cache", run(*made, prompts, 64)

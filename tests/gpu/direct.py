@@ -128,6 +128,7 @@ def main() -> None:
         row = {"workload": name, "tokens/s": round(statistics.median(speeds))}
         row |= {"runs": [round(speed) for speed in speeds], "idle_us": idle}
         row["preemptions"] = engine.scheduler.num_preemptions
+        row["KV tokens"] = engine.runner.num_blocks * engine.runner.block_size
         print(json.dumps(row), flush=True)
     for batch in arguments.batches if "decode" in arguments.workload else ():
         name, sizes = f"decode {batch}", (batch, 256, 128)

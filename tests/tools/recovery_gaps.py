@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from statistics import median
 from typing import NamedTuple
 
@@ -164,13 +165,15 @@ async def one_gap(
     pid = next(one.pid for one in list_processes(NAME) if one.name == name)
     for stream in streams:
         stream.begin()
+    sent_at = datetime.now()
     send_signal(NAME, name, pid, getattr(signal, how))
     await changes.until(lambda: all(one.num_tokens >= NUM_MORE for one in streams), MAX_WAIT)
     after = (await client.status(fresh=True)).scheduler
     assert after
     silences = [one.silence for one in streams]
     recomputed = after.num_recomputed_tokens - before.num_recomputed_tokens
-    print(f"{name} {how}: {median(silences):.2f} ({max(silences):.2f}) s", file=sys.stderr)
+    gap = f"{median(silences):.2f} ({max(silences):.2f}) s"
+    print(f"{name} {how} at {sent_at.time()}: {gap}", file=sys.stderr)
     return Gap(how, median(silences), max(silences), recomputed)
 
 
