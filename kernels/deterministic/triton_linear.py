@@ -302,8 +302,7 @@ def tile_of(
     weights: number of weights per column, two with SwiGLU. The totals of ranges need the registers
     of the widest tile. So do weights for synchronous tensor cores.
     """
-    is_asynchronous = device.capability[0] in (9, 10)
-    tiles = TILES if is_asynchronous and not has_ranges else TILES[1:]
+    tiles = TILES if device.is_asynchronous and not has_ranges else TILES[1:]
 
     def is_filled(tile: RangedTile) -> bool:
         columns = triton.cdiv(num_columns * weights, tile.bn)

@@ -94,13 +94,13 @@ class DecodingRows:
         rows[:, layout.START], rows[:, layout.COUNT] = lengths - 1, 1
         rows[:, layout.FIRST], rows[:, layout.TOKEN_INDEX] = self._order, -1
         rows[:, layout.FIRST_KEY] = lengths.cumsum() - lengths
-        rows[:, layout.STATES] = rows[:, layout.PROMPT_END] = 0
+        rows[:, layout.PROMPT_END] = 0
         self._positions, self._bounds = rows[:, layout.START], rows[:, layout.FIRST_KEY]
 
-    def step(self, changes: Changes, states: Integers | None) -> Rows:
+    def step(self, changes: Changes, states: Integers | int) -> Rows:
         """Return the rows of the next step, whose record contains `changes`.
 
-        states: packed state blocks of the rows, of a model with recurrent state.
+        states: packed state blocks of the rows; 0 without recurrent state.
         """
         self.steps_left -= 1
         self._longest += 1
@@ -114,8 +114,7 @@ class DecodingRows:
         else:
             record = self._record.copy()
             rows = record[HEADER:].reshape(num_rows, ROW)
-        if states is not None:
-            rows[:, layout.STATES] = states
+        rows[:, layout.STATES] = states
         shape = BatchShape(num_rows, num_rows, num_rows, 0, SMALL_TILE, 1, self._longest)
         return Rows(record, rows, shape, self._order)
 
@@ -275,8 +274,8 @@ class PersistentBatch:
     def advance(self, chunks: bytes, drafts: bytes = b"") -> Rows | None:
         """Return the rows of the next step, and count them as computed; None without rows.
 
-        Each token of a draft becomes a row. A chunk of one token becomes a decode row, unless the
-        model has recurrent state, which computes prompts in another order of arithmetic. Raises
+        Each token of a draft becomes a row. A chunk of one token becomes a decode row; with
+        recurrent state only a sampled token, since prompts have another order of arithmetic. Raises
         ValueError for an invalid plan. chunks, drafts: as in `BatchPlan`.
         """
         if not chunks and not drafts:
@@ -285,8 +284,9 @@ class PersistentBatch:
         prefilling, lengths = integers(chunks).reshape(-1, 2).T
         self._check_chunks(prefilling, lengths)
         decoding = self._decoding(drafts)
-        is_single = lengths == 1
-        if is_single.any() and not self.num_state_blocks:  # decode rows are faster
+        prompt_ends = self._prompt_ends[prefilling] if self.num_state_blocks else 0
+        is_single = (lengths == 1) & (self._num_computed[prefilling] >= prompt_ends)
+        if is_single.any():  # decode rows are faster
             decoding = merged(decoding, [self._single(prefilling[is_single])])
             prefilling, lengths = prefilling[~is_single], lengths[~is_single]
         order = np.argsort(prefilling)
@@ -332,10 +332,13 @@ class PersistentBatch:
         self._num_computed[rows.slots] = rows.ends
         return step
 
-    def _take_states(self, slots: Integers) -> Integers | None:
-        """Return the packed state blocks of a step's rows, and exchange them for the next step."""
+    def _take_states(self, slots: Integers) -> Integers | int:
+        """Return the packed state blocks of a step's rows, and exchange them for the next step.
+
+        Return 0 without recurrent state.
+        """
         if not self.num_state_blocks:
-            return None
+            return 0
         packed: Integers = pack_states(*self._states[slots].T)
         slots = np.unique(slots)
         if (self._states[slots, 1] < 0).any():
@@ -410,8 +413,7 @@ class PersistentBatch:
         prefilled, offsets = self._take_prefill_tokens(slots[num_decode:], counts[num_decode:])
         explicit_ids = decoded[explicit].astype(np.int32)
         record, rows = make_record(len(slots), self._changes, [explicit_ids, *prefilled])
-        states = self._take_states(slots)
-        rows[:, layout.SLOT], rows[:, layout.STATES] = slots, 0 if states is None else states
+        rows[:, layout.SLOT], rows[:, layout.STATES] = slots, self._take_states(slots)
         rows[:, layout.PROMPT_END] = self._prompt_ends[slots]
         rows[:, layout.START] = ends - counts
         rows[:, layout.COUNT] = counts

@@ -2,8 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
+
+from penstock.kernels.layouts import step as layout
 from penstock.kernels.layouts.forward_batch import BatchShape
+from penstock.kernels.layouts.states import pack_states
 from penstock.protocol.messages.packed import pack
+from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.services.worker.device_batch import Batch, run
 from tests.services.worker.driver import Driver, make_runner
 from tests.services.worker.plans import plan, row
@@ -51,3 +56,19 @@ def test_a_chunk_that_ends_no_prompt_has_no_token(folder: Path) -> None:
     cut.decode(2, 0, 2)
     whole.decode(4, 0, 2)
     assert cut.tokens == {0: whole.tokens[0], 2: whole.tokens[2][:3]}
+
+
+def test_with_recurrent_state_only_a_sampled_token_is_a_row_that_decodes() -> None:
+    """As after a recovery; a prompt's last token has the arithmetic of the prompt."""
+    batch = PersistentBatch(8, 4, block_size=4, num_blocks=20, vocab_size=100, num_state_blocks=8)
+    added = [row(slot, range(7), [2 * slot, 2 * slot + 1], 6) for slot in range(3)]
+    for one, number in zip(added, (7, 6, 7), strict=True):
+        one.num_prompt_tokens = number
+    start = plan(added=added)
+    start.states = pack([0, 0, 1, 1, 2, 3, 2, 4, 5])
+    batch.apply(start)
+    rows = batch.advance(pack([0, 1, 1, 1, 2, 1]))
+    assert rows and (rows.shape.num_decode, rows.shape.num_tiles) == (1, 2)
+    assert rows.table[:, layout.SLOT].tolist() == [1, 0, 2]
+    assert rows.inputs(np.arange(1)).tolist() == [6]
+    assert rows.table[0, layout.STATES] == pack_states(np.array([2]), np.array([3]))[0]
