@@ -60,11 +60,13 @@ class ReasoningSplitter:
 
         begin, end: `reasoning_begin` and `reasoning_end` of the message with the text.
         """
+        # a long run of newlines would be examined again with each piece
+        is_run = end is None and not (self._held[-1:] + text).strip("\n")
         self._held += text
         self._end = end
         if not (self._is_reasoning or self.is_answer):
             self._start(begin)
-        if self._is_reasoning:
+        if self._is_reasoning and not is_run:
             return self._split(is_last=False)
         return "", self._take(len(self._held)) if self.is_answer else ""
 

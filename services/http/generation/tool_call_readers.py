@@ -232,7 +232,7 @@ class JsonReader(CallReader):
         """
         scanner = JsonScanner("{", lenient_depth=2)
         length, scanned = scanner.scan(text)
-        if not _is_json('{"a":0' + scanned):
+        if not _decoded('{"a":0' + scanned, Raw):
             rest = text.lstrip().removeprefix("}").lstrip()
             return [rest] if rest else []
         events: list[Event] = []
@@ -277,16 +277,8 @@ def _object(given: str) -> str | None:
     """Return arguments as JSON: an object, nothing, or the text of either; otherwise None."""
     if given.startswith('"'):
         _, given = JsonScanner().scan(msgspec.json.decode(given, type=str).strip())
-        given = given if _is_json(given) or not given else "invalid"
+        given = given if _decoded(given, Raw) or not given else "invalid"
     return "{}" if given in ("", "null") else given if given.startswith("{") else None
-
-
-def _is_json(text: str) -> bool:
-    try:
-        msgspec.json.decode(text)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return False
-    return True
 
 
 def _escaped(text: str) -> str:
@@ -294,10 +286,11 @@ def _escaped(text: str) -> str:
     return _CONTROL.sub(lambda found: msgspec.json.encode(found[0]).decode()[1:-1], text)
 
 
-def _decoded(name: str) -> str | None:
+def _decoded(text: str, form: Any = str) -> Any:
+    """Return JSON as `form`; None if it is not."""
     try:
-        return msgspec.json.decode(name, type=str)
-    except (msgspec.MsgspecError, UnicodeError):
+        return msgspec.json.decode(text, type=form)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
 
 

@@ -49,18 +49,25 @@ class ToolCallParser(ABC):
         self._is_after_call = False
 
     def feed(self, content: str) -> list[Piece]:
-        """Return the text and the calls that `content` adds."""
-        self._held += content
+        """Return the text and the calls that `content` adds.
+
+        Newlines after held newlines, in a call all white space, are held without a look: a long run
+        would be examined again with each piece.
+        """
         pieces: list[Piece] = []
-        while True:
+        blank = None if self._reader else "\n"  # what is held, for `strip`
+        is_run = self._held and not (self._held[-1] + content).strip(blank)
+        self._held += content
+        while not is_run:
             if self._reader is None:
                 pieces += self._text(self._take_text())
             if self._reader is None:
-                return pieces
+                break
             events, self._held = self._reader.feed(self._held)
             pieces += self._pieces(events)
             if not self._end_call(pieces):
-                return pieces
+                break
+        return pieces
 
     def finish(self, is_cut: bool = False) -> list[Piece]:
         """Return the pieces that were held back. is_cut: the answer did not end by itself.

@@ -44,6 +44,16 @@ def split(pieces: list[TextDelta]) -> tuple[str, str]:
     return "".join(r for r, _ in parts), "".join(c for _, c in parts)
 
 
+def test_a_long_run_of_newlines_is_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    splitter, calls = ReasoningSplitter(), []
+    examine = splitter._split
+    monkeypatch.setattr(splitter, "_split", lambda **given: calls.append(given) or examine(**given))
+    parts = [splitter.feed("a", 0, None)] + [splitter.feed("\n", 0, None) for _ in range(1000)]
+    assert len(calls) <= 2
+    assert parts[0] == ("a", "") and not any(map(any, parts[1:]))
+    assert splitter.feed("b", 0, None) == (1000 * "\n" + "b", "")
+
+
 def split_tokens(token_ids: list[int], **fields: Any) -> tuple[str, str]:
     """Return both parts, which must not depend on how the tokens come."""
     one_by_one = split(deltas([[token] for token in token_ids], **fields))

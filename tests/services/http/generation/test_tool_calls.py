@@ -245,6 +245,41 @@ def test_holds_back_only_newlines_and_half_a_tag(answer: str) -> None:
     assert "<tool_call>".startswith(Answer(parser.finish()).text.strip("\n"))
 
 
+@pytest.mark.parametrize(
+    ("form", "start", "blank"),
+    [
+        ("hermes", "", "\n"),
+        ("hermes", "<tool_call>", " \n"),
+        ("qwen3_coder", "<tool_call>", " "),
+        ("qwen3_coder", "<tool_call><function=f>", "\n"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>x", "\n"),
+    ],
+)
+def test_a_long_run_of_white_space_is_examined_once(form: Any, start: str, blank: str) -> None:
+    """A model may write it until its last token; nothing of it is lost."""
+    parser, examined = make_parser(form, {}), 0
+
+    def counted(examine: Any) -> Any:
+        def call(*args: str) -> Any:
+            nonlocal examined
+            examined += len(parser._held)
+            return examine(*args)
+
+        return call
+
+    pieces = parser.feed(start)
+    parser._take_text = counted(parser._take_text)  # type: ignore[method-assign]
+    if parser._reader:
+        parser._reader.feed = counted(parser._reader.feed)  # type: ignore[method-assign]
+    for _ in range(1000):
+        pieces += parser.feed(blank)
+    assert examined <= 5 * len(blank)
+    pieces += parser.feed("b") + parser.finish()
+    whole = make_parser(form, {})
+    text = start + 1000 * blank + "b"
+    assert vars(Answer(pieces)) == vars(Answer(whole.feed(text) + whole.finish()))
+
+
 NUM_TEXTS = scaled(500)
 
 
