@@ -54,30 +54,34 @@ class ToolCallParser(ABC):
         Newlines after held newlines, in a call all white space, are held without a look: a long run
         would be examined again with each piece.
         """
-        pieces: list[Piece] = []
         blank = None if self._reader else "\n"  # what is held, for `strip`
         is_run = self._held and not (self._held[-1] + content).strip(blank)
         self._held += content
-        while not is_run:
+        return [] if is_run else self._examine()
+
+    def _examine(self) -> list[Piece]:
+        """Return what is certain of the held text."""
+        pieces: list[Piece] = []
+        while True:
             if self._reader is None:
                 pieces += self._text(self._take_text())
             if self._reader is None:
-                break
+                return pieces
             events, self._held = self._reader.feed(self._held)
             pieces += self._pieces(events)
             if not self._end_call(pieces):
-                break
-        return pieces
+                return pieces
 
     def finish(self, is_cut: bool = False) -> list[Piece]:
         """Return the pieces that were held back. is_cut: the answer did not end by itself.
 
         A call that is cut off keeps the generated part of its arguments.
         """
+        pieces = self._examine()  # a run of white space may be left
         rest, self._held = self._held, ""
         if self._reader is None:
-            return [] if is_cut and self._is_forced else self._text(rest)
-        pieces = self._pieces(self._reader.finish(rest, is_cut))
+            return pieces if is_cut and self._is_forced else pieces + self._text(rest)
+        pieces += self._pieces(self._reader.finish(rest, is_cut))
         pieces += self._text(self._within)
         if self._reader.is_refused and not (is_cut and self._is_forced):
             pieces += self._text(self._opening + rest)

@@ -280,6 +280,15 @@ def test_a_long_run_of_white_space_is_examined_once(form: Any, start: str, blank
     assert vars(Answer(pieces)) == vars(Answer(whole.feed(text) + whole.finish()))
 
 
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [("json", '{"\n \n\n \n'), ("hermes", '<tool_call>{a bx"</tool_call>{[\n \n')],
+)
+def test_white_space_at_the_end_of_an_answer_is_examined(form: Any, answer: str) -> None:
+    """It may show that a text is no call, which matters if the answer is cut off there."""
+    assert parsed_as(form, list(answer), True, True) == parsed_as(form, [answer], True, True)
+
+
 NUM_TEXTS = scaled(500)
 
 
