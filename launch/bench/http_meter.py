@@ -9,7 +9,6 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Coroutine
 from typing import Any, Self
 
 import httpx
@@ -153,9 +152,7 @@ class HttpMeter:
             async with places:
                 return await self._measure(item)
 
-        sent: list[Coroutine[Any, Any, tuple[Stamps, Usage | None]]]
-        sent = [send(item, seconds) for item, seconds in zip(items, times, strict=True)]
-        return await asyncio.gather(*sent)
+        return await asyncio.gather(*map(send, items, times))
 
     async def _measure(self, item: Item) -> tuple[Stamps, Usage | None]:
         """Return the times of a stream and its usage, which is None if the request failed."""

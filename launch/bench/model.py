@@ -252,7 +252,8 @@ def bench_serve(options: ServeOptions, arguments: Namespace) -> dict[str, Any]:
 
     def measure(meter: Meter | HttpMeter, vocab_size: int) -> dict[str, Any]:
         few = {kind: of(kind, items)[:IDLE_REQUESTS] for kind in lengths if kind in kinds}
-        _warm_up(meter, [*items[: number // 8], *itertools.chain(*few.values())], vocab_size)
+        warm_up = [*items[: number // 8], *itertools.chain(*few.values())]
+        _warm_up(meter, warm_up, vocab_size, options.max_concurrency)
         idle = {kind: meter.run_one_by_one(variant(few[kind], -2, vocab_size)) for kind in few}
         loads = []
         for run in range(options.runs):
@@ -339,9 +340,11 @@ def _with_median(runs: list[Figures]) -> dict[str, Any]:
     return {"runs": runs, "median": median(runs)}
 
 
-def _warm_up(meter: Meter | HttpMeter, items: list[Item], vocab_size: int) -> None:
+def _warm_up(meter: Meter | HttpMeter, items: list[Item], vocab_size: int, most: int = 0) -> None:
+    """Send the beginnings of requests, up to `most` at a time; 0: all."""
     short = [Item(prompt, min(number, WARM_UP_TOKENS)) for prompt, number in items]
-    meter.run(variant(short, -1, vocab_size))
+    for begin in range(0, len(short), most or len(short)):
+        meter.run(variant(short[begin:][: most or None], -1, vocab_size))
 
 
 def _show_progress() -> None:

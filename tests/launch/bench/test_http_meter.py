@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.launch.bench.http_meter import HttpMeter
+from penstock.launch.bench.model import _warm_up
 from penstock.launch.bench.options import Item, ServeOptions
 from penstock.launch.pipeline.errors import LaunchError
 from tests.launch.conftest import Launch
@@ -98,6 +99,17 @@ def foreign(request: pytest.FixtureRequest) -> Iterator[Foreign]:
         yield server
         server.shutdown()
         thread.join()
+
+
+@pytest.mark.parametrize(("most", "expected"), [(0, [7]), (3, [3, 3, 1])])
+def test_the_requests_before_a_load_are_as_many_at_once(
+    monkeypatch: pytest.MonkeyPatch, most: int, expected: list[int]
+) -> None:
+    sent: list[list[Item]] = []
+    monkeypatch.setattr(HttpMeter, "run", lambda _, items: sent.append(items))
+    items = [Item([number], 4) for number in range(7)]
+    _warm_up(object.__new__(HttpMeter), items, 256, most)
+    assert [len(some) for some in sent] == expected
 
 
 def test_a_foreign_server_is_measured(
