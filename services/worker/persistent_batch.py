@@ -340,7 +340,6 @@ class PersistentBatch:
         if not self.num_state_blocks:
             return 0
         packed: Integers = pack_states(*self._states[slots].T)
-        slots = np.unique(slots)
         if (self._states[slots, 1] < 0).any():
             raise ValueError("states: got a step of a row without a state block to write")
         self._states[slots] = self._states[slots, ::-1]
@@ -446,7 +445,7 @@ class PersistentBatch:
         if wrong.any():
             slot, length, left = slots[wrong][0], lengths[wrong][0], num_left[wrong][0]
             raise ValueError(f"chunk of slot {slot}: got {length} tokens, expected 1 to {left}")
-        if len(np.unique(slots)) != len(slots):
+        if len(set(slots.tolist())) != len(slots):
             raise ValueError(f"chunks: got slots {slots.tolist()}, expected different slots")
 
     def _check_active(self, slots: Integers) -> None:

@@ -95,7 +95,7 @@ class ProcessedRow:
     def occurrences(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Return token ids, and the values to add for them to `LogitsState.occurrences`."""
         prompt, output = np.split(self.token_ids.astype(np.int64), [self.extras.num_prompt_tokens])
-        prompt = np.unique(prompt)
+        prompt = np.flatnonzero(np.bincount(prompt))
         summands = np.repeat(np.array([1, 2], np.int32), [len(prompt), len(output)])
         return np.concatenate([prompt, output]), summands
 

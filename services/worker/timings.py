@@ -7,7 +7,6 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -68,8 +67,8 @@ class IdleTimes:
         """Return the median and 99th percentile in microseconds; 0 without measurements."""
         if not self._microseconds:
             return 0.0, 0.0
-        median, p99 = np.percentile(self._microseconds, [50, 99])
-        return float(median), float(p99)
+        ordered = sorted(self._microseconds)
+        return ordered[len(ordered) // 2], ordered[len(ordered) * 99 // 100]
 
 
 def _started_at() -> float:

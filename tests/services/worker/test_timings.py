@@ -48,3 +48,31 @@ def test_a_trace_outlives_the_run_folder(tmp_path: Path, monkeypatch: pytest.Mon
         profiler.step()
     shutil.rmtree(folder)
     assert [path.name for path in tmp_path.rglob("*.json")] == ["trace-default-0.json"]
+
+
+FIRST_REQUESTS = """
+import sys
+from penstock.protocol.config import Config
+from penstock.protocol.messages.sampling import SamplingParams
+from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.services.worker.timings import IdleTimes
+from tests.engine import Engine
+
+engine, idle_times = Engine(Config(model="demo-hybrid", device="cpu", num_blocks=64)), IdleTimes()
+loaded = set(sys.modules)
+grammar = StructuredOutputs(regex="a*")
+kinds = {}, {"presence_penalty": 1.0, "logprobs": 2}, {"structured_outputs": grammar}
+for number, fields in enumerate(kinds):
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True, **fields)
+    engine.add(str(number), [1, 2, 3], sampling)
+engine.run()
+idle_times._microseconds.append(1.0)
+assert idle_times.percentiles() == (1.0, 1.0)
+print(sorted(set(sys.modules) - loaded))
+"""
+
+
+def test_no_module_is_imported_after_the_start() -> None:
+    """An import takes up to 80 ms, of all streams; in a standby worker, after a death."""
+    found = subprocess.check_output([sys.executable, "-c", FIRST_REQUESTS], text=True)
+    assert found.strip() == "[]"
