@@ -92,8 +92,7 @@ class DecoderLayer(nn.Module):
         if self.has_state:
             residual = self.linear_attn(residual, self.input_layernorm, batch, next(states))
         else:
-            norm = self.input_layernorm
-            residual = self.self_attn(residual, norm, batch, rope, next(caches))
+            residual = self.self_attn(residual, self.input_layernorm, batch, rope, next(caches))
         return self.mlp(residual, self.post_attention_layernorm)  # type: ignore[no-any-return]
 
 

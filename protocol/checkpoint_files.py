@@ -91,8 +91,7 @@ def check_tensors(folder: Path, config: ModelConfig, weights: Iterable[Expected]
 
     Shapes of packed matrices and of scales are checked when they are loaded.
     """
-    is_packed = config.is_packed
-    tensors = _unfused(_read_shapes(folder, _PACKED_TYPES if is_packed else _FLOATS))
+    tensors = _unfused(_read_shapes(folder, _PACKED_TYPES if config.is_packed else _FLOATS))
     path = folder / "config.json"
     if config.is_embedding_model and BARE in tensors:
         tensors = {f"model.{name}": shape for name, shape in tensors.items()}

@@ -173,8 +173,7 @@ class DetokenizerProcess:
         self.tokens: list[Channel[ToDetokenizer]] = []
         self.detokenizers: list[Detokenizer] = []  # a detokenizer for each replica
         for at in process.all_endpoints:
-            where = at.detokenizers
-            tokens = context.connect(zmq.DEALER, where, ToDetokenizer, process.identity)
+            tokens = context.connect(zmq.DEALER, at.detokenizers, ToDetokenizer, process.identity)
             # a lost StopFound does no harm: the gateway also ends stopped requests
             scheduler = context.connect(zmq.PUSH, at.requests, on_reconnect=lambda: None)
             detokenizer = Detokenizer(table)

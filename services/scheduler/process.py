@@ -308,8 +308,7 @@ class SchedulerProcess:
             checkpoints = BlockRecords.open(f"states.{self.replica}", number, 0, memory_id)
             states = BlockPool(number, records=checkpoints)
         pool, watermark = BlockPool(num_blocks, records=records), int(num_blocks * config.watermark)
-        caching = config.enable_prefix_caching
-        blocks = BlockManager(pool, block_size, watermark, caching, states)
+        blocks = BlockManager(pool, block_size, watermark, config.enable_prefix_caching, states)
         length = self.model.context(config.max_model_len)
         scheduler = Scheduler(config, length, blocks, self.group.epoch)
         scheduler.step_costs.is_timed = True

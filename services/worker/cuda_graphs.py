@@ -13,6 +13,7 @@ from penstock.kernels.layouts.forward_batch import LARGE_TILE, MANY_TOKENS, SMAL
 from penstock.kernels.layouts.step import APPENDED, HEADER, PARAMETERS, ROW
 from penstock.models.layers import MoE
 from penstock.models.model import Model
+from penstock.models.parallel import Layer
 from penstock.protocol.config import Config
 from penstock.services.worker.drafter import DraftPasses
 
@@ -47,12 +48,14 @@ Compute = Callable[[Tensor, BatchShape], Computed]  # (record, shape) → result
 
 
 def graph_shapes(config: Config, model: Model, max_model_len: int) -> list[BatchShape]:
-    """Return the shapes of all graphs of a model."""
+    """Return the shapes of all graphs of a model; none if its steps run without graphs."""
+    if not (config.enable_cuda_graphs and model.attention.can_be_captured):
+        return []
     shapes = decode_shapes(config.max_num_seqs, max_model_len)
     if model.attention.can_capture_prefill:
-        layers = model.model.layers
-        num_weights = sum(parameter.numel() for parameter in layers.parameters())
-        num_weights -= sum(moe.num_idle_weights for moe in layers.modules() if isinstance(moe, MoE))
+        parts = list(model.model.layers.modules())
+        num_weights = sum(part.weight.shape.numel() for part in parts if isinstance(part, Layer))
+        num_weights -= sum(moe.num_idle_weights for moe in parts if isinstance(moe, MoE))
         sizes = config.max_num_seqs, config.max_num_batched_tokens
         shapes += prefill_shapes(*sizes, num_weights, max_model_len)
     return shapes
@@ -184,8 +187,7 @@ class CudaGraphs:
             return None
         if chosen not in self._graphs:
             self._capture(chosen)
-        source = torch.from_numpy(record).pin_memory()
-        self._record[: len(record)].copy_(source, non_blocking=True)
+        self._record[: len(record)].copy_(torch.from_numpy(record).pin_memory(), non_blocking=True)
         self._graphs[chosen].replay()
         return self._computed[chosen]
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from penstock.kernels.attention.backends import AttentionBackend, choose_attention
 from penstock.kernels.extras import use_deterministic_kernels, use_rank_memory
@@ -124,8 +125,8 @@ def load(
         runner.offload = make_offload(config, memory, runner.kv.tensors, runner.states)
     times.end("KV cache")
     on_progress()
-    if device.type == "cuda" and config.enable_cuda_graphs and attention.can_be_captured:
-        runner.use_graphs(graph_shapes(config, model, rank.num_positions))
+    if device.type == "cuda" and (shapes := graph_shapes(config, model, rank.num_positions)):
+        runner.use_graphs(shapes)
         if not (assignment.standby or assignment.num_blocks):
             for _ in runner.capture_graphs():  # other graphs are captured at their first use
                 on_progress()
@@ -272,11 +273,15 @@ def _kv_bytes(rank: Rank, model: Model, make: Callable[[int], ModelRunner]) -> f
     config = rank.config
     if config.kv_cache_gib or rank.device.type == "cpu":
         return config.kv_cache_gib * 2**30 or CPU_KV_BYTES
+    torch.cuda.empty_cache()  # small buffers would keep large segments from the KV cache
     trial = make(1)
-    sizes = config, rank.num_positions, rank.attention.block_size
-    plans = [worst_case_plan(*sizes)]
+    shapes = graph_shapes(config, model, rank.num_positions)
+    most = max((shape.num_tokens for shape in shapes), default=config.max_num_batched_tokens)
+    of_graphs = replace(config, max_num_batched_tokens=most)
+    sizes = rank.num_positions, rank.attention.block_size
+    plans = [worst_case_plan(of_graphs, *sizes), worst_case_plan(config, *sizes)]
     if model.has_head:
-        plans.append(worst_case_plan(*sizes, with_extras=True))
+        plans.append(worst_case_plan(config, *sizes, with_extras=True))
     for plan in plans:
         plan.num_drafts = min(1, trial.max_drafts)
     return free_gpu_bytes(

@@ -12,6 +12,7 @@ from penstock.models.model import Model
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.worker import WorkerAssignment
+from penstock.services.worker import cuda_graphs
 from penstock.services.worker.loading import load
 from tests.models.checkpoints import save_checkpoint
 from tests.models.stored_formats import awq, quantize_checkpoint
@@ -72,3 +73,21 @@ def test_a_failed_compilation_leaves_the_weights_to_torch(
     model = loaded_model(awq_model if is_packed else Config().model_folder)
     assert model.compiled is None
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_packed_weights_have_the_graphs_of_their_numbers(
+    awq_model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step computes with all numbers of a word, so that it takes as long with fewer tokens."""
+    wide = tmp_path_factory.mktemp("wide")
+    save_checkpoint(wide, hidden_size=128, intermediate_size=192)
+    models = loaded_model(awq_model), loaded_model(wide)
+    num_weights = sum(one.numel() for one in models[1].model.layers.parameters())
+    monkeypatch.setattr(cuda_graphs, "LAUNCH_FLOPS", 2 * 1000 * num_weights)
+    shapes = []
+    for model in models:
+        monkeypatch.setattr(model.attention, "can_be_captured", True)
+        monkeypatch.setattr(model.attention, "can_capture_prefill", True)
+        shapes.append(cuda_graphs.graph_shapes(Config(), model, 1000))
+    assert shapes[0] == shapes[1]
+    assert max(shape.num_tokens for shape in shapes[1]) == 896
