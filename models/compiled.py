@@ -76,8 +76,7 @@ class CompiledDecoder:
         if self._shared and residual.nbytes > self._shared.part_bytes:
             self._shared = None
         if not self._has_experts and (self._shared or self._tp.size == 1):
-            halves = range(2 * len(self._layers))
-            self._compiled.run(halves, residual, ranks=self._shared)
+            self._compiled.run(range(2 * len(self._layers)), residual, ranks=self._shared)
             return residual
         for index, layer in enumerate(self._layers):
             residual = self._half(2 * index, residual)

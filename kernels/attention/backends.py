@@ -217,5 +217,4 @@ def choose_attention(
         raise ValueError(
             f"block_size: got {block_size}, expected a multiple of {FLASH_BLOCK} for flash-attn"
         )
-    block_size = block_size or FLASH_BLOCK
-    return GpuAttention(name, block_size, scale, FlashDecode(), flash_prefill)
+    return GpuAttention(name, block_size or FLASH_BLOCK, scale, FlashDecode(), flash_prefill)

@@ -70,7 +70,8 @@ class StandInWorker:
         for slot in unpack(plan.removed):
             del self.num_left[slot]
         for row in plan.added:
-            self.num_left[row.slot] = len(row.token_ids) // 4 - row.num_computed_tokens
+            num_tokens = row.num_skipped + len(row.token_ids) // 4
+            self.num_left[row.slot] = num_tokens - row.num_computed_tokens
         chunks = unpack(plan.chunks)
         for slot, num_tokens in zip(chunks[::2], chunks[1::2], strict=True):
             self.num_left[slot] -= num_tokens

@@ -153,8 +153,7 @@ class AsyncClient:
 
     def submit(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
         """Send a request and return at once. `fields`: as in GenerateRequest."""
-        pending = self.ask(GenerateRequest(prompt=prompt, **fields))
-        return AsyncStream(self, pending)
+        return AsyncStream(self, self.ask(GenerateRequest(prompt=prompt, **fields)))
 
     def stream(self, prompt: str | list[int] | None = None, **fields: Any) -> AsyncStream:
         """Send a request whose text arrives piece by piece."""

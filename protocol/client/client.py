@@ -114,8 +114,7 @@ class Client:
 
         Before the client is connected, the request leaves when something waits for an answer.
         """
-        pending = self._connection.ask(GenerateRequest(prompt=prompt, **fields))
-        return Stream(self, pending)
+        return Stream(self, self._connection.ask(GenerateRequest(prompt=prompt, **fields)))
 
     def stream(self, prompt: str | list[int] | None = None, **fields: Any) -> Stream:
         """Send a request whose text arrives piece by piece."""

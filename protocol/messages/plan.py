@@ -66,7 +66,8 @@ class RowAdded(Struct, PackedLists, array_like=True):
     item_bytes: ClassVar = {"token_ids": 4, "block_ids": 4}
 
     slot: int
-    token_ids: bytes  # prefill tokens (the prompt, and earlier output): int32 [num_tokens]
+    # prefill tokens (the prompt, and earlier output) after the skipped ones: int32 [num_tokens]
+    token_ids: bytes
     block_ids: bytes  # block table: int32 [num_blocks], room for every prefill token
     num_computed_tokens: int  # leading tokens whose KV is in the blocks already (prefix cache)
     # by name, the NUMBERS of `penstock.protocol.messages.sampling` that are not neutral: each has a
@@ -75,6 +76,7 @@ class RowAdded(Struct, PackedLists, array_like=True):
     seed: int = 0  # int64, key of the sampling noise
     extras: RowExtras | None = None
     num_prompt_tokens: int = 0  # leading tokens that were not sampled
+    num_skipped: int = 0  # leading tokens that `token_ids` lacks: computed ones; 0 with `extras`
 
 
 class BatchPlan(Struct, PackedLists, array_like=True, tag="plan"):

@@ -108,8 +108,7 @@ class PlanBuilder:
 
     def build(self, epoch: int, removed: list[int], is_awaited: bool) -> BatchPlan:
         appended, chunks, drafts = pack(self.appended), pack(self._chunks), pack(self.drafts)
-        states = pack(self.states)
-        parts = pack(removed), self.added, appended, chunks, drafts, states
+        parts = pack(removed), self.added, appended, chunks, drafts, pack(self.states)
         num_drafts = self.plan.num_drafts
         self.plan = self.plan._replace(is_awaited=is_awaited or num_drafts > 0)
         return BatchPlan(epoch, self.plan.number, *parts, num_drafts, self.plan.is_awaited)
@@ -118,15 +117,18 @@ class PlanBuilder:
 def row_of(sequence: Sequence) -> RowAdded:
     """Return the message that adds a sequence to the workers' persistent batch."""
     numbers = sequence.sampling.numbers()
+    extras = _extras(sequence, is_changed=not LOGITS_NUMBERS.keys().isdisjoint(numbers))
+    num_skipped = 0 if extras else sequence.num_planned_tokens
     return RowAdded(
         slot=sequence.slot,
-        token_ids=sequence.packed_token_ids(),
+        token_ids=sequence.packed_token_ids(num_skipped),
         block_ids=pack(sequence.block_table),
         num_computed_tokens=sequence.num_planned_tokens,
         sampling=numbers,
         seed=sequence.seed,
-        extras=_extras(sequence, is_changed=not LOGITS_NUMBERS.keys().isdisjoint(numbers)),
+        extras=extras,
         num_prompt_tokens=sequence.num_prompt_tokens,
+        num_skipped=num_skipped,
     )
 
 

@@ -258,8 +258,7 @@ def _render_in_child(source: str, variables: dict[str, Any]) -> str:
     exit_code, result = end_child(*start_child(work, MAX_RENDER_SECONDS, 0, MAX_RENDER_BYTES))
     if exit_code:
         _log_limits()
-        message = f"chat_template: got one that {LIMITS}; simplify it"
-        raise PromptError("chat_template", message)
+        raise PromptError("chat_template", f"chat_template: got one that {LIMITS}; simplify it")
     text, *error = msgspec.json.decode(result)
     if error:
         raise PromptError(*error)

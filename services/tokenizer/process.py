@@ -37,8 +37,7 @@ class TokenizerProcess:
         config = process.config
         model = read_model_config(config.model_folder)
         max_model_len = model.context(config.max_model_len)
-        defaults = config.template_defaults
-        self.tokenizer = Tokenizer(config.model_folder, max_model_len, defaults)
+        self.tokenizer = Tokenizer(config.model_folder, max_model_len, config.template_defaults)
         context, endpoints = process.context, process.endpoints
         self.gateway = context.connect(
             zmq.DEALER,
@@ -115,8 +114,7 @@ class TokenizerProcess:
             self.tracer.span("tokenize", request.request_id, begin, attributes)
 
     def _refuse(self, request: TokenizedRequest, error: Exception) -> None:
-        failed = RequestFailed(request.request_id, request.attempt, error_reply(error))
-        self.gateway.send(failed)
+        self.gateway.send(RequestFailed(request.request_id, request.attempt, error_reply(error)))
 
     def resubmit_all(self) -> None:
         """Make the gateway resubmit requests that may be lost."""

@@ -364,26 +364,29 @@ class PersistentBatch:
 
     def _add(self, row: RowAdded) -> Integers:
         """Add a row. Return its block table, which the caller must append."""
-        slot, token_ids, block_ids = row.slot, integers(row.token_ids), integers(row.block_ids)
+        slot, given, block_ids = row.slot, integers(row.token_ids), integers(row.block_ids)
+        skipped, num_computed = row.num_skipped, row.num_computed_tokens
+        num_tokens = skipped + len(given)
         if not 0 <= slot < len(self._active) or self._active[slot]:
             raise ValueError(f"slot: got {slot}, expected a free slot below {len(self._active)}")
-        if not 0 <= row.num_computed_tokens < len(token_ids) <= len(block_ids) * self.block_size:
+        if not 0 <= skipped <= num_computed < num_tokens <= len(block_ids) * self.block_size:
             raise ValueError(
-                f"slot {slot}: got {row.num_computed_tokens} computed of {len(token_ids)} tokens, "
-                f"expected fewer, and room in {len(block_ids)} blocks of {self.block_size}"
+                f"slot {slot}: got {num_computed} computed of {num_tokens} tokens, {skipped} "
+                f"skipped, expected fewer, and room in {len(block_ids)} blocks of {self.block_size}"
             )
-        if not 0 <= row.num_prompt_tokens <= len(token_ids):
-            found = f"got {row.num_prompt_tokens}, expected 0 to {len(token_ids)}"
+        if not 0 <= row.num_prompt_tokens <= num_tokens:
+            found = f"got {row.num_prompt_tokens}, expected 0 to {num_tokens}"
             raise ValueError(f"prompt tokens of slot {slot}: {found}")
-        check_range(f"token id of slot {slot}", token_ids, self.vocab_size)
+        check_range(f"token id of slot {slot}", given, self.vocab_size)
         self._active[slot] = True
-        self._num_prefill_tokens[slot] = len(token_ids)
-        self._num_computed[slot] = row.num_computed_tokens
+        self._num_prefill_tokens[slot] = num_tokens
+        self._num_computed[slot] = num_computed
         self._prompt_ends[slot] = row.num_prompt_tokens
         self._is_paused[slot] = False
         self._num_row_blocks[slot] = 0
         self._states[slot] = -1
-        self._prefill_tokens[slot] = token_ids.astype(np.int32)
+        self._prefill_tokens[slot] = np.zeros(num_tokens, np.int32)
+        self._prefill_tokens[slot][skipped:] = given
         self._changes.parameters[slot] = np.concatenate([[np.int32(slot)], NEUTRAL_WORDS])
         self.set_numbers(slot, {"seed": row.seed, **row.sampling})
         return block_ids

@@ -32,7 +32,8 @@ class ProcessedRow:
     def __init__(self, row: RowAdded, vocab_size: int, is_deferred: bool = False) -> None:
         """Store a row, which rank 0 samples if `is_deferred`."""
         self.extras = extras = row.extras or RowExtras(0)
-        self.token_ids = np.frombuffer(row.token_ids, "<i4")
+        # a row without extras may lack some, which count only by their number
+        self.token_ids = np.frombuffer(bytes(4 * row.num_skipped) + row.token_ids, "<i4")
         # skip words with unknown tokens, which can't be generated
         words = [ids for ids in extras.bad_words if ids and 0 <= min(ids) <= max(ids) < vocab_size]
         self._words = [(pack(ids[:-1]), ids[-1]) for ids in words if len(ids) > 1]

@@ -90,8 +90,7 @@ def offer(tools: Iterable[ResponseTool]) -> OfferedTools:
             offered.kept.append(function)
             _add(offered, None, function, path)
         else:
-            namespace = convert(tool, NamespaceTool, from_attributes=True)
-            offered.kept.append(namespace)
+            offered.kept.append(convert(tool, NamespaceTool, from_attributes=True))
             for place, function in enumerate(tool.tools):
                 _add(offered, tool.name, function, f"{path}.tools[{place}]")
     report_declined(offered.declined)

@@ -1,5 +1,6 @@
 """Reference for the scheduler: a worker and a model that are slow, plain and strict."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 import msgspec
@@ -86,9 +87,11 @@ def pooled_of(token_ids: SequenceOf[int]) -> bytes:
 class Row:
     """One row of the persistent batch."""
 
-    def __init__(self, added: RowAdded) -> None:
+    def __init__(self, added: RowAdded, token_ids: SequenceOf[int]) -> None:
+        """Make a row; token_ids: of its sequence, of which some may be skipped."""
         self.slot = added.slot
-        self.token_ids = list(unpack(added.token_ids))
+        assert 0 <= added.num_skipped <= added.num_computed_tokens * (added.extras is None)
+        self.token_ids = [*token_ids[: added.num_skipped], *unpack(added.token_ids)]
         self.block_table = list(unpack(added.block_ids))
         self.num_given = len(self.token_ids)
         self.num_computed = self.num_found = added.num_computed_tokens
@@ -161,15 +164,20 @@ class ReferenceWorker:
         self.states.inherit(dead.states, num_confirmed, is_whole)
         self.host.inherit(dead.host, num_confirmed, is_whole)
 
-    def run(self, frame: bytes, copies: CopyBlocks | None = None) -> bytes:
-        """One step, after copies: an encoded `BatchPlan` in, encoded `SampledTokens` out."""
+    def run(
+        self, frame: bytes, copies: CopyBlocks | None, token_ids: Mapping[int, SequenceOf[int]]
+    ) -> bytes:
+        """One step, after copies: an encoded `BatchPlan` in, encoded `SampledTokens` out.
+
+        token_ids: by slot, those of the scheduler's sequences.
+        """
         plan = msgspec.msgpack.decode(frame, type=BatchPlan)
         assert (plan.epoch, plan.step) == (self.epoch, self.num_steps), "a plan is missing"
         self.num_steps += 1
         self._writes.append((set(), set()))
         self.host.run(copies)
         self.states.begin(plan)
-        self._change_rows(plan)
+        self._change_rows(plan, token_ids)
         self._read()
         tokens = SampledTokens(plan.epoch, plan.step, b"", [], self._prompt_logprobs(plan), [])
         work = self._work(plan)
@@ -205,13 +213,13 @@ class ReferenceWorker:
                 found.append((slot, [logprobs_at(row.token_ids, at) for at in positions]))
         return found
 
-    def _change_rows(self, plan: BatchPlan) -> None:
+    def _change_rows(self, plan: BatchPlan, token_ids: Mapping[int, SequenceOf[int]]) -> None:
         for slot in unpack(plan.removed):
             del self.rows[slot]
         for added in plan.added:
             assert added.slot not in self.rows, f"slot {added.slot} is taken"
             assert 0 <= added.slot < self.config.max_num_seqs
-            row = self.rows[added.slot] = Row(added)
+            row = self.rows[added.slot] = Row(added, token_ids[added.slot])
             if POISON in row.token_ids:
                 raise WorkerDiedError
             assert row.num_computed < row.num_given, "one token is always computed"

@@ -15,7 +15,7 @@ from penstock.protocol.messages.worker import GrammarCompiled
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import hash_block
-from penstock.services.scheduler.in_flight_plan import PlanOutput
+from penstock.services.scheduler.in_flight_plan import PlanBuilder, PlanOutput
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
 from penstock.services.scheduler.step_costs import StepShape
@@ -118,6 +118,15 @@ class Simulation:
         blocks = BlockManager(pool, block_size, self.num_watermark_blocks, caching, states)
         scheduler = Scheduler(self.config, self.limit, blocks, epoch)
         self.kept.use_host(scheduler, self.kv, self.life)
+        self.added: dict[int, list[int]] = {}
+        """the tokens of the sequences that were added, by slot"""
+        add_row = scheduler._add_row
+
+        def remember(sequence: Sequence, builder: PlanBuilder) -> None:
+            self.added[sequence.slot] = sequence.token_ids
+            add_row(sequence, builder)
+
+        scheduler._add_row = remember  # type: ignore[method-assign]
         return scheduler
 
     @property
@@ -163,7 +172,7 @@ class Simulation:
             self.plans.append(plan)
             try:
                 frame = msgspec.msgpack.encode(plan)
-                self.results.append(self.worker.run(frame, self.scheduler.copies))
+                self.results.append(self.worker.run(frame, self.scheduler.copies, self.added))
             except WorkerDiedError:
                 self.restart(keeps_memory=self.keeps_memory)
             self.check()

@@ -222,3 +222,13 @@ def test_a_forbidden_tag_begins_no_thought(folder: Path, plain: dict[int, list[i
     asked = extras(structured_outputs=grammar, bad_words=[[opens]], reasoning="optional")
     listener.step(plan(added=[row(3, PROMPT, range(5), extras=asked)], chunks=[(3, 37)]), 3)
     assert listener.tokens[3][0] in b"abc"
+
+
+def test_skipped_tokens_count_by_their_number() -> None:
+    """A row without extras has these parameters if the ranks are on several machines."""
+    added = row(0, range(7, 10), [0], num_computed_tokens=2)
+    added.num_skipped = 2
+    one = ProcessedRow(added, VOCAB_SIZE, is_deferred=True)
+    assert one.numbers()["num_given"] == 5
+    assert one.follows(4, -1)
+    assert not one.follows(2, -1)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from penstock.kernels.layouts import step as layout
 from penstock.kernels.layouts.forward_batch import BatchShape
@@ -32,6 +33,27 @@ def test_a_chunk_of_one_token_is_a_row_that_decodes() -> None:
     step, sampled = run(batch, plan(chunks=[(3, 3)]))
     assert step.input_ids[-3:].tolist() == [31, 32, 33]
     assert sampled.slots == [0, 1, 2, 3]
+
+
+def test_computed_tokens_may_be_skipped() -> None:
+    for num_skipped in range(4):
+        batch = Batch()
+        one = row(1, range(10 + num_skipped, 16), [1, 9], num_computed_tokens=3)
+        one.num_skipped = num_skipped
+        step, sampled = run(batch, plan(added=[one], chunks=[(1, 2)]))
+        assert (step.input_ids.tolist(), step.positions.tolist()) == ([13, 14], [3, 4])
+        assert sampled.slots == []
+        step, sampled = run(batch, plan(chunks=[(1, 1)]))
+        assert (step.input_ids.tolist(), step.positions.tolist()) == ([15], [5])
+        assert sampled.slots == [1]
+
+
+@pytest.mark.parametrize("num_skipped", [-1, 4, 1 << 40])
+def test_other_tokens_may_not(num_skipped: int) -> None:
+    one = row(1, range(10, 16), [1, 9], num_computed_tokens=3)
+    one.num_skipped = num_skipped
+    with pytest.raises(ValueError, match=f"slot 1: got 3 computed of .* {num_skipped} skipped"):
+        Batch().apply(plan(added=[one]))
 
 
 def test_only_a_row_with_a_sampled_token_follows_the_last_step() -> None:

@@ -31,7 +31,8 @@ def test_a_row_continues_with_its_last_token_and_its_blocks() -> None:
     plan = sim.send()
     assert plan and (plan.epoch, plan.step, plan.removed) == (2, 0, b"")
     [row] = plan.added
-    assert (len(unpack(row.token_ids)), row.num_computed_tokens) == (known, known - 1)
+    assert list(unpack(row.token_ids)) == sequence.token_ids[known - 1 :]
+    assert row.num_skipped == row.num_computed_tokens == known - 1
     assert list(unpack(plan.chunks)) == [row.slot, 1]
     sim.run()
     assert sim.scheduler.num_recomputed_tokens == sim.scheduler.num_preemptions + 1 == 1

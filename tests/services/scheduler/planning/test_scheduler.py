@@ -108,7 +108,7 @@ def test_preempted_is_admitted_again_when_none_of_its_steps_is_in_flight() -> No
     assert sequence.status is Status.WAITING
     sim.receive()
     plan = sim.send()
-    assert plan and len(unpack(plan.added[0].token_ids)) == 5 + 2  # both tokens are kept
+    assert plan and list(unpack(plan.added[0].token_ids)) == sequence.token_ids[4:7]
     sim.run()
 
 
@@ -249,9 +249,17 @@ def test_row_of_a_sequence() -> None:
     sequence.slot, sequence.block_table, sequence.num_planned_tokens = 3, [8, 9], 2
     row = row_of(sequence)
     assert (row.slot, row.num_computed_tokens) == (3, 2)
-    assert (row.token_ids, row.block_ids) == (pack([5, 6, 7]), pack([8, 9]))
+    assert (row.token_ids, row.num_skipped, row.block_ids) == (pack([7]), 2, pack([8, 9]))
     assert row.sampling == {"temperature": 0.5, "top_p": 0.9, "min_p": 0.1}
     assert row.seed == -(2**63)
+
+
+def test_a_row_with_extras_has_all_tokens() -> None:
+    sequence = make_sequence((5, 6), (7,), presence_penalty=1.0)
+    sequence.slot, sequence.block_table, sequence.num_planned_tokens = 3, [8, 9], 2
+    row = row_of(sequence)
+    assert row.extras
+    assert (row.token_ids, row.num_skipped) == (pack([5, 6, 7]), 0)
 
 
 def test_seed_follows_from_the_request_id() -> None:
