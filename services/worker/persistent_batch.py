@@ -58,7 +58,7 @@ class Changes(NamedTuple):
         for slot in slots.tolist():
             self.parameters.pop(slot, None)
         entries = [appended.reshape(-1, APPENDED) for appended in self.appended]
-        self.appended[:] = [entry[~np.isin(entry[:, 0], slots)].ravel() for entry in entries]
+        self.appended[:] = [entry[(entry[:, :1] != slots).all(1)].ravel() for entry in entries]
 
 
 def make_record(num_rows: int, changes: Changes, token_ids: list[Record]) -> tuple[Record, Record]:
@@ -369,7 +369,8 @@ class PersistentBatch:
         num_tokens = skipped + len(given)
         if not 0 <= slot < len(self._active) or self._active[slot]:
             raise ValueError(f"slot: got {slot}, expected a free slot below {len(self._active)}")
-        if not 0 <= skipped <= num_computed < num_tokens <= len(block_ids) * self.block_size:
+        room = len(block_ids) * self.block_size
+        if not 0 <= skipped <= num_computed < num_tokens <= room or (skipped and row.extras):
             raise ValueError(
                 f"slot {slot}: got {num_computed} computed of {num_tokens} tokens, {skipped} "
                 f"skipped, expected fewer, and room in {len(block_ids)} blocks of {self.block_size}"

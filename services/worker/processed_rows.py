@@ -196,8 +196,7 @@ class LogitsChanges:
                 self.state.occurrences[slot].zero_()
                 token_ids, some = row.occurrences()
                 own = (token_ids >= self._start) & (token_ids < self._stop)
-                begin = slot * (self._stop - self._start) - self._start
-                where.append(token_ids[own] + begin)
+                where.append(token_ids[own] + slot * (self._stop - self._start) - self._start)
                 summands.append(some[own])
         if where:
             (index,) = integers_to_device([np.concatenate(where)], self._device)

@@ -141,6 +141,8 @@ POOLED = StreamOpened(2, INNER_ID, 0, b"", b"", finish_reason="stop", pooled=byt
 NUMBERS = {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 0.5}
 ROW = RowAdded(0, pack(PROMPT), pack([0]), 0, NUMBERS, 3, EXTRAS)
 
+CONTINUED = RowAdded(1, pack(PROMPT[2:]), pack([0]), 3, NUMBERS, num_skipped=2)
+
 MESSAGES: dict[str, list[Struct]] = {
     "Request": [
         GenerateRequest(prompt="17+25=", max_tokens=4),
@@ -218,7 +220,7 @@ MESSAGES: dict[str, list[Struct]] = {
     "ToWorker": [
         WorkerAssignment(1, "g", 0, 1, "tcp://127.0.0.1:1"),
         WorkerExit("no"),
-        BatchPlan(1, 2, pack([3]), [ROW], pack([4]), pack([0, 6])),
+        BatchPlan(1, 2, pack([3]), [ROW, CONTINUED], pack([4]), pack([0, 6])),
         CopyBlocks(1, pack([3, 0]), pack([4, -1])),
         FolderRequest(1, [b"hash"], pack([0]), [b"other"], True),
         CompileGrammars(1, [(1, StructuredOutputs(regex="[0-9]+"))], [2]),

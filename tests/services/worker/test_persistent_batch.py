@@ -179,7 +179,7 @@ def test_refuses_a_plan_that_can_not_be(batch: Batch) -> None:
         "slot: got 0, expected a free slot below 8": plan(added=[row(0, [1], [1])]),
         "slot: got 8, expected a free slot below 8": plan(added=[row(8, [1], [1])]),
         "slot 1: got 2 computed of 2 tokens, 0 skipped": plan(added=[row(1, [1, 2], [1], 2)]),
-        "of 5 tokens, 0 skipped, expected fewer, and room in 1 blocks of 4": plan(
+        "slot 1: got 0 computed of 5 tokens, 0 skipped, expected fewer, and room in 1 blocks": plan(
             added=[row(1, range(5), [1])]
         ),
         "sampling: got heat, expected seed, temperature": plan(added=[row(1, [1], [1], heat=1)]),

@@ -9,6 +9,7 @@ from penstock.kernels.layouts import step as layout
 from penstock.kernels.layouts.forward_batch import BatchShape
 from penstock.kernels.layouts.states import pack_states
 from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import RowExtras
 from penstock.services.worker.persistent_batch import PersistentBatch
 from tests.services.worker.device_batch import Batch, run
 from tests.services.worker.driver import Driver, make_runner
@@ -53,6 +54,14 @@ def test_other_tokens_may_not(num_skipped: int) -> None:
     one = row(1, range(10, 16), [1, 9], num_computed_tokens=3)
     one.num_skipped = num_skipped
     with pytest.raises(ValueError, match=f"slot 1: got 3 computed of .* {num_skipped} skipped"):
+        Batch().apply(plan(added=[one]))
+
+
+def test_extras_need_all_tokens() -> None:
+    one = row(1, range(10, 16), [1, 9], num_computed_tokens=3, extras=RowExtras(4))
+    Batch().apply(plan(added=[one]))
+    one.num_skipped = 1
+    with pytest.raises(ValueError, match="slot 1: got 3 computed of 7 tokens, 1 skipped"):
         Batch().apply(plan(added=[one]))
 
 

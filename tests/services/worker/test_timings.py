@@ -53,8 +53,11 @@ def test_a_trace_outlives_the_run_folder(tmp_path: Path, monkeypatch: pytest.Mon
 FIRST_REQUESTS = """
 import sys
 from penstock.protocol.config import Config
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import BatchPlan, RowAdded
 from penstock.protocol.messages.sampling import SamplingParams
 from penstock.protocol.messages.structured import StructuredOutputs
+from penstock.services.worker.persistent_batch import PersistentBatch
 from penstock.services.worker.timings import IdleTimes
 from tests.engine import Engine
 
@@ -66,6 +69,12 @@ for number, fields in enumerate(kinds):
     sampling = SamplingParams(max_tokens=3, ignore_eos=True, **fields)
     engine.add(str(number), [1, 2, 3], sampling)
 engine.run()
+batch, slots = PersistentBatch(256, 1, 4, 256, 100), range(0, 260, 20)
+rows = [RowAdded(slot, pack([1]), pack([slot]), 0) for slot in slots]
+batch.apply(BatchPlan(1, 0, added=rows[:-1]))
+batch.advance(pack(number for slot in slots[:-1] for number in (slot, 1)))
+batch.apply(BatchPlan(1, 1, added=rows[-1:]))
+batch.apply(BatchPlan(1, 2, removed=pack(slots)))
 idle_times._microseconds.append(1.0)
 assert idle_times.percentiles() == (1.0, 1.0)
 print(sorted(set(sys.modules) - loaded))
