@@ -276,7 +276,7 @@ def _kv_bytes(rank: Rank, model: Model, make: Callable[[int], ModelRunner]) -> f
     torch.cuda.empty_cache()  # small buffers would keep large segments from the KV cache
     trial = make(1)
     shapes = graph_shapes(config, model, rank.num_positions)
-    most = max((shape.num_tokens for shape in shapes), default=config.max_num_batched_tokens)
+    most = max((shape.num_tokens for shape in shapes), default=1)
     of_graphs = replace(config, max_num_batched_tokens=most)
     sizes = rank.num_positions, rank.attention.block_size
     plans = [worst_case_plan(of_graphs, *sizes), worst_case_plan(config, *sizes)]

@@ -124,8 +124,8 @@ def free_gpu_bytes(
 ) -> int:
     """Return the bytes that remain for the KV cache on a GPU.
 
-    worst_cases: functions that run the largest steps. The first is the largest that may have a CUDA
-    graph; graphs have their own memory.
+    worst_cases: functions that run the largest steps. The first is the largest with a CUDA graph,
+    since graphs have their own memory; a single token if there are no graphs.
     utilization: fraction of the GPU's memory that all processes together may use.
     has_standby: whether a standby worker will share weights and KV cache.
     """

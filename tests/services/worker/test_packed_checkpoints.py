@@ -82,7 +82,7 @@ def test_packed_weights_have_the_graphs_of_their_numbers(
     wide = tmp_path_factory.mktemp("wide")
     save_checkpoint(wide, hidden_size=128, intermediate_size=192)
     models = loaded_model(awq_model), loaded_model(wide)
-    num_weights = sum(one.numel() for one in models[1].model.layers.parameters())
+    num_weights = sum(weight.numel() for weight in models[1].model.layers.parameters())
     monkeypatch.setattr(cuda_graphs, "LAUNCH_FLOPS", 2 * 1000 * num_weights)
     shapes = []
     for model in models:

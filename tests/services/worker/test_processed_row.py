@@ -228,7 +228,7 @@ def test_skipped_tokens_count_by_their_number() -> None:
     """A row without extras has these parameters if the ranks are on several machines."""
     added = row(0, range(7, 10), [0], num_computed_tokens=2)
     added.num_skipped = 2
-    one = ProcessedRow(added, VOCAB_SIZE, is_deferred=True)
-    assert one.numbers()["num_given"] == 5
-    assert one.follows(4, -1)
-    assert not one.follows(2, -1)
+    deferred = ProcessedRow(added, VOCAB_SIZE, is_deferred=True)
+    assert deferred.numbers()["num_given"] == 5
+    assert deferred.follows(4, -1)
+    assert not deferred.follows(2, -1)

@@ -39,9 +39,9 @@ def test_a_chunk_of_one_token_is_a_row_that_decodes() -> None:
 def test_computed_tokens_may_be_skipped() -> None:
     for num_skipped in range(4):
         batch = Batch()
-        one = row(1, range(10 + num_skipped, 16), [1, 9], num_computed_tokens=3)
-        one.num_skipped = num_skipped
-        step, sampled = run(batch, plan(added=[one], chunks=[(1, 2)]))
+        added = row(1, range(10 + num_skipped, 16), [1, 9], num_computed_tokens=3)
+        added.num_skipped = num_skipped
+        step, sampled = run(batch, plan(added=[added], chunks=[(1, 2)]))
         assert (step.input_ids.tolist(), step.positions.tolist()) == ([13, 14], [3, 4])
         assert sampled.slots == []
         step, sampled = run(batch, plan(chunks=[(1, 1)]))
@@ -51,18 +51,18 @@ def test_computed_tokens_may_be_skipped() -> None:
 
 @pytest.mark.parametrize("num_skipped", [-1, 4, 1 << 40])
 def test_other_tokens_may_not(num_skipped: int) -> None:
-    one = row(1, range(10, 16), [1, 9], num_computed_tokens=3)
-    one.num_skipped = num_skipped
+    added = row(1, range(10, 16), [1, 9], num_computed_tokens=3)
+    added.num_skipped = num_skipped
     with pytest.raises(ValueError, match=f"slot 1: got 3 computed of .* {num_skipped} skipped"):
-        Batch().apply(plan(added=[one]))
+        Batch().apply(plan(added=[added]))
 
 
 def test_extras_need_all_tokens() -> None:
-    one = row(1, range(10, 16), [1, 9], num_computed_tokens=3, extras=RowExtras(4))
-    Batch().apply(plan(added=[one]))
-    one.num_skipped = 1
+    added = row(1, range(10, 16), [1, 9], num_computed_tokens=3, extras=RowExtras(4))
+    Batch().apply(plan(added=[added]))
+    added.num_skipped = 1
     with pytest.raises(ValueError, match="slot 1: got 3 computed of 7 tokens, 1 skipped"):
-        Batch().apply(plan(added=[one]))
+        Batch().apply(plan(added=[added]))
 
 
 def test_only_a_row_with_a_sampled_token_follows_the_last_step() -> None:
