@@ -179,9 +179,8 @@ def test_refuses_a_plan_that_can_not_be(batch: Batch) -> None:
         "slot: got 0, expected a free slot below 8": plan(added=[row(0, [1], [1])]),
         "slot: got 8, expected a free slot below 8": plan(added=[row(8, [1], [1])]),
         "slot 1: got 2 computed of 2 tokens, 0 skipped": plan(added=[row(1, [1, 2], [1], 2)]),
-        "slot 1: got 0 computed of 5 tokens, 0 skipped, expected fewer, and room in 1 blocks": plan(
-            added=[row(1, range(5), [1])]
-        ),
+        "slot 1: got 0 computed of 5 tokens, 0 skipped, "
+        "expected fewer, and room in 1 blocks of 4": plan(added=[row(1, range(5), [1])]),
         "sampling: got heat, expected seed, temperature": plan(added=[row(1, [1], [1], heat=1)]),
         "token id of slot 2: got 100, expected 0 to 99": plan(added=[row(2, [100], [1])]),
         "token id of slot 3: got -1": plan(added=[row(3, [-1], [1])]),
