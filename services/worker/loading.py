@@ -227,14 +227,10 @@ def _make_runner(rank: Rank, model: Model, grammars: Grammars | None) -> ModelRu
         vocab_size = rank.model_config.vocab_size
         sizes = rank.max_blocks, layout.block_size, num_blocks, vocab_size, num_state_blocks
         batch = PersistentBatch(config.max_num_seqs, *sizes)
-        memory_of_states = None
-        if states.block_bytes:
-            memory_of_states = states.allocate(
-                num_state_blocks,
-                region.memory[num_blocks * layout.block_bytes :]
-                if region
-                else zeros((states.num_bytes(num_state_blocks),), torch.uint8, rank.device),
-            )
+        if region:
+            rest = region.memory[num_blocks * layout.block_bytes :]
+        else:
+            rest = zeros((states.num_bytes(num_state_blocks),), torch.uint8, rank.device)
         return ModelRunner(
             model,
             batch,
@@ -243,14 +239,16 @@ def _make_runner(rank: Rank, model: Model, grammars: Grammars | None) -> ModelRu
             grammars,
             memory_id=region.manifest.number if region else 0,
             take_over=memory.take_over,
-            states=memory_of_states,
+            states=states.allocate(num_state_blocks, rest) if states.block_bytes else None,
             max_drafts=config.num_speculative_tokens,
         )
 
     if kept:
         return make(kept.manifest.num_blocks, kept.manifest.num_state_blocks, kept)
     num_blocks = rank.assignment.num_blocks or config.num_blocks
-    num_bytes = math.inf if num_blocks else _kv_bytes(rank, model, make)
+    num_bytes = math.inf
+    if not num_blocks:
+        num_bytes = _kv_bytes(rank, model, make, layout.block_bytes + states.num_bytes(0))
     num_state_blocks = rank.assignment.num_state_blocks or states.num_fitting_blocks(
         config.max_num_seqs, num_bytes
     )
@@ -265,10 +263,13 @@ def _make_runner(rank: Rank, model: Model, grammars: Grammars | None) -> ModelRu
     return make(num_blocks, num_state_blocks, new.region)
 
 
-def _kv_bytes(rank: Rank, model: Model, make: Callable[[int], ModelRunner]) -> float:
+def _kv_bytes(
+    rank: Rank, model: Model, make: Callable[[int], ModelRunner], trial_bytes: int
+) -> float:
     """Return the size of the KV cache: the configured size, or the free memory of a GPU.
 
     make: makes a runner with a number of blocks, to measure the memory of its largest steps.
+    trial_bytes: size of the KV cache and states of such a runner with a single block.
     """
     config = rank.config
     if config.kv_cache_gib or rank.device.type == "cpu":
@@ -284,12 +285,16 @@ def _kv_bytes(rank: Rank, model: Model, make: Callable[[int], ModelRunner]) -> f
         plans.append(worst_case_plan(config, *sizes, with_extras=True))
     for plan in plans:
         plan.num_drafts = min(1, trial.max_drafts)
-    return free_gpu_bytes(
+    num_bytes = free_gpu_bytes(
         [partial(_run_alone, trial, plan) for plan in plans],
         config.gpu_memory_utilization,
         rank.device,
+        trial_bytes=trial_bytes,
         has_standby=rank.memory.lasts and config.spare_workers >= config.tp,
     )
+    del trial
+    torch.cuda.empty_cache()  # else torch would keep the memory of its states
+    return num_bytes
 
 
 def _run_alone(runner: ModelRunner, plan: BatchPlan) -> None:

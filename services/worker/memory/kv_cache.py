@@ -83,24 +83,16 @@ class KVLayout(NamedTuple):
         self, num_blocks: int, device: torch.device, region: Region | None = None
     ) -> KVMemory:
         """Return a rank's KV cache, in `region` or in new memory filled with zeros."""
-        log.info(
-            "KV cache: %d blocks of %d tokens, %.2f GiB",
-            num_blocks,
-            self.block_size,
-            num_blocks * self.block_bytes / 2**30,
-        )
+        gib = num_blocks * self.block_bytes / 2**30
+        log.info("KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, self.block_size, gib)
         block_size, num_kv_heads, head_dim = self.block_shape
         size = (len(self.architecture.kv_layers), 2, num_blocks)
-        values = (*size, block_size, num_kv_heads, head_dim)
-        kv = region.view(0, values, self.dtype) if region else zeros(values, self.dtype, device)
+        values = (*size, block_size, num_kv_heads, head_dim), self.dtype
+        kv = region.view(0, *values) if region else zeros(*values, device)
         if self.dtype != FP8:
             return KVMemory(kv, None)
-        scale_shape = (*size, num_kv_heads, block_size)
-        if region:
-            scales = region.view(kv.nbytes, scale_shape, torch.float32)
-        else:
-            scales = zeros(scale_shape, torch.float32, device)
-        return KVMemory(kv, scales)
+        scales = (*size, num_kv_heads, block_size), torch.float32
+        return KVMemory(kv, region.view(kv.nbytes, *scales) if region else zeros(*scales, device))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -120,6 +112,7 @@ def free_gpu_bytes(
     utilization: float,
     device: torch.device,
     *,
+    trial_bytes: int,
     has_standby: bool,
 ) -> int:
     """Return the bytes that remain for the KV cache on a GPU.
@@ -127,6 +120,7 @@ def free_gpu_bytes(
     worst_cases: functions that run the largest steps. The first is the largest with a CUDA graph,
     since graphs have their own memory; a single token if there are no graphs.
     utilization: fraction of the GPU's memory that all processes together may use.
+    trial_bytes: size of the KV cache and states with which these steps run.
     has_standby: whether a standby worker will share weights and KV cache.
     """
     before = torch.cuda.memory_allocated(device)
@@ -138,12 +132,12 @@ def free_gpu_bytes(
         peaks.append(torch.cuda.max_memory_allocated(device) - before)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    used = total - free
+    used = total - free - trial_bytes
     log.info("the largest step takes %.2f GiB in addition to the weights", max(peaks) / 2**30)
     # a peak for the CUDA graphs' pool, and a peak for eager steps and the logits processor
     steps = peaks[0] + max(peaks)
-    # `before` is the size of the steps' buffers: torch has not allocated the weights
-    standby = has_standby * (STANDBY_BYTES + before + steps)
+    # torch has not allocated the weights: the rest of `before` are the steps' buffers
+    standby = has_standby * (STANDBY_BYTES + before - trial_bytes + steps)
     if has_standby:
         log.info("the standby worker has %.2f GiB", standby / 2**30)
     size = this_device().memory_bytes or total
