@@ -194,6 +194,16 @@ def sort(
 
 
 @triton.jit
+def _add_product(acc, x, weight):
+    """Return acc + x @ weight.T; tensor cores, which take 16 rows, are slower for a single one."""
+    if x.shape[0] == 1:
+        acc += tl.sum(x.to(tl.float32) * weight.to(tl.float32), 1)[None, :]
+    else:
+        acc = tl.dot(x, operand(weight, x.dtype).T, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def _multiply_tile(
     x, sources, expert, begin, end, weight, scale, out, column, N, K,
     SWIGLU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -226,9 +236,9 @@ def _multiply_tile(
             up = weight_tile(up_at, inside, scale, up_row, first, K, EVEN, BLOCKS, BK, 1)
         # x after the weights, whose addresses do not wait for `sources`
         x_tile = tl.load(x_at + first, exists[:, None] if EVEN else exists[:, None] & inside, 0.0)
-        acc = tl.dot(x_tile, operand(gate, x_tile.dtype).T, acc, input_precision="ieee")
+        acc = _add_product(acc, x_tile, gate)
         if SWIGLU:
-            acc_up = tl.dot(x_tile, operand(up, x_tile.dtype).T, acc_up, input_precision="ieee")
+            acc_up = _add_product(acc_up, x_tile, up)
     if scale is not None and not BLOCKS:
         scale_at = scale + first_row + tl.minimum(column, N - 1)
         acc *= tl.load(scale_at)[None, :]
@@ -311,10 +321,13 @@ class MoeTuning(NamedTuple):
     bm: int  # (token, expert) pairs in a tile
     gate_up: GemmTile
     down: GemmTile
+    gate_bm: int = 0  # of gate and up, if it differs
 
 
 # for 16-bit weights if wider tiles would leave SMs idle
 NARROW = MoeTuning(16, GemmTile(16, 128, 2, 4), GemmTile(32, 128, 2, 3))
+# gate and up of a single token's pairs, in 16 bits
+ONE = GemmTile(4, 2048, 4, 1)
 # (maximum average pairs per expert, tile sizes)
 TUNINGS = (
     (8, MoeTuning(16, GemmTile(32, 128, 4, 3), GemmTile(32, 256, 4, 3))),
@@ -490,8 +503,10 @@ def experts(
     if tuning is None:
         is_fp8 = isinstance(down, Quantized)
         tuning = choose_tuning(num_tokens * per_token, logits.shape[1], down.shape[2], is_fp8)
+        if num_tokens == 1 and not is_fp8 and not is_deterministic():
+            tuning = tuning._replace(gate_bm=1, gate_up=ONE)
     routing = sort_by_expert(logits, top_k, normalize, first, len(down), tuning.bm, shared)
-    activated = grouped(x, routing, gate_up, True, tuning.bm, tuning.gate_up)
+    activated = grouped(x, routing, gate_up, True, tuning.gate_bm or tuning.bm, tuning.gate_up)
     outputs = grouped(activated, routing, down, False, tuning.bm, tuning.down)
     combine[(num_tokens, triton.cdiv(hidden_size, COMBINED))](
         outputs, routing.weights, routing.places, residual, out, hidden_size,

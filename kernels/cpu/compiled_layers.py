@@ -182,8 +182,7 @@ class CompiledLayers:
         check_tensor("weight", weight, (-1, self._shape.hidden), self._embedding_dtype)
         check_contiguous("weight", weight)
         out = torch.empty(len(token_ids), self._shape.hidden)
-        addresses = [tensor.data_ptr() for tensor in (token_ids, weight, out)]
-        self.call_embed(addresses, len(token_ids))
+        self.call_embed([tensor.data_ptr() for tensor in (token_ids, weight, out)], len(token_ids))
         return out
 
     def call_embed(self, addresses: Sequence[int], number: int) -> None:

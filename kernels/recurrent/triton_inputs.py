@@ -64,8 +64,7 @@ def prepare(
     check_tensor("conv_weight", conv_weight, (channels, TAPS), qkv.dtype)
     shape, num_tokens, narrow = batch.shape, len(qkv), None
     if shape.num_tiles:
-        columns = 2 * num_key_heads * size
-        narrow = recurrent.new_empty(num_tokens, columns, dtype=torch.float16)
+        narrow = recurrent.new_empty(num_tokens, 2 * num_key_heads * size, dtype=torch.float16)
     num_slots = num_tokens + shape.num_rows * window
     vectors = recurrent.new_empty(num_slots, channels)
     out = Inputs(vectors, recurrent.new_empty(num_slots, num_heads, 2), narrow)

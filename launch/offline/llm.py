@@ -89,8 +89,7 @@ class LLM:
         fields = _config_fields(options | {"model": str(model), "tp": tensor_parallel_size})
         with contextlib.ExitStack() as stack:
             self.config = stack.enter_context(target(fields, "llm", OWN_DEFAULTS))
-            client = LocalClient(self.config.endpoint, self.config.name)
-            self._client = stack.enter_context(client)
+            self._client = stack.enter_context(LocalClient(self.config.endpoint, self.config.name))
             self._end = weakref.finalize(self, stack.pop_all().close)
         self._numbers = itertools.count()
         num_running = self.config.max_running

@@ -40,8 +40,7 @@ class FixedNetwork(Context):
     def bind_socket(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
         """Bind like `Context.bind_socket`, with names bound to free ports of `host`."""
         if endpoint.startswith(CLUSTER):
-            tcp = bind_tcp(socket, self.host, self._folder)
-            self.fixed[endpoint.removeprefix(CLUSTER)] = tcp
+            self.fixed[endpoint.removeprefix(CLUSTER)] = bind_tcp(socket, self.host, self._folder)
         else:
             super().bind_socket(socket, endpoint)
 

@@ -195,8 +195,7 @@ class AsyncClient:
 
     async def tokenize(self, prompt: str | list[int] | None = None, **fields: Any) -> TokenizeReply:
         """Return the token ids of a prompt. `fields`: as in TokenizePromptRequest."""
-        question = TokenizePromptRequest(prompt=prompt, **fields)
-        return await self._wait_for(question, TokenizeReply)
+        return await self._wait_for(TokenizePromptRequest(prompt=prompt, **fields), TokenizeReply)
 
     async def detokenize(self, token_ids: list[int], **fields: Any) -> str:
         """Return the text of token ids, with special tokens. `fields`: as in DetokenizeRequest."""

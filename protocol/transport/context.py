@@ -94,8 +94,7 @@ class Authenticator:
         """Answer every waiting query of libzmq. A refused client gets no reason."""
         for frames in self.channel.receive_frames():
             version, number, domain, address, _, _, key = (frame.bytes for frame in frames)
-            accepted = self._admits(domain, z85.encode(key), address)
-            status = b"200" if accepted else b"400"
+            status = b"200" if self._admits(domain, z85.encode(key), address) else b"400"
             user = z85.encode(key)  # libzmq adds the user to each message, as `User-Id`
             self.channel.try_send([version, number, status, b"", user, b""])
 

@@ -210,8 +210,7 @@ def take_incarnation(folder: Path) -> int:
     """
     if given := os.environ.get(INCARNATION_VARIABLE):
         return int(given)
-    path = folder / COUNTER_FILE
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    file = os.open(folder / COUNTER_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         number = int(os.pread(file, 20, 0) or 0) + 1

@@ -35,8 +35,7 @@ class TokenizerProcess:
     def __init__(self, process: Process) -> None:
         self.name = process.name
         config = process.config
-        model = read_model_config(config.model_folder)
-        max_model_len = model.context(config.max_model_len)
+        max_model_len = read_model_config(config.model_folder).context(config.max_model_len)
         self.tokenizer = Tokenizer(config.model_folder, max_model_len, config.template_defaults)
         context, endpoints = process.context, process.endpoints
         self.gateway = context.connect(

@@ -134,8 +134,7 @@ class Drafter:
     def propose(self, num_rows: int) -> None:
         """Draft the likeliest token after the next one of each row."""
         model, rows = self._model, self._rows
-        logits = model.compute_logits(rows.hidden[:num_rows], norm=model.mtp.norm)
-        drafts = likeliest(model, logits)
+        drafts = likeliest(model, model.compute_logits(rows.hidden[:num_rows], norm=model.mtp.norm))
         rows.token_ids[:num_rows] = drafts
         self._drafts[:num_rows].index_copy_(1, self._number, drafts[:, None])
         self._number += 1

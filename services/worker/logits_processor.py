@@ -96,8 +96,7 @@ def _logits_of_labels(
     )
     logits = model.head.join(computed.logits[order])
     if logits is not None:
-        chosen = logits.gather(1, ids.view(-1, MAX_LABELS))
-        yield partial(_probabilities, poolings, to_host(chosen))
+        yield partial(_probabilities, poolings, to_host(logits.gather(1, ids.view(-1, MAX_LABELS))))
 
 
 def _embeddings(

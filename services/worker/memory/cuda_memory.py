@@ -35,8 +35,7 @@ class _Access(ctypes.Structure):
 
 def allocate(num_bytes: int, device: torch.device) -> tuple[Tensor, int]:
     """Return new uninitialized memory, uint8 [num_bytes], and its descriptor. Raises OSError."""
-    location = _Location(_DEVICE, device.index)
-    properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, location)
+    properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_DEVICE, device.index))
     handle, descriptor = _U64(), ctypes.c_int(-1)
     torch.cuda.synchronize(device)  # makes the device's context current
     size = _padded(num_bytes, properties)

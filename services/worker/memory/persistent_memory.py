@@ -164,8 +164,7 @@ class PersistentMemory:
             return None
         number = 1 + secrets.randbits(53)
         manifest = Manifest(self._digest(kind, facts), number, num_bytes)
-        keep = self._client.keep
-        return NewRegion(Region(memory, manifest), self._name(kind), descriptor, keep)
+        return NewRegion(Region(memory, manifest), self._name(kind), descriptor, self._client.keep)
 
     def _name(self, kind: str) -> str:
         return f"{kind}.{self._place}"

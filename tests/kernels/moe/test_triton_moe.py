@@ -169,11 +169,16 @@ def test_small_experts_in_8_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tokens", "tuning"),
-    [(1, SMALL), (20, UNEVEN), on_gpu(70, SMALL), on_gpu(70, UNEVEN)],
+    ("tokens", "tuning", "hidden"),
+    [
+        *((1, SMALL, 40), (20, UNEVEN, 40), on_gpu(70, SMALL, 40), on_gpu(70, UNEVEN, 40)),
+        *((1, None, 40), (1, None, moe.ONE.bk)),  # the tiles of a single token
+    ],
 )
-def test_small_experts(tokens: int, tuning: MoeTuning, device: str, dtype: torch.dtype) -> None:
-    x, logits, gate_up, down = operands(tokens, 6, 40, 24)
+def test_small_experts(
+    tokens: int, tuning: MoeTuning | None, hidden: int, device: str, dtype: torch.dtype
+) -> None:
+    x, logits, gate_up, down = operands(tokens, 6, hidden, 24)
     for first, normalize, add, shared in (
         *((0, True, True, False), (2, False, False, False)),
         *((2, True, True, True), (2, False, False, True)),
