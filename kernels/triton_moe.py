@@ -503,7 +503,7 @@ def experts(
     if tuning is None:
         is_fp8 = isinstance(down, Quantized)
         tuning = choose_tuning(num_tokens * per_token, logits.shape[1], down.shape[2], is_fp8)
-        if num_tokens == 1 and not is_fp8 and not is_deterministic():
+        if num_tokens == 1 and isinstance(gate_up, Tensor) and not is_deterministic():
             tuning = tuning._replace(gate_bm=1, gate_up=ONE)
     routing = sort_by_expert(logits, top_k, normalize, first, len(down), tuning.bm, shared)
     activated = grouped(x, routing, gate_up, True, tuning.gate_bm or tuning.bm, tuning.gate_up)

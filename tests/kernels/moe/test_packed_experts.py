@@ -30,7 +30,7 @@ def stacked(weights: list[Packed]) -> Packed:
         (1, 160, 96, 4, 32, True, False, False),
         (20, 128, 96, 4, 0, False, True, False),
         (3, 128, 64, 8, 64, True, True, False),
-        (5, 128, 64, 4, 64, True, False, True),
+        *((1, 128, 64, 4, 64, True, False, True), (5, 128, 64, 4, 64, True, False, True)),
         on_gpu(1, 2048, 768, 4, 128, True, False, False),
         on_gpu(64, 2048, 768, 4, 128, False, False, False),
         on_gpu(2048, 2048, 768, 4, 128, True, True, False),
