@@ -321,12 +321,12 @@ class MoeTuning(NamedTuple):
     bm: int  # (token, expert) pairs in a tile
     gate_up: GemmTile
     down: GemmTile
-    gate_bm: int = 0  # of gate and up, if it differs
+    gate_bm: int = 0  # 1 for gate and up of a single token, whose tiles have one pair; 0: bm
 
 
 # for 16-bit weights if wider tiles would leave SMs idle
 NARROW = MoeTuning(16, GemmTile(16, 128, 2, 4), GemmTile(32, 128, 2, 3))
-# gate and up of a single token's pairs, in 16 bits
+# gate and up of a single token's pairs, in 16 bits; measured for 2,048 inner features
 ONE = GemmTile(4, 2048, 4, 1)
 # (maximum average pairs per expert, tile sizes)
 TUNINGS = (
@@ -377,6 +377,13 @@ def choose_tuning(
         )
 
     return MoeTuning(tuning.bm, fitting(tuning.gate_up, 2), fitting(tuning.down, 1))
+
+
+def tuning_of_one(tuning: MoeTuning, hidden_size: int) -> MoeTuning:
+    """Return the tile sizes for a single token if gate and up have 16 bits."""
+    if hidden_size > ONE.bk or is_deterministic():
+        return tuning
+    return tuning._replace(gate_bm=1, gate_up=ONE)
 
 
 class Routing(NamedTuple):
@@ -503,8 +510,8 @@ def experts(
     if tuning is None:
         is_fp8 = isinstance(down, Quantized)
         tuning = choose_tuning(num_tokens * per_token, logits.shape[1], down.shape[2], is_fp8)
-        if num_tokens == 1 and isinstance(gate_up, Tensor) and not is_deterministic():
-            tuning = tuning._replace(gate_bm=1, gate_up=ONE)
+        if num_tokens == 1 and isinstance(gate_up, Tensor):
+            tuning = tuning_of_one(tuning, hidden_size)
     routing = sort_by_expert(logits, top_k, normalize, first, len(down), tuning.bm, shared)
     activated = grouped(x, routing, gate_up, True, tuning.gate_bm or tuning.bm, tuning.gate_up)
     outputs = grouped(activated, routing, down, False, tuning.bm, tuning.down)

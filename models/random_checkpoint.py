@@ -179,8 +179,7 @@ def make_checkpoint(
     _save_tokenizer(folder)
     config = read_model_config(folder)
     config = msgspec.structs.replace(config, reads_mtp=config.is_hybrid)
-    tensors = _tensors(config, DTYPES[dtype], quantization)
-    return _save(folder, tensors)
+    return _save(folder, _tensors(config, DTYPES[dtype], quantization))
 
 
 def _tensors(

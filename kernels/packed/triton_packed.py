@@ -435,8 +435,7 @@ def multiply(
     swiglu = kind == "swiglu"
     num_columns = len(weight) // (2 if swiglu else 1)
     if out is None:
-        dtype = torch.float32 if is_logits else x.dtype
-        out = x.new_empty(num_rows, num_columns, dtype=dtype)
+        out = x.new_empty(num_rows, num_columns, dtype=torch.float32 if is_logits else x.dtype)
     ranges = tile.split_k if num_rows > tile.bm else 1
     is_split = tile.split_k > ranges
     partials, counters = workspace(x.device) if is_split else (None, None)

@@ -152,8 +152,7 @@ class Errors:
 
 def _page_endpoint() -> Callable[[Request], Awaitable[Response]]:
     """Return an endpoint for the files of the page, which are read once; `/` is `index.html`."""
-    folder = Path(__file__).parent / "page"
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = {path.name: path.read_bytes() for path in (Path(__file__).parent / "page").iterdir()}
 
     async def answer_file(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")

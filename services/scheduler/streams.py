@@ -172,8 +172,7 @@ class Streams:
 
     def _rebalance(self) -> None:
         """Move sequences away from detokenizers that have more than their share."""
-        num_sequences = sum(len(peer.work) for peer in self.detokenizers)
-        share = -(-num_sequences // len(self.detokenizers))
+        share = -(-sum(len(peer.work) for peer in self.detokenizers) // len(self.detokenizers))
         for peer in self.detokenizers:
             if peer.identity == self._trials.at:
                 continue

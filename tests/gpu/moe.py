@@ -26,6 +26,7 @@ from penstock.kernels.triton_moe import (
     grouped,
     router_logits,
     sort_by_expert,
+    tuning_of_one,
 )
 
 SIZES = {"30B": (2048, 768), "235B": (4096, 1536)}
@@ -83,6 +84,8 @@ def measure(layer: MoeLayer, num_tokens: int) -> None:
     logits = [router_logits(x, layer.router) for x in xs]
     is_fp8 = isinstance(layer.down, Quantized)
     tuning = choose_tuning(num_tokens * TOP_K, NUM_EXPERTS, size, is_fp8)
+    if num_tokens == 1 and not is_fp8:
+        tuning = tuning_of_one(tuning, hidden)
     weights = (layer.gate_up, layer.down)
     layers = [
         partial(
@@ -117,7 +120,7 @@ def products_us(
     routings = [sort_by_expert(one, TOP_K, True, 0, NUM_EXPERTS, tuning.bm) for one in logits]
 
     def gate_up(x: Tensor, routing: Routing) -> Tensor:
-        return grouped(x, routing, layer.gate_up, True, tuning.bm, tuning.gate_up)
+        return grouped(x, routing, layer.gate_up, True, tuning.gate_bm or tuning.bm, tuning.gate_up)
 
     def down(activated: Tensor, routing: Routing) -> Tensor:
         return grouped(activated, routing, layer.down, False, tuning.bm, tuning.down)

@@ -173,6 +173,7 @@ def test_small_experts_in_8_bits(
     [
         *((1, SMALL, 40), (20, UNEVEN, 40), on_gpu(70, SMALL, 40), on_gpu(70, UNEVEN, 40)),
         *((1, None, 40), (1, None, moe.ONE.bk)),  # the tiles of a single token
+        (1, None, moe.ONE.bk + 40),  # which are not for more features
     ],
 )
 def test_small_experts(
@@ -252,6 +253,8 @@ def test_tunings_for_few_and_many() -> None:
     assert [choose_tuning(8 * tokens, 128, 768).bm for tokens in (16, 128, 200, 1000, 8192)] == [
         *(16, 16, 32, 64, 128)
     ]
+    assert moe.tuning_of_one(moe.NARROW, 2048) == (16, moe.ONE, moe.NARROW.down, 1)
+    assert moe.tuning_of_one(moe.NARROW, 4096) == moe.NARROW
     in_fp8 = [choose_tuning(8 * tokens, 128, 768, is_fp8=True).bm for tokens in (1, 200, 8192)]
     assert in_fp8 == [16, 32, 64]
 

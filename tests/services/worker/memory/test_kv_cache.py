@@ -1,5 +1,6 @@
 """The size of the KV cache, and answers out of one in 8 bits."""
 
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -12,7 +13,7 @@ from penstock.models.architecture import describe
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.services.worker.memory.kv_cache import KVLayout
+from penstock.services.worker.memory.kv_cache import STANDBY_BYTES, KVLayout, free_gpu_bytes
 from tests.engine import Engine
 from tests.tools.demo.tasks import TASK_NAMES, Sizes, is_right, make_example
 
@@ -45,6 +46,36 @@ def test_refuses_what_holds_no_block(folder: Path) -> None:
     layout = KVLayout(describe(read_model_config(folder)), 1, 16, torch.float32)
     with pytest.raises(ModelError, match=r"KV cache: got 0\.00 GiB, expected"):
         layout.num_fitting_blocks(1000)
+
+
+@pytest.mark.parametrize("has_standby", [False, True])
+def test_what_the_trial_holds_is_free(has_standby: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 10,000 MB with 1,000 of weights, 70 of buffers, and steps of 20 and 50."""
+    mb, peak = 10**6, 0
+
+    def run(step: int, trial: int) -> None:
+        nonlocal peak
+        peak = (70 + trial + step) * mb
+
+    for trial in (0, 30):
+        stubs = {
+            "memory_allocated": (70 + trial) * mb,
+            "mem_get_info": ((10_000 - 1_070 - trial) * mb, 10_000 * mb),
+            "reset_peak_memory_stats": None,
+            "synchronize": None,
+            "empty_cache": None,
+        }
+        for name, result in stubs.items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: peak)
+        found = free_gpu_bytes(
+            [partial(run, 20, trial), partial(run, 50, trial)],
+            0.9,
+            torch.device("cuda"),
+            trial_bytes=trial * mb,
+            has_standby=has_standby,
+        )
+        assert found == (9_000 - 1_070 - 70) * mb - has_standby * (STANDBY_BYTES + 140 * mb)
 
 
 def answers(*, preempt: bool = False, **options: object) -> tuple[list[list[int]], int]:
