@@ -88,10 +88,7 @@ def _inputs_kernel(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr,
     TILE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Compute one head's queries, keys or values with gates, of a run of tokens.
-
-    A run: window and tokens of a sequence that decodes, or RUN tokens of a chunk after its window.
-    """
+    """Compute one head's queries, keys, or values with gates, of a run (`_tokens_of`)."""
     launch_dependents()
     group, run = tl.program_id(0), tl.program_id(1)
     row, start, begin, num, is_last = _tokens_of(
@@ -103,41 +100,43 @@ def _inputs_kernel(
         return
     read, written = tl.load(read_ptr + row), tl.load(written_ptr + row)
     window = tl.where(start > 0, 0, tl.load(window_lens_ptr + row).to(tl.int32))
-    wait()  # the plan is older: see `penstock.kernels.triton_elementwise.embedding`
     channels: tl.constexpr = (2 * KEY_HEADS + HEADS) * SIZE
     columns = group * SIZE + tl.arange(0, SIZE)
     inputs_ptr += columns
     old_ptr, new_ptr = inputs_ptr + read * (3 * channels), inputs_ptr + written * (3 * channels)
     old_window_ptr = window_ptr + read * (WINDOW * channels) + columns
-    new_window_ptr = window_ptr + (written * WINDOW - window) * channels + columns
     qkv_ptr += (begin - window).to(tl.int64) * qkv_stride + columns
     is_old, decodes, keeps = (start == 0) & (read >= 0), run < num_decode, written >= 0
     is_key, scale = group < 2 * KEY_HEADS, tl.where(group < KEY_HEADS, SIZE**-0.5, 1.0)
-    x0, x1, x2 = _before(start, is_old, qkv_ptr, qkv_stride, old_ptr, channels)
+    head = tl.maximum(group - 2 * KEY_HEADS, 0)
+    # weights, plan and state are older: see `penstock.kernels.triton_elementwise.embedding`
+    w0, w1, w2, w3 = _taps(weight_ptr + columns * 4)
+    rate, bias = -tl.exp(tl.load(a_log_ptr + head)), tl.load(dt_bias_ptr + head)
+    x0, x1, x2 = _add_three(0.0, 0.0, 0.0, old_ptr, channels, is_old)
+    wait()
+    x0, x1, x2 = _add_three(x0, x1, x2, qkv_ptr - 3 * qkv_stride, qkv_stride, start > 0)
     last = window + num - 1
-    x3 = _input(0, last, window, qkv_ptr, qkv_stride, old_window_ptr, channels)
-    x4 = _input(1, last, window, qkv_ptr, qkv_stride, old_window_ptr, channels)
-    x5 = _input(2, last, window, qkv_ptr, qkv_stride, old_window_ptr, channels)
-    x6 = _input(3, last, window, qkv_ptr, qkv_stride, old_window_ptr, channels)
+    x3, x4, x5, x6 = _first_inputs(last, window, qkv_ptr, qkv_stride, old_window_ptr, channels)
     for index in range(window + num):
         x7 = _input(index + 4, last, window, qkv_ptr, qkv_stride, old_window_ptr, channels)
         is_new = index >= window
         slot = (tl.where(is_new, begin - window, num_tokens + row * WINDOW) + index).to(tl.int64)
-        x = _convolve(x0, x1, x2, x3, weight_ptr + columns * 4)
+        if not is_key:
+            _gates(
+                slot, head, index, window, read, written, keeps & decodes, gates_ptr, gates_stride,
+                rate, bias, window_gates_ptr, gates_out_ptr, HEADS, WINDOW,
+            )  # fmt: skip
+        x = tl.fma(x3, w3, tl.fma(x2, w2, tl.fma(x1, w1, x0 * w0)))
+        x /= 1 + tl.exp(-x)
         if is_key:
             x *= 1 / tl.sqrt(tl.sum(x * x) + EPSILON) * scale
         tl.store(vectors_ptr + slot * channels + columns, x)
         if narrow_ptr is not None:
             to_ptr = narrow_ptr + slot * (2 * KEY_HEADS * SIZE) + columns
             tl.store(to_ptr, x.to(tl.float16), is_key & is_new & ~decodes)
-        tl.store(new_window_ptr + index * channels, x3, keeps & decodes & is_new)
+        kept_ptr = window_ptr + (written * WINDOW - window + index) * channels + columns
+        tl.store(kept_ptr, x3, keeps & decodes & is_new)
         _keep(new_ptr, x0, x1, x2, channels, keeps & decodes & (index == window))
-        if not is_key:
-            _gates(
-                slot, group - 2 * KEY_HEADS, index, window, read, written, keeps & decodes,
-                gates_ptr, gates_stride, a_log_ptr, dt_bias_ptr, window_gates_ptr, gates_out_ptr,
-                HEADS, WINDOW,
-            )  # fmt: skip
         x0, x1, x2, x3, x4, x5, x6 = x1, x2, x3, x4, x5, x6, x7
     _keep(new_ptr, x0, x1, x2, channels, keeps & is_last)
 
@@ -148,7 +147,10 @@ def _tokens_of(
     first_ptr, last_ptr, TILE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Return a run's row, its place in the row, its first token, the number of its tokens, and
-    True if it ends a chunk of prefill."""
+    True if it ends a chunk of prefill.
+
+    A run: window and tokens of a sequence that decodes, or RUN tokens of a chunk after its window.
+    """
     if run < num_decode:
         num = num_decoding(run, positions_ptr, decode_lens_ptr, written_ptr, first_ptr, last_ptr)
         row, start, begin, is_last = run, 0, run, False
@@ -174,15 +176,27 @@ def num_decoding(row, positions_ptr, decode_lens_ptr, written_ptr, first_ptr, la
 
 
 @triton.jit
-def _before(start, is_old, qkv_ptr, qkv_stride, old_ptr, CHANNELS: tl.constexpr):
-    """Return the three inputs before a run: of the block that is read, or of the step."""
-    x0 = tl.load(qkv_ptr - 3 * qkv_stride, start > 0, 0).to(tl.float32)
-    x1 = tl.load(qkv_ptr - 2 * qkv_stride, start > 0, 0).to(tl.float32)
-    x2 = tl.load(qkv_ptr - qkv_stride, start > 0, 0).to(tl.float32)
-    x0 += tl.load(old_ptr, is_old, 0)
-    x1 += tl.load(old_ptr + CHANNELS, is_old, 0)
-    x2 += tl.load(old_ptr + 2 * CHANNELS, is_old, 0)
-    return x0, x1, x2
+def _taps(ptr):
+    """Return the weights of the convolution, from the oldest input's."""
+    w0, w1 = tl.load(ptr).to(tl.float32), tl.load(ptr + 1).to(tl.float32)
+    return w0, w1, tl.load(ptr + 2).to(tl.float32), tl.load(ptr + 3).to(tl.float32)
+
+
+@triton.jit
+def _add_three(x0, x1, x2, ptr, stride, exist):
+    """Add three inputs, from the oldest, if they exist."""
+    x0 += tl.load(ptr, exist, 0).to(tl.float32)
+    x1 += tl.load(ptr + stride, exist, 0).to(tl.float32)
+    return x0, x1, x2 + tl.load(ptr + 2 * stride, exist, 0).to(tl.float32)
+
+
+@triton.jit
+def _first_inputs(last, window, qkv_ptr, qkv_stride, old_window_ptr, CHANNELS: tl.constexpr):
+    """Return the first four inputs of a run."""
+    x0 = _input(0, last, window, qkv_ptr, qkv_stride, old_window_ptr, CHANNELS)
+    x1 = _input(1, last, window, qkv_ptr, qkv_stride, old_window_ptr, CHANNELS)
+    x2 = _input(2, last, window, qkv_ptr, qkv_stride, old_window_ptr, CHANNELS)
+    return x0, x1, x2, _input(3, last, window, qkv_ptr, qkv_stride, old_window_ptr, CHANNELS)
 
 
 @triton.jit
@@ -202,19 +216,9 @@ def _keep(to_ptr, x0, x1, x2, CHANNELS: tl.constexpr, keeps):
 
 
 @triton.jit
-def _convolve(x0, x1, x2, x3, weight_ptr):
-    """Return SiLU of the convolution."""
-    x = x0 * tl.load(weight_ptr).to(tl.float32)
-    x = tl.fma(x1, tl.load(weight_ptr + 1).to(tl.float32), x)
-    x = tl.fma(x2, tl.load(weight_ptr + 2).to(tl.float32), x)
-    x = tl.fma(x3, tl.load(weight_ptr + 3).to(tl.float32), x)
-    return x / (1 + tl.exp(-x))
-
-
-@triton.jit
 def _gates(
-    slot, head, index, window, read, written, keeps, gates_ptr, gates_stride, a_log_ptr,
-    dt_bias_ptr, window_gates_ptr, out_ptr, HEADS: tl.constexpr, WINDOW: tl.constexpr,
+    slot, head, index, window, read, written, keeps, gates_ptr, gates_stride, rate, bias,
+    window_gates_ptr, out_ptr, HEADS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Write beta and g of a slot: of a token of the step, to be kept, or those of the window."""
     is_new = index >= window
@@ -224,13 +228,13 @@ def _gates(
     if is_new:
         gates_ptr += slot * gates_stride + head
         b, a = tl.load(gates_ptr).to(tl.float32), tl.load(gates_ptr + HEADS).to(tl.float32)
-        a += tl.load(dt_bias_ptr + head)
+        a += bias
         # softplus, also where the exponential is lost in the sum (Kahan's log1p)
         small = tl.exp(-tl.abs(a))
         total = 1 + small
         log = tl.log(total) * (small / tl.where(total == 1, 1, total - 1))
         softplus = tl.maximum(a, 0) + tl.where(total == 1, small, log)
-        beta, g = 1 / (1 + tl.exp(-b)), -tl.exp(tl.load(a_log_ptr + head)) * softplus
+        beta, g = 1 / (1 + tl.exp(-b)), rate * softplus
     tl.store(kept_ptr, beta, keeps & is_new)
     tl.store(kept_ptr + 1, g, keeps & is_new)
     out_ptr += (slot * HEADS + head) * 2
