@@ -25,6 +25,16 @@ from penstock.models.parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from penstock.models.tensor_parallel import TensorParallel
+from penstock.protocol.quantization import WeightFormat
+
+
+def joins_gates(tp: TensorParallel, weight_format: WeightFormat | None) -> bool:
+    """Return True if the gates, which have 16 bits, are computed with queries, keys and values.
+
+    Only on a GPU, where it saves a kernel: the compiled layers of a CPU need other matrices.
+    """
+    return tp.device.type == "cuda" and weight_format is None
 
 
 class DeltaNet(nn.Module):
@@ -36,8 +46,10 @@ class DeltaNet(nn.Module):
         is_joined, out = layer.has("in_proj_qkvz"), layer.pick("out_proj")
         qkvz = layer.pick(*(["in_proj_qkvz"] if is_joined else ["in_proj_qkv", "in_proj_z"]))
         ba = layer.pick(*(["in_proj_ba"] if is_joined else ["in_proj_b", "in_proj_a"]))
-        self.qkvz_proj = ColumnParallelLinear(tp, qkvz, format_of(config, qkvz))
-        self.ba_proj = ColumnParallelLinear(tp, ba)
+        weight_format = format_of(config, qkvz)
+        joined, separate = (ba, []) if joins_gates(tp, weight_format) else ([], ba)
+        self.qkvz_proj = ColumnParallelLinear(tp, qkvz + joined, weight_format)
+        self.ba_proj = ColumnParallelLinear(tp, separate) if separate else None
         self.conv, self.a_log, self.dt_bias = (
             Parameter(tp, layer.pick(name)) for name in ("conv1d", "A_log", "dt_bias")
         )
@@ -45,16 +57,18 @@ class DeltaNet(nn.Module):
         self.out_proj = RowParallelLinear(tp, out, format_of(config, out))
         self.num_key_heads = qkvz[0].axes[0].units_of_rank(self.qkvz_proj.ranks)
         num_channels = len(self.conv.weight)
-        self.sizes = num_channels, sum(self.qkvz_proj.sizes) - num_channels
+        num_gates = 2 * len(self.a_log.weight) if joined else 0
+        num_values = sum(self.qkvz_proj.sizes) - num_channels - num_gates
+        self.sizes = num_channels, num_values, num_gates
 
     def forward(
         self, residual: Tensor, norm: RMSNorm, batch: ForwardBatch, state: Sequence[Tensor]
     ) -> Tensor:
         """Return residual [num_tokens, hidden_size] plus the layer's output for its norm."""
-        qkv, z = self.qkvz_proj(residual, norm).split(self.sizes, 1)
+        qkv, z, gates = self.qkvz_proj(residual, norm).split(self.sizes, 1)
         out = gated_delta_rule(
             qkv,
-            self.ba_proj(residual, norm),
+            self.ba_proj(residual, norm) if self.ba_proj else gates,
             self.conv.weight.squeeze(1),
             self.a_log.weight,
             self.dt_bias.weight,

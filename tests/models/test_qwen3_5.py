@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from penstock.models import qwen3_5
 from penstock.models.weights import load_weights
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from tests.models.checkpoints import change_config, check_tensors
@@ -47,6 +48,21 @@ def test_logits_are_those_of_transformers(tmp_path: Path, size: str, length: int
         assert logits is not None
         limit = 2e-4 if is_exact else TOLERANCE["atol"]
         torch.testing.assert_close(logits, expected, atol=limit, rtol=0.0)
+
+
+@pytest.mark.parametrize("size", ["9B", "Next-80B-A3B"])
+def test_gates_are_computed_with_queries_keys_and_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str
+) -> None:
+    """As on a GPU; their weights are in two tensors, or interleaved in another."""
+    reference = save_hybrid(tmp_path, **shape_of(size))
+    prompts = random_prompts(264, 1, 65)
+    monkeypatch.setattr(qwen3_5, "joins_gates", lambda *_: True)
+    model = load_model(tmp_path, is_compiled=False)
+    assert not any("ba_proj" in name for name, _ in model.named_parameters())
+    logits = prefill_logits(model, prompts)
+    assert logits is not None
+    torch.testing.assert_close(logits, transformers_logits(reference, prompts), **TOLERANCE)
 
 
 @pytest.mark.parametrize("size", ["9B", "35B-A3B", "Next-80B-A3B"])
