@@ -24,7 +24,7 @@ from penstock.kernels.back_ends import CHOSEN, is_deterministic
 from penstock.kernels.device import Device, this_device
 from penstock.kernels.linear.small_m_gemm import Product, choose, launch
 from penstock.kernels.linear.tile_sizes import MAX_ROWS, GemmConfig
-from penstock.kernels.linear.triton_small_m_gemm import operand, weight_tile
+from penstock.kernels.linear.triton_small_m_gemm import load_residual, operand, weight_tile
 from penstock.kernels.matrices import BLOCK, Matrix, Quantized, parts
 from penstock.kernels.triton_elementwise import as_operand
 from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
@@ -264,6 +264,8 @@ def multiply(
     to blocks.
     """
     wait()
+    if BM == 1:
+        launch_dependents()  # only now: `add_experts` reads what `route` wrote before it waits
     columns = tl.cdiv(N, BN)
     tile = tl.program_id(0) // columns
     column = tl.program_id(0) % columns * BN + tl.arange(0, BN)
@@ -298,12 +300,45 @@ def combine(
     tl.store(out + token * N + column, acc.to(out.dtype.element_ty), exists)
 
 
+@triton.jit
+def add_experts(
+    x, tiles, weights, weight, residual, out, N, K,
+    ADD: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Compute BN columns of a single token's output in each program: its pairs and their sum.
+
+    All weights, [TOP, BN, BK] and [BN, BK], are in flight before previous kernels end.
+    """
+    launch_dependents()
+    row, k, pair = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, TOP)
+    inside = k < K
+    # not from the L1, which may hold those of the previous layer
+    expert = tl.load(tiles + (1 + pair) * TILE, cache_modifier=".cg").to(tl.int64)
+    share = tl.load(weights + pair, cache_modifier=".cg")
+    weight += row[:, None] * K + k[None, :]
+    tile = tl.load(weight[None, :, :] + (expert * N * K)[:, None, None], inside[None, None, :], 0.0)
+    if SHARED:
+        expert = tl.load(tiles + (1 + TOP) * TILE, cache_modifier=".cg").to(tl.int64)
+        last = tl.load(weight + expert * N * K, inside[None, :], 0.0)
+        last_share = tl.load(weights + TOP, cache_modifier=".cg")
+    wait()
+    acc = load_residual(residual, row, row < N, ADD)
+    x_tile = tl.load(x + pair[:, None] * K + k[None, :], inside[None, :], 0.0).to(tl.float32)
+    products = tile.to(tl.float32) * (x_tile * share[:, None])[:, None, :]
+    acc += tl.sum(tl.sum(products, 2), 0)
+    if SHARED:
+        x_row = tl.load(x + TOP * K + k, inside, 0.0).to(tl.float32) * last_share
+        acc += tl.sum(last.to(tl.float32) * x_row[None, :], 1)
+    tl.store(out + row, acc.to(out.dtype.element_ty))
+
+
 CHUNK = 16  # tokens of a program of `route` and `sort`
 PROGRAMS = 16  # of fewer tokens each, if they suffice
 # tile sizes for few rows, unless `choose` returns others
 ROUTER = GemmConfig("mma", 16, 128, 4, 4, 3, 512)
 COUNTS = 32
 COMBINED = 512  # columns per program of `combine`
+NUM_WARPS = 8  # of `add_experts`
 
 
 class GemmTile(NamedTuple):
@@ -384,6 +419,14 @@ def tuning_of_one(tuning: MoeTuning, hidden_size: int) -> MoeTuning:
     if hidden_size > ONE.bk or is_deterministic():
         return tuning
     return tuning._replace(gate_bm=1, gate_up=ONE)
+
+
+def _columns_of_one(top_k: int, block: int) -> int:
+    """Return the columns of a program of `add_experts`; 0: it does not hold so many weights.
+
+    A thread holds 128 weights. block: inner features, padded to a power of two.
+    """
+    return 0 if top_k & (top_k - 1) else min(NUM_WARPS * 32 * 128 // (top_k * block), 8)
 
 
 class Routing(NamedTuple):
@@ -514,6 +557,16 @@ def experts(
             tuning = tuning_of_one(tuning, hidden_size)
     routing = sort_by_expert(logits, top_k, normalize, first, len(down), tuning.bm, shared)
     activated = grouped(x, routing, gate_up, True, tuning.gate_bm or tuning.bm, tuning.gate_up)
+    if num_tokens == 1 and tuning.gate_bm and isinstance(down, Tensor):
+        block = triton.next_power_of_2(down.shape[2])
+        columns = _columns_of_one(top_k, block) if len(down) == logits.shape[1] else 0
+        if columns:
+            add_experts[(hidden_size // columns,)](
+                activated, routing.tiles, routing.weights, down, residual, out, hidden_size,
+                down.shape[2], ADD=residual is not None, TOP=top_k, SHARED=shared, BN=columns,
+                BK=block, num_warps=NUM_WARPS, **LAUNCH,
+            )  # fmt: skip
+            return out
     outputs = grouped(activated, routing, down, False, tuning.bm, tuning.down)
     combine[(num_tokens, triton.cdiv(hidden_size, COMBINED))](
         outputs, routing.weights, routing.places, residual, out, hidden_size,

@@ -196,6 +196,29 @@ def test_small_experts(
         assert torch.equal(experts(rows, *options), out)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("top_k", [2, 4])
+def test_one_token_and_all_experts(
+    monkeypatch: pytest.MonkeyPatch,
+    top_k: int,
+    shared: bool,
+    add: bool,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    """The products of `down` are added where they are computed."""
+    monkeypatch.setattr(moe, "combine", None)
+    x, logits, gate_up, down = operands(1, 6, 40, 24)
+    wanted = expected(x, logits, gate_up, down, top_k, True, 0, shared) + (x if add else 0)
+    router, rows = logits.to(device), x.to(device, dtype)
+    weights = [one.to(device, dtype) for one in (gate_up, down)]
+    out = experts(rows, router, *weights, top_k, True, 0, shared, rows if add else None)
+    error = (out.cpu().double() - wanted.double()).norm() / wanted.double().norm()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 16, 64, 200, 500, 2048])
 @pytest.mark.parametrize("first", [0, 64])
