@@ -56,6 +56,11 @@ class States(NamedTuple):
         packed: int32 [num_rows], from `pack_states`. starts, ends: [num_rows], positions of each
         row's first token and after its last token. prompt_ends: [num_rows], see `StateStep`.
         """
+        if packed.is_cuda:
+            from penstock.kernels import triton_states
+
+            rows = packed, _BITS, starts, ends, prompt_ends
+            return StateStep(self.layers, *triton_states.begin(*rows, self.positions).unbind())
         blocks = packed.long()
         read, written = (blocks >> _BITS) - 1, (blocks & ((1 << _BITS) - 1)) - 1
         of_block = written % len(self.positions)

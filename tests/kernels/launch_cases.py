@@ -252,10 +252,12 @@ def _elementwise() -> None:
 
 def _recurrent() -> None:
     """Launch the gated delta rule of Qwen3.5-27B and its norm, in decode and in mixed steps."""
+    from penstock.kernels import triton_states
     from penstock.kernels.layouts.states import StateStep
     from penstock.kernels.recurrent.triton_delta_rule import gated_delta_rule
     from penstock.kernels.recurrent.triton_gated_norm import gated_rms_norm
 
+    triton_states.begin(ints(64), 16, ints(64), ints(64), ints(64), ints(130, 2))
     key_heads, heads, size = 16, 48, 128
     channels = (2 * key_heads + heads) * size
     shapes = (heads, size, size), (3, channels), (8, channels), (heads, 8, 2)

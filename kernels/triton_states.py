@@ -1,0 +1,56 @@
+"""The state blocks of a step's rows, in Triton."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.triton_pdl import LAUNCH, launch_dependents, wait
+
+BLOCK = 128  # rows that are compared at a time
+_LARGEST = tl.constexpr(2**31 - 1)
+
+
+def begin(
+    packed: Tensor, bits: int, starts: Tensor, ends: Tensor, prompt_ends: Tensor, positions: Tensor
+) -> Tensor:
+    """Compute `penstock.kernels.layouts.states.States.begin`, all but the first field."""
+    num_rows = len(packed)
+    out = torch.empty(6, num_rows, dtype=torch.int64, device=packed.device)
+    _begin[(num_rows,)](
+        packed, starts, ends, prompt_ends, positions, out, num_rows, len(positions), bits, BLOCK,
+        num_warps=1, **LAUNCH,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _begin(
+    packed_ptr, starts_ptr, ends_ptr, prompt_ends_ptr, positions_ptr, out_ptr, num_rows,
+    num_blocks, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find the bounds of a row's sequence among all rows, in each program."""
+    launch_dependents()
+    wait()
+    row, mask = tl.program_id(0), (1 << BITS) - 1
+    packed = tl.load(packed_ptr + row)
+    read, written = (packed >> BITS) - 1, (packed & mask) - 1
+    firsts, lasts = tl.full((BLOCK,), _LARGEST, tl.int32), tl.zeros((BLOCK,), tl.int32)
+    for some in tl.range(0, num_rows, BLOCK):
+        other = some + tl.arange(0, BLOCK)
+        exists = other < num_rows
+        is_same = exists & ((tl.load(packed_ptr + other, exists, 0) & mask) - 1 == written)
+        firsts = tl.minimum(firsts, tl.load(starts_ptr + other, is_same, _LARGEST).to(tl.int32))
+        lasts = tl.maximum(lasts, tl.load(ends_ptr + other, is_same, 0).to(tl.int32))
+    first = tl.min(firsts, 0)
+    bound = tl.load(positions_ptr + read * 2, read >= 0, 0)
+    out_ptr += row
+    tl.store(out_ptr, read)
+    tl.store(out_ptr + num_rows, written)
+    tl.store(out_ptr + 2 * num_rows, first)
+    tl.store(out_ptr + 3 * num_rows, tl.max(lasts, 0))
+    tl.store(out_ptr + 4 * num_rows, tl.where(read < 0, 0, first - (bound - 1)))
+    tl.store(out_ptr + 5 * num_rows, tl.load(prompt_ends_ptr + row))
+    block = tl.where(written < 0, num_blocks - 1, written)
+    tl.store(positions_ptr + block * 2, 0)
+    tl.store(positions_ptr + block * 2 + 1, 0)
