@@ -13,6 +13,7 @@ from bisect import insort
 from collections import deque
 from functools import partial
 from heapq import heappop, heappush
+from itertools import takewhile
 from operator import attrgetter
 
 from penstock.protocol.config import Config
@@ -40,7 +41,8 @@ from penstock.services.scheduler.sequence import Sequence, Status, count_death
 from penstock.services.scheduler.step_costs import StepCosts
 from penstock.services.scheduler.waiting_queue import WaitingQueue
 
-NUM_TURNS = 8  # of prompts, where steps have too little time
+NUM_TURNS = 16  # of prompts, where steps have too little time
+SHORT = 4  # steps at most that the rest of a short prompt takes
 NO_GROUP = -1  # the epoch while there is no worker group
 
 
@@ -242,23 +244,24 @@ class Scheduler:
     def _share_time(self, prefilling: list[Sequence], builder: PlanBuilder, budget: int) -> int:
         """Continue prefill. If a step has no time for all of the first prompt, all take turns.
 
-        The turns are that of the first prompt, that of other prompts that have begun, and that of
-        new ones; what they leave goes to the others. So short ones do not wait for long ones, and
-        the oldest one advances.
+        In one of NUM_TURNS the first prompt comes first; in the others short ones that have begun,
+        then new ones, then the rest. So short ones do not wait for long ones, and the oldest one
+        advances.
         """
         first = prefilling[0]
         is_enough = self._most_tokens(first, builder) >= min(budget, first.num_unplanned_tokens)
-        turn = builder.plan.number % NUM_TURNS
-        if is_enough or turn == 0:
+        if is_enough or builder.plan.number % NUM_TURNS == 0:
             return self._continue_prefill(prefilling, builder, budget)
         builder.cut += prefilling
         prefilling.sort(key=attrgetter("num_unplanned_tokens"))
-        if turn == 1:
-            prefilling.remove(first)
-            budget = self._continue_prefill(prefilling, builder, budget)
-            prefilling = [first]
+        num_short = len([*takewhile(partial(self._is_short, builder), prefilling)])
+        budget = self._continue_prefill(prefilling[:num_short], builder, budget)
         budget = self._admit(builder, budget)
-        return self._continue_prefill(prefilling, builder, budget)
+        return self._continue_prefill(prefilling[num_short:], builder, budget)
+
+    def _is_short(self, builder: PlanBuilder, sequence: Sequence) -> bool:
+        """Return True if the rest of a prompt takes at most SHORT steps like this one."""
+        return sequence.num_unplanned_tokens <= SHORT * self._most_tokens(sequence, builder)
 
     def _continue_prefill(
         self, prefilling: list[Sequence], builder: PlanBuilder, budget: int

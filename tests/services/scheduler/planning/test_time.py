@@ -79,20 +79,19 @@ def test_rows_of_logits_are_bounded(target: int) -> None:
 
 
 def test_short_prompts_do_not_wait_for_a_long_one() -> None:
-    """Nor for two; both long ones get on, and end."""
+    """Nor for two; the first one gets on, and both end."""
     sim = timed(target_itl_ms=100)
     stream = learn(sim)
     longs = [sim.add(long_prompt(1900, 1 + 4000 * n), max_tokens=1) for n in range(2)]
-    for _ in range(NUM_TURNS):  # they are new themselves
+    for _ in range(2):  # they are new themselves
         sim.step()
-    for number in range(2):
-        planned = [sequence.num_planned_tokens for sequence in longs]
+    planned = longs[0].num_planned_tokens
+    for number in range(NUM_TURNS // 2):
         short = sim.add(long_prompt(12, 10_000 + 100 * number), max_tokens=1)
-        for _ in range(NUM_TURNS):
+        for _ in range(2):
             sim.step()
         assert len(short.token_ids) == 13
-        for sequence, before in zip(longs, planned, strict=True):
-            assert sequence.num_planned_tokens >= before + LEAST_TOKENS
+    assert longs[0].num_planned_tokens >= planned + LEAST_TOKENS
     assert not any(sequence.finish_reason for sequence in longs)
     while not longs[1].finish_reason:
         sim.step()
@@ -101,24 +100,33 @@ def test_short_prompts_do_not_wait_for_a_long_one() -> None:
     sim.run()
 
 
-def test_turns_are_for_the_first_then_for_those_that_have_begun_then_for_new_ones() -> None:
-    """In the second turn, the prompt with the fewest tokens left comes first."""
+def test_turns_are_for_short_ones_that_have_begun_then_for_new_ones_then_for_long_ones() -> None:
+    """In one turn, the first prompt comes before all others. It is long."""
     sim = timed(target_itl_ms=100)
     stream = learn(sim)
-    first, second, third = (
-        sim.add(long_prompt(number, 1 + 4000 * n), max_tokens=1)
-        for n, number in enumerate((1500, 1400, 700))
-    )
-    found = []
-    for number in range(2 * NUM_TURNS):
+    first = sim.add(long_prompt(1900), max_tokens=1)
+    sim.step()
+    found = set()
+    begun = None
+    for number in range(4 * NUM_TURNS):
         new = sim.add(long_prompt(300, 20_000 + 400 * number), max_tokens=1)
-        before = {one: one.num_planned_tokens for one in (first, second, third, new)}
+        prompts = {"first": first, "new": new} | ({"begun": begun} if begun else {})
+        before = {name: prompt.num_planned_tokens for name, prompt in prompts.items()}
         turn = sim.scheduler.num_steps % NUM_TURNS
         sim.step()
-        most = max(before, key=lambda one: one.num_planned_tokens - before[one])
-        found.append((turn, (first, second, third, new).index(most)))
-        sim.finish(new, "abort")
-    assert dict(found[3:]) == {0: 0, 1: 2, **dict.fromkeys(range(2, NUM_TURNS), 3)}
+        first_name = max(prompts, key=lambda name: prompts[name].num_planned_tokens - before[name])
+        found.add((turn == 0, begun is not None, first_name))
+        if begun:
+            sim.finish(begun, "abort")
+        keeps = not begun and new.num_planned_tokens > 50  # it is short
+        begun = new if keeps else None
+        if not keeps:
+            sim.finish(new, "abort")
+    assert found == {
+        *((True, is_begun, "first") for is_begun in (False, True)),
+        (False, False, "new"),
+        (False, True, "begun"),
+    }
     sim.finish(stream, "abort")
     sim.run()
 
@@ -142,15 +150,17 @@ def test_without_time_for_two_chunks_prompts_take_turns(target: int) -> None:
     sim = timed(target_itl_ms=target)
     stream = learn(sim)
     longs = [sim.add(long_prompt(600, 1 + 800 * number), max_tokens=1) for number in range(3)]
-    for number in range(5):
-        before = len(sim.shapes), longs[0].num_planned_tokens
+    for _ in longs:  # they are new themselves
+        sim.step()
+    before = len(sim.shapes), longs[0].num_planned_tokens
+    for number in range(NUM_TURNS // 2):
         short = sim.add(long_prompt(12, 5000 + 100 * number), max_tokens=1)
-        for _ in range(NUM_TURNS):
+        for _ in range(2):
             sim.step()
         assert len(short.token_ids) == 13
-        tokens = [shape.num_tokens for shape in sim.shapes[before[0] :]]
-        assert LEAST_TOKENS <= min(tokens) <= sorted(tokens)[4] < 2 * LEAST_TOKENS
-        assert longs[0].num_planned_tokens >= before[1] + LEAST_TOKENS
+    tokens = [shape.num_tokens for shape in sim.shapes[before[0] :]]
+    assert LEAST_TOKENS <= min(tokens) <= sorted(tokens)[-2] < 2 * LEAST_TOKENS
+    assert longs[0].num_planned_tokens >= before[1] + LEAST_TOKENS
     while not longs[2].finish_reason:
         sim.step()
     sim.finish(stream, "abort")
