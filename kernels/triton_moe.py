@@ -302,32 +302,31 @@ def combine(
 
 @triton.jit
 def add_experts(
-    x, tiles, weights, weight, residual, out, N, K,
-    ADD: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, tiles, weights, weight, residual, out, N,
+    ADD: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr, BN: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Compute BN columns of a single token's output in each program: its pairs and their sum.
 
-    All weights, [TOP, BN, BK] and [BN, BK], are in flight before previous kernels end.
+    All weights, [TOP, BN, K] and [BN, K], are in flight before `multiply` ends, but not before
+    `route` has ended. All experts are local.
     """
     launch_dependents()
-    row, k, pair = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, TOP)
-    inside = k < K
+    row, k, pair = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, K), tl.arange(0, TOP)
     # not from the L1, which may hold those of the previous layer
     expert = tl.load(tiles + (1 + pair) * TILE, cache_modifier=".cg").to(tl.int64)
     share = tl.load(weights + pair, cache_modifier=".cg")
     weight += row[:, None] * K + k[None, :]
-    tile = tl.load(weight[None, :, :] + (expert * N * K)[:, None, None], inside[None, None, :], 0.0)
+    tile = tl.load(weight[None, :, :] + (expert * N * K)[:, None, None])
     if SHARED:
         expert = tl.load(tiles + (1 + TOP) * TILE, cache_modifier=".cg").to(tl.int64)
-        last = tl.load(weight + expert * N * K, inside[None, :], 0.0)
+        last = tl.load(weight + expert * N * K)
         last_share = tl.load(weights + TOP, cache_modifier=".cg")
     wait()
     acc = load_residual(residual, row, row < N, ADD)
-    x_tile = tl.load(x + pair[:, None] * K + k[None, :], inside[None, :], 0.0).to(tl.float32)
-    products = tile.to(tl.float32) * (x_tile * share[:, None])[:, None, :]
-    acc += tl.sum(tl.sum(products, 2), 0)
+    x_tile = tl.load(x + pair[:, None] * K + k[None, :]).to(tl.float32) * share[:, None]
+    acc += tl.sum(tl.sum(tile.to(tl.float32) * x_tile[:, None, :], 2), 0)
     if SHARED:
-        x_row = tl.load(x + TOP * K + k, inside, 0.0).to(tl.float32) * last_share
+        x_row = tl.load(x + TOP * K + k).to(tl.float32) * last_share
         acc += tl.sum(last.to(tl.float32) * x_row[None, :], 1)
     tl.store(out + row, acc.to(out.dtype.element_ty))
 
@@ -421,12 +420,15 @@ def tuning_of_one(tuning: MoeTuning, hidden_size: int) -> MoeTuning:
     return tuning._replace(gate_bm=1, gate_up=ONE)
 
 
-def _columns_of_one(top_k: int, block: int) -> int:
-    """Return the columns of a program of `add_experts`; 0: it does not hold so many weights.
+def _columns_of_one(top_k: int, down: Tensor) -> int:
+    """Return the columns of a program of `add_experts`; 0: it is not for these sizes.
 
-    A thread holds 128 weights. block: inner features, padded to a power of two.
+    The weights of a program are tiles of powers of two, 128 elements in each thread.
     """
-    return 0 if top_k & (top_k - 1) else min(NUM_WARPS * 32 * 128 // (top_k * block), 8)
+    _, hidden_size, size = down.shape
+    columns = min(NUM_WARPS * 32 * 128 // (top_k * size), 8)
+    has_tiles = not (top_k & (top_k - 1) or size & (size - 1)) and columns
+    return columns if has_tiles and hidden_size % columns == 0 else 0
 
 
 class Routing(NamedTuple):
@@ -558,13 +560,12 @@ def experts(
     routing = sort_by_expert(logits, top_k, normalize, first, len(down), tuning.bm, shared)
     activated = grouped(x, routing, gate_up, True, tuning.gate_bm or tuning.bm, tuning.gate_up)
     if num_tokens == 1 and tuning.gate_bm and isinstance(down, Tensor):
-        block = triton.next_power_of_2(down.shape[2])
-        columns = _columns_of_one(top_k, block) if len(down) == logits.shape[1] else 0
+        columns = _columns_of_one(top_k, down) if len(down) == logits.shape[1] else 0
         if columns:
             add_experts[(hidden_size // columns,)](
                 activated, routing.tiles, routing.weights, down, residual, out, hidden_size,
-                down.shape[2], ADD=residual is not None, TOP=top_k, SHARED=shared, BN=columns,
-                BK=block, num_warps=NUM_WARPS, **LAUNCH,
+                ADD=residual is not None, TOP=top_k, SHARED=shared, BN=columns, K=down.shape[2],
+                num_warps=NUM_WARPS, **LAUNCH,
             )  # fmt: skip
             return out
     outputs = grouped(activated, routing, down, False, tuning.bm, tuning.down)

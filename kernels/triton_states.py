@@ -16,17 +16,18 @@ def begin(
 ) -> Tensor:
     """Compute `penstock.kernels.layouts.states.States.begin`, all but the first field."""
     num_rows = len(packed)
-    out = torch.empty(6, num_rows, dtype=torch.int64, device=packed.device)
+    stride = triton.cdiv(num_rows, 2) * 2  # Triton compiles kernels again for unaligned pointers
+    out = torch.empty(6, stride, dtype=torch.int64, device=packed.device)
     _begin[(num_rows,)](
-        packed, starts, ends, prompt_ends, positions, out, num_rows, len(positions), bits, BLOCK,
-        num_warps=1, **LAUNCH,
+        packed, starts, ends, prompt_ends, positions, out, stride, num_rows, len(positions), bits,
+        BLOCK, num_warps=1, **LAUNCH,
     )  # fmt: skip
-    return out
+    return out[:, :num_rows]
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["stride", "num_rows"])
 def _begin(
-    packed_ptr, starts_ptr, ends_ptr, prompt_ends_ptr, positions_ptr, out_ptr, num_rows,
+    packed_ptr, starts_ptr, ends_ptr, prompt_ends_ptr, positions_ptr, out_ptr, stride, num_rows,
     num_blocks, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the bounds of a row's sequence among all rows, in each program."""
@@ -46,11 +47,11 @@ def _begin(
     bound = tl.load(positions_ptr + read * 2, read >= 0, 0)
     out_ptr += row
     tl.store(out_ptr, read)
-    tl.store(out_ptr + num_rows, written)
-    tl.store(out_ptr + 2 * num_rows, first)
-    tl.store(out_ptr + 3 * num_rows, tl.max(lasts, 0))
-    tl.store(out_ptr + 4 * num_rows, tl.where(read < 0, 0, first - (bound - 1)))
-    tl.store(out_ptr + 5 * num_rows, tl.load(prompt_ends_ptr + row))
+    tl.store(out_ptr + stride, written)
+    tl.store(out_ptr + 2 * stride, first)
+    tl.store(out_ptr + 3 * stride, tl.max(lasts, 0))
+    tl.store(out_ptr + 4 * stride, tl.where(read < 0, 0, first - (bound - 1)))
+    tl.store(out_ptr + 5 * stride, tl.load(prompt_ends_ptr + row))
     block = tl.where(written < 0, num_blocks - 1, written)
     tl.store(positions_ptr + block * 2, 0)
     tl.store(positions_ptr + block * 2 + 1, 0)

@@ -29,12 +29,13 @@ from penstock.models.tensor_parallel import TensorParallel
 from penstock.protocol.quantization import WeightFormat
 
 
-def joins_gates(tp: TensorParallel, weight_format: WeightFormat | None) -> bool:
+def joins_gates(tp: TensorParallel, weight_format: WeightFormat | None, num_gates: int) -> bool:
     """Return True if the gates, which have 16 bits, are computed with queries, keys and values.
 
-    Only on a GPU, where it saves a kernel: the compiled layers of a CPU need other matrices.
+    Only on a GPU, where it saves a kernel, and if rows stay aligned: the compiled layers of a CPU
+    need other matrices. num_gates: of this rank.
     """
-    return tp.device.type == "cuda" and weight_format is None
+    return tp.device.type == "cuda" and weight_format is None and num_gates % 16 == 0
 
 
 class DeltaNet(nn.Module):
@@ -46,18 +47,20 @@ class DeltaNet(nn.Module):
         is_joined, out = layer.has("in_proj_qkvz"), layer.pick("out_proj")
         qkvz = layer.pick(*(["in_proj_qkvz"] if is_joined else ["in_proj_qkv", "in_proj_z"]))
         ba = layer.pick(*(["in_proj_ba"] if is_joined else ["in_proj_b", "in_proj_a"]))
-        weight_format = format_of(config, qkvz)
-        joined, separate = (ba, []) if joins_gates(tp, weight_format) else ([], ba)
-        self.qkvz_proj = ColumnParallelLinear(tp, qkvz + joined, weight_format)
-        self.ba_proj = ColumnParallelLinear(tp, separate) if separate else None
         self.conv, self.a_log, self.dt_bias = (
             Parameter(tp, layer.pick(name)) for name in ("conv1d", "A_log", "dt_bias")
         )
+        weight_format, num_gates = format_of(config, qkvz), 2 * len(self.a_log.weight)
+        joined, separate = [], ba
+        if joins_gates(tp, weight_format, num_gates):
+            joined, separate = ba, []
+        self.qkvz_proj = ColumnParallelLinear(tp, qkvz + joined, weight_format)
+        self.ba_proj = ColumnParallelLinear(tp, separate) if separate else None
         (self.norm,) = map(setup.norm, layer.pick("norm"))
         self.out_proj = RowParallelLinear(tp, out, format_of(config, out))
         self.num_key_heads = qkvz[0].axes[0].units_of_rank(self.qkvz_proj.ranks)
         num_channels = len(self.conv.weight)
-        num_gates = 2 * len(self.a_log.weight) if joined else 0
+        num_gates = num_gates if joined else 0
         num_values = sum(self.qkvz_proj.sizes) - num_channels - num_gates
         self.sizes = num_channels, num_values, num_gates
 

@@ -179,7 +179,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run groups of files first, then files with processes, then files with slow tests.
+    """Run groups of files first, then files with processes, then files with slow or long tests.
 
     Short files are left for the end, when one worker may have nothing more to do. Tests that load
     Qwen3's tokenizer are slow.
@@ -189,7 +189,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "qwen3_folder" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
         marks = {one.name for one in item.iter_markers()}
-        place = 1 if marks & {"pipeline", "chaos"} else 2 if marks & {"slow", "search"} else 3
+        is_slow = marks & {"slow", "search", "long"}
+        place = 1 if marks & {"pipeline", "chaos"} else 2 if is_slow else 3
         path = item.nodeid.partition("::")[0]
         if group_of(path) != path:
             place = 0

@@ -13,7 +13,6 @@ from bisect import insort
 from collections import deque
 from functools import partial
 from heapq import heappop, heappush
-from itertools import takewhile
 from operator import attrgetter
 
 from penstock.protocol.config import Config
@@ -244,24 +243,30 @@ class Scheduler:
     def _share_time(self, prefilling: list[Sequence], builder: PlanBuilder, budget: int) -> int:
         """Continue prefill. If a step has no time for all of the first prompt, all take turns.
 
-        In one of NUM_TURNS the first prompt comes first; in the others short ones that have begun,
-        then new ones, then the rest. So short ones do not wait for long ones, and the oldest one
-        advances.
+        In one of NUM_TURNS the first prompt comes first, in another one the others that have begun.
+        Else short ones that have begun come first, then new ones, then the rest. So short ones do
+        not wait for long ones, and these advance.
         """
         first = prefilling[0]
         is_enough = self._most_tokens(first, builder) >= min(budget, first.num_unplanned_tokens)
-        if is_enough or builder.plan.number % NUM_TURNS == 0:
+        turn = builder.plan.number % NUM_TURNS
+        if is_enough or turn == 0:
             return self._continue_prefill(prefilling, builder, budget)
         builder.cut += prefilling
-        prefilling.sort(key=attrgetter("num_unplanned_tokens"))
-        num_short = len([*takewhile(partial(self._is_short, builder), prefilling)])
-        budget = self._continue_prefill(prefilling[:num_short], builder, budget)
-        budget = self._admit(builder, budget)
-        return self._continue_prefill(prefilling[num_short:], builder, budget)
+        shape = builder.plan.shape
+        limits = [SHORT * self.step_costs.most_tokens(shape, 0, has) for has in (False, True)]
 
-    def _is_short(self, builder: PlanBuilder, sequence: Sequence) -> bool:
-        """Return True if the rest of a prompt takes at most SHORT steps like this one."""
-        return sequence.num_unplanned_tokens <= SHORT * self._most_tokens(sequence, builder)
+        def is_long(sequence: Sequence) -> bool:
+            return sequence.num_unplanned_tokens > limits[sequence.needs_prompt_logprobs]
+
+        prefilling.sort(key=lambda sequence: (is_long(sequence), sequence.num_unplanned_tokens))
+        num_early = len(prefilling) - sum(map(is_long, prefilling))
+        if turn == NUM_TURNS // 2:
+            num_early = len(prefilling) - 1
+            prefilling.append(prefilling.pop(prefilling.index(first)))
+        budget = self._continue_prefill(prefilling[:num_early], builder, budget)
+        budget = self._admit(builder, budget)
+        return self._continue_prefill(prefilling[num_early:], builder, budget)
 
     def _continue_prefill(
         self, prefilling: list[Sequence], builder: PlanBuilder, budget: int

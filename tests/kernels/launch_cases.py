@@ -196,6 +196,9 @@ def _experts(tokens: int, is_fp8: bool) -> None:
         router_logits(x, numbers(EXPERTS, 2048))
     for shared in (False, True):
         experts(x, torch.empty(tokens, EXPERTS), gate_up, down, TOP_K, True, 0, shared, x)
+    if tokens == 1:  # experts of Qwen3.5-35B-A3B
+        gate_up, down = weight_of(is_fp8, 256, 1024, 2048), weight_of(is_fp8, 256, 2048, 512)
+        experts(x, torch.empty(1, 256), gate_up, down, TOP_K, True, 0, True, x)
 
 
 def _many_rows(rows: int) -> None:
@@ -253,11 +256,11 @@ def _elementwise() -> None:
 def _recurrent() -> None:
     """Launch the gated delta rule of Qwen3.5-27B and its norm, in decode and in mixed steps."""
     from penstock.kernels import triton_states
-    from penstock.kernels.layouts.states import StateStep
+    from penstock.kernels.layouts.states import _BITS, StateStep
     from penstock.kernels.recurrent.triton_delta_rule import gated_delta_rule
     from penstock.kernels.recurrent.triton_gated_norm import gated_rms_norm
 
-    triton_states.begin(ints(64), 16, ints(64), ints(64), ints(64), ints(130, 2))
+    triton_states.begin(ints(64), _BITS, ints(64), ints(64), ints(64), ints(130, 2))
     key_heads, heads, size = 16, 48, 128
     channels = (2 * key_heads + heads) * size
     shapes = (heads, size, size), (3, channels), (8, channels), (heads, 8, 2)

@@ -199,24 +199,52 @@ def test_small_experts(
 @pytest.mark.slow
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("top_k", [2, 4])
+@pytest.mark.parametrize(
+    ("top_k", "hidden", "size", "is_one_kernel"),
+    [(2, 40, 16, True), (4, 40, 32, True), (4, 36, 32, False), (4, 40, 24, False)],
+)
 def test_one_token_and_all_experts(
     monkeypatch: pytest.MonkeyPatch,
     top_k: int,
+    hidden: int,
+    size: int,
+    is_one_kernel: bool,
     shared: bool,
     add: bool,
     device: str,
     dtype: torch.dtype,
 ) -> None:
-    """The products of `down` are added where they are computed."""
-    monkeypatch.setattr(moe, "combine", None)
-    x, logits, gate_up, down = operands(1, 6, 40, 24)
+    """One kernel computes `down` and the sum, for sizes that its tiles divide."""
+    unused = "combine" if is_one_kernel else "add_experts"
+    monkeypatch.setattr(moe, unused, None)
+    x, logits, gate_up, down = operands(1, 6, hidden, size)
     wanted = expected(x, logits, gate_up, down, top_k, True, 0, shared) + (x if add else 0)
     router, rows = logits.to(device), x.to(device, dtype)
     weights = [one.to(device, dtype) for one in (gate_up, down)]
     out = experts(rows, router, *weights, top_k, True, 0, shared, rows if add else None)
     error = (out.cpu().double() - wanted.double()).norm() / wanted.double().norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.gpu
+def test_layers_of_one_token_choose_other_experts() -> None:
+    """Layers follow each other in a graph, and their routes lie in the same memory."""
+    num_layers, weights = 16, [one.cuda().bfloat16() for one in operands(1, 65, 2048, 512)[2:]]
+    x = torch.randn(1, 2048, device="cuda").bfloat16()
+    logits = torch.randn(num_layers, 1, 65, device="cuda")
+
+    def run(tuning: MoeTuning | None = None) -> list[Tensor]:
+        return [experts(x, one, *weights, 8, True, 0, True, x, None, tuning) for one in logits]
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for _ in range(50):
+        logits.copy_(torch.randn(num_layers, 1, 65) * 3)
+        graph.replay()
+        for one, wanted in zip(found, run(moe.NARROW), strict=True):
+            assert (one.float() - wanted.float()).norm() / wanted.float().norm() < 1e-2
 
 
 @pytest.mark.gpu

@@ -79,19 +79,20 @@ def test_rows_of_logits_are_bounded(target: int) -> None:
 
 
 def test_short_prompts_do_not_wait_for_a_long_one() -> None:
-    """Nor for two; the first one gets on, and both end."""
+    """Nor for two; both long ones get on, and end."""
     sim = timed(target_itl_ms=100)
     stream = learn(sim)
     longs = [sim.add(long_prompt(1900, 1 + 4000 * n), max_tokens=1) for n in range(2)]
     for _ in range(2):  # they are new themselves
         sim.step()
-    planned = longs[0].num_planned_tokens
+    planned = [sequence.num_planned_tokens for sequence in longs]
     for number in range(NUM_TURNS // 2):
         short = sim.add(long_prompt(12, 10_000 + 100 * number), max_tokens=1)
         for _ in range(2):
             sim.step()
         assert len(short.token_ids) == 13
-    assert longs[0].num_planned_tokens >= planned + LEAST_TOKENS
+    for sequence, before in zip(longs, planned, strict=True):
+        assert sequence.num_planned_tokens >= before + LEAST_TOKENS
     assert not any(sequence.finish_reason for sequence in longs)
     while not longs[1].finish_reason:
         sim.step()
@@ -101,32 +102,37 @@ def test_short_prompts_do_not_wait_for_a_long_one() -> None:
 
 
 def test_turns_are_for_short_ones_that_have_begun_then_for_new_ones_then_for_long_ones() -> None:
-    """In one turn, the first prompt comes before all others. It is long."""
+    """In one turn, the first prompt comes before all others, in another one others that have begun.
+
+    Both are long. New ones take all that the others leave.
+    """
     sim = timed(target_itl_ms=100)
     stream = learn(sim)
-    first = sim.add(long_prompt(1900), max_tokens=1)
-    sim.step()
+    first, second = (sim.add(long_prompt(1900, 1 + 4000 * n), max_tokens=1) for n in range(2))
+    for _ in range(2):
+        sim.step()
     found = set()
     begun = None
     for number in range(4 * NUM_TURNS):
         new = sim.add(long_prompt(300, 20_000 + 400 * number), max_tokens=1)
-        prompts = {"first": first, "new": new} | ({"begun": begun} if begun else {})
+        prompts = {"first": first, "second": second, "new": new}
+        prompts |= {"begun": begun} if begun else {}
         before = {name: prompt.num_planned_tokens for name, prompt in prompts.items()}
         turn = sim.scheduler.num_steps % NUM_TURNS
         sim.step()
         first_name = max(prompts, key=lambda name: prompts[name].num_planned_tokens - before[name])
-        found.add((turn == 0, begun is not None, first_name))
+        found.add((turn, begun is not None, first_name))
         if begun:
             sim.finish(begun, "abort")
         keeps = not begun and new.num_planned_tokens > 50  # it is short
         begun = new if keeps else None
         if not keeps:
             sim.finish(new, "abort")
-    assert found == {
-        *((True, is_begun, "first") for is_begun in (False, True)),
-        (False, False, "new"),
-        (False, True, "begun"),
-    }
+    names = {0: "first", NUM_TURNS // 2: "second"}
+    for turn, is_begun, name in found:
+        short = "begun" if is_begun else "new"
+        assert name == (short if is_begun and turn else names.get(turn, short))
+    assert {turn for turn, *_ in found} == {*range(NUM_TURNS)}
     sim.finish(stream, "abort")
     sim.run()
 
