@@ -26,8 +26,8 @@ def test_rows_of_one_sequence_have_its_bounds(num_rows: int, device: str) -> Non
     ends, prompt_ends = starts + torch.randint(1, 9, (num_rows,)).int(), starts - 3
     marked = positions.clone()
     _, *expected = States(marked, []).begin(packed, starts, ends, prompt_ends)
-    arguments = [one.to(device) for one in (packed, starts, ends, prompt_ends, positions)]
+    arguments = [tensor.to(device) for tensor in (packed, starts, ends, prompt_ends, positions)]
     found = triton_states.begin(arguments[0], _BITS, *arguments[1:])
     assert torch.equal(found.cpu(), torch.stack(expected))
-    assert not any(one.data_ptr() % 16 for one in found), "kernels are not compiled again for them"
+    assert not any(row.data_ptr() % 16 for row in found), "kernels are not compiled again for them"
     assert torch.equal(arguments[-1].cpu(), marked)

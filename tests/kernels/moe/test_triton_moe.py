@@ -220,7 +220,7 @@ def test_one_token_and_all_experts(
     x, logits, gate_up, down = operands(1, 6, hidden, size)
     wanted = expected(x, logits, gate_up, down, top_k, True, 0, shared) + (x if add else 0)
     router, rows = logits.to(device), x.to(device, dtype)
-    weights = [one.to(device, dtype) for one in (gate_up, down)]
+    weights = [tensor.to(device, dtype) for tensor in (gate_up, down)]
     out = experts(rows, router, *weights, top_k, True, 0, shared, rows if add else None)
     error = (out.cpu().double() - wanted.double()).norm() / wanted.double().norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
@@ -229,12 +229,12 @@ def test_one_token_and_all_experts(
 @pytest.mark.gpu
 def test_layers_of_one_token_choose_other_experts() -> None:
     """Layers follow each other in a graph, and their routes lie in the same memory."""
-    num_layers, weights = 16, [one.cuda().bfloat16() for one in operands(1, 65, 2048, 512)[2:]]
+    num_layers, weights = 16, [w.cuda().bfloat16() for w in operands(1, 65, 2048, 512)[2:]]
     x = torch.randn(1, 2048, device="cuda").bfloat16()
     logits = torch.randn(num_layers, 1, 65, device="cuda")
 
     def run(tuning: MoeTuning | None = None) -> list[Tensor]:
-        return [experts(x, one, *weights, 8, True, 0, True, x, None, tuning) for one in logits]
+        return [experts(x, row, *weights, 8, True, 0, True, x, None, tuning) for row in logits]
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -243,8 +243,8 @@ def test_layers_of_one_token_choose_other_experts() -> None:
     for _ in range(50):
         logits.copy_(torch.randn(num_layers, 1, 65) * 3)
         graph.replay()
-        for one, wanted in zip(found, run(moe.NARROW), strict=True):
-            assert (one.float() - wanted.float()).norm() / wanted.float().norm() < 1e-2
+        for out, wanted in zip(found, run(moe.NARROW), strict=True):
+            assert (out.float() - wanted.float()).norm() / wanted.float().norm() < 1e-2
 
 
 @pytest.mark.gpu
