@@ -426,9 +426,10 @@ def _columns_of_one(top_k: int, down: Tensor) -> int:
     The weights of a program are tiles of powers of two, 128 elements in each thread.
     """
     _, hidden_size, size = down.shape
+    if top_k & (top_k - 1) or size & (size - 1):
+        return 0
     columns = min(NUM_WARPS * 32 * 128 // (top_k * size), 8)
-    has_tiles = not (top_k & (top_k - 1) or size & (size - 1)) and columns
-    return columns if has_tiles and hidden_size % columns == 0 else 0
+    return columns if columns and hidden_size % columns == 0 else 0
 
 
 class Routing(NamedTuple):

@@ -51,18 +51,15 @@ class DeltaNet(nn.Module):
             Parameter(tp, layer.pick(name)) for name in ("conv1d", "A_log", "dt_bias")
         )
         weight_format, num_gates = format_of(config, qkvz), 2 * len(self.a_log.weight)
-        joined, separate = [], ba
-        if joins_gates(tp, weight_format, num_gates):
-            joined, separate = ba, []
-        self.qkvz_proj = ColumnParallelLinear(tp, qkvz + joined, weight_format)
-        self.ba_proj = ColumnParallelLinear(tp, separate) if separate else None
+        joins = joins_gates(tp, weight_format, num_gates)
+        self.qkvz_proj = ColumnParallelLinear(tp, qkvz + ba if joins else qkvz, weight_format)
+        self.ba_proj = None if joins else ColumnParallelLinear(tp, ba)
         (self.norm,) = map(setup.norm, layer.pick("norm"))
         self.out_proj = RowParallelLinear(tp, out, format_of(config, out))
         self.num_key_heads = qkvz[0].axes[0].units_of_rank(self.qkvz_proj.ranks)
         num_channels = len(self.conv.weight)
-        num_gates = num_gates if joined else 0
-        num_values = sum(self.qkvz_proj.sizes) - num_channels - num_gates
-        self.sizes = num_channels, num_values, num_gates
+        sizes = num_channels, num_gates if joins else 0  # around those of z
+        self.sizes = sizes[0], sum(self.qkvz_proj.sizes) - sum(sizes), sizes[1]
 
     def forward(
         self, residual: Tensor, norm: RMSNorm, batch: ForwardBatch, state: Sequence[Tensor]

@@ -244,8 +244,8 @@ class Scheduler:
         """Continue prefill. If a step has no time for all of the first prompt, all take turns.
 
         In one of NUM_TURNS the first prompt comes first, in another one the others that have begun.
-        Else short ones that have begun come first, then new ones, then the rest. So short ones do
-        not wait for long ones, and these advance.
+        Otherwise short ones that have begun come first, then new ones, then the rest. So short ones
+        seldom wait for long ones, and long ones advance.
         """
         first = prefilling[0]
         is_enough = self._most_tokens(first, builder) >= min(budget, first.num_unplanned_tokens)

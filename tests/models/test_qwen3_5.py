@@ -54,7 +54,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, size: str, length: int
 def test_gates_are_computed_with_queries_keys_and_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str
 ) -> None:
-    """As on a GPU. The checkpoint has two tensors of their weights, or an interleaved one."""
+    """Join the weights, as on a GPU, from separate tensors and from an interleaved tensor."""
     reference = save_hybrid(tmp_path, **shape_of(size))
     prompts = random_prompts(264, 1, 65)
     monkeypatch.setattr(qwen3_5, "joins_gates", lambda *_: True)

@@ -102,10 +102,7 @@ def test_short_prompts_do_not_wait_for_a_long_one() -> None:
 
 
 def test_turns_are_for_short_ones_that_have_begun_then_for_new_ones_then_for_long_ones() -> None:
-    """In one turn, the first prompt comes before all others, in another one others that have begun.
-
-    Both are long. New ones take all that the others leave.
-    """
+    """In one turn the first prompt comes first, in another one the second. Both are long."""
     sim = timed(target_itl_ms=100)
     stream = learn(sim)
     first, second = (sim.add(long_prompt(1900, 1 + 4000 * n), max_tokens=1) for n in range(2))
