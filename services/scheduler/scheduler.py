@@ -174,7 +174,7 @@ class Scheduler:
         plan = builder.plan
         if self.waiting.suspect and not self._is_trial:
             for sequence in reversed(self.running):
-                self.preempt(sequence)
+                self.preempt(sequence, keeps=True)
         if self._returning:
             self._return_rows(builder)
         prefilling = self._schedule_decode(builder)
@@ -458,15 +458,20 @@ class Scheduler:
 
     # ---- slots and blocks ----------------------------------------------------------------------
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Preempt a running sequence: free its slot and blocks. Its KV is recomputed later."""
+    def preempt(self, sequence: Sequence, keeps: bool = False) -> None:
+        """Preempt a running sequence: free its slot and blocks. Its KV is recomputed later.
+
+        keeps: what can be kept for it, in the cache and the host tier, is not.
+        """
         self.running.remove(sequence)
         self._leave_slot(sequence)
-        self._requeue(sequence)
+        self._requeue(sequence, keeps)
 
-    def _requeue(self, sequence: Sequence) -> None:
+    def _requeue(self, sequence: Sequence, keeps: bool = False) -> None:
         self._note_lost(sequence)
-        self.block_manager.free(sequence)
+        checkpoints = self.block_manager.free(sequence, keeps)
+        if checkpoints and self.in_flight:
+            self.in_flight[-1].kept_states.extend(checkpoints)
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
@@ -489,7 +494,7 @@ class Scheduler:
         """Append a block, after preemptions if needed. Return None if `sequence` is preempted."""
         while not self.block_manager.num_free_blocks:
             victim = self.running[-1]
-            self.preempt(victim)
+            self.preempt(victim, keeps=True)
             if victim is sequence:
                 return None
         return self.block_manager.append(sequence)
@@ -517,6 +522,9 @@ class Scheduler:
         self.step_costs.forget_sizes()
         for plan in plans:
             self.block_manager.hide(plan.published, plan.kept_states)
+        for sequence in in_flight:
+            if sequence.status is Status.WAITING:
+                self.block_manager.free(sequence)  # what was kept for it is uncertain
         draining = [sequence for sequence in in_flight if sequence.status is Status.DRAINING]
         self._returning.update(self.running)  # the next workers have no rows
         for sequence in reversed(list(self.running)):

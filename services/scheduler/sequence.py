@@ -55,7 +55,7 @@ class Sequence:
       num_preemptions, num_planned_tokens, logprobs, may_have_drafts
     - `BlockManager`: block_table, capacity, num_prefill_tokens, num_planned_tokens,
       num_computed_tokens, num_published_blocks, published_content, record_place, loads,
-      has_fetched, full_blocks, tried, awaited
+      has_fetched, full_blocks, num_kept_blocks, num_kept_tokens, tried, awaited
     - `StateBlocks`: state_blocks, state_plans, checkpoints
     - `OffloadIndex`: has_fetched, loads, awaited
     - `DraftScheduler`: proposer, num_planned_tokens, last_step
@@ -142,6 +142,10 @@ class Sequence:
     tried: tuple[int, int] | None = None
     # (hash, token ids) of the first full blocks, computed when needed
     full_blocks: list[tuple[bytes, bytes]] = field(default_factory=list)
+    # blocks that were kept when the sequence was preempted: the last of `full_blocks`, by random
+    # hashes; and all tokens that were planned before
+    num_kept_blocks: int = 0
+    num_kept_tokens: int = 0
     detokenizer: bytes | None = None  # identity of the detokenizer
     stream_id: int = -1
     num_published_blocks: int = 0

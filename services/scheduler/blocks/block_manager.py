@@ -8,12 +8,18 @@ the position after which a sequence continues.
 import logging
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
+from secrets import token_bytes
 from typing import NamedTuple
 
 from penstock.protocol.config import Config
 from penstock.protocol.messages.worker import CopyBlocks, FolderReport, FolderRequest
 from penstock.services.scheduler.blocks.block_pool import BlockPool
-from penstock.services.scheduler.blocks.block_records import BlockRecords, hash_root
+from penstock.services.scheduler.blocks.block_records import (
+    HASH_BYTES,
+    ROOT,
+    BlockRecords,
+    hash_root,
+)
 from penstock.services.scheduler.blocks.offload_index import FolderIndex, OffloadIndex
 from penstock.services.scheduler.blocks.state_blocks import StateBlocks
 from penstock.services.scheduler.sequence import Sequence
@@ -104,11 +110,15 @@ class BlockManager:
         if cached is None or found is None:
             return False
         matched, loads, num_tokens = found.matched, found.loads, len(sequence.token_ids)
+        num_found = len(found.full_blocks)
+        is_whole = num_found == len(sequence.full_blocks)
+        num_own = sequence.num_kept_blocks if is_whole else 0
         last, num_kept = (-1, 0) if loads else self._match_recovered(sequence, matched)
-        tail = [last] if num_kept else []
-        num_needed = -(-num_tokens // self.block_size)
-        num_new = num_needed - len(matched) - len(tail)
-        num_left = self.pool.num_free_without(matched + tail) - num_new
+        shared = matched[: num_found - num_own]
+        tail = [*matched[len(shared) :], *([last] if num_kept else [])]
+        num_needed = max(-(-num_tokens // self.block_size), num_found)
+        num_new = num_needed - len(shared) - len(tail)
+        num_left = self.pool.num_free_without(shared + tail) - num_new
         if num_left < least:
             num_left = self.pool.num_free_without(cached) + len(cached) - num_needed
             sequence.tried = len(cached), num_left - self.pool.num_released
@@ -119,19 +129,22 @@ class BlockManager:
             self.pool.offload.pin(loads)
         places: list[int] = []  # to which the checkpoint is copied
         if self.states:
-            states, num_seen = self.states, found.num_seen * self.block_size
-            places = states.allocate(sequence, found.full_blocks, num_seen, self._caching)
-        sequence.published_content = self.pool.share(matched)
-        sequence.num_published_blocks = len(matched)
+            num_seen = min(found.num_seen, self._num_publishable(sequence, num_tokens))
+            prefix = found.full_blocks, num_seen * self.block_size, num_own > 0
+            places = self.states.allocate(sequence, *prefix, self._caching)
+        sequence.published_content = self.pool.share(shared)
+        sequence.num_published_blocks = len(shared)
         for block in tail:
             self.pool.adopt(block)
-        sequence.block_table = matched + tail + [self.pool.take() for _ in range(num_new)]
+        sequence.block_table = shared + tail + [self.pool.take() for _ in range(num_new)]
         sequence.capacity = len(sequence.block_table) * self.block_size
-        num_found = len(found.full_blocks)
         places = sequence.block_table[len(matched) : num_found] + places
         sequence.loads.extend(zip(loads, places, strict=True))
         sequence.num_prefill_tokens = num_tokens
         sequence.num_planned_tokens = num_found * self.block_size + num_kept
+        if num_own:
+            sequence.num_planned_tokens = min(sequence.num_kept_tokens, num_tokens - 1)
+        self._drop_kept(sequence)
         sequence.num_computed_tokens = 0
         self._record_tail(sequence, sequence.num_planned_tokens)
         sequence.record_place = 0
@@ -170,6 +183,8 @@ class BlockManager:
         """Return the number of full blocks that a waiting sequence may share."""
         if sequence.needs_prompt_logprobs:
             return 0  # prompt logprobs are computed with the prompt
+        if sequence.num_kept_tokens:
+            return len(sequence.full_blocks)
         num_tokens = len(sequence.token_ids)  # one token is always computed
         return min((num_tokens - 1) // self.block_size, self._num_publishable(sequence, num_tokens))
 
@@ -246,12 +261,17 @@ class BlockManager:
         sequence.capacity += self.block_size
         return block
 
-    def free(self, sequence: Sequence) -> None:
-        """Release all blocks.
+    # ---- free, and keep for a preempted sequence -----------------------------------------------
+
+    def free(self, sequence: Sequence, keeps: bool = False) -> list[tuple[int, int]]:
+        """Release all blocks, and what was kept for the sequence.
 
         Plans run in order on one stream. So the next plan may reuse blocks to which plans in flight
-        still write.
+        still write. keeps: keep what the plans so far compute, see `_keep`; return its checkpoints,
+        as `publish` does, of which the plans in flight must be confirmed.
         """
+        self._drop_kept(sequence)
+        checkpoints = self._keep(sequence) if keeps else []
         if self.states and sequence.block_table:
             self.states.free(sequence)
         self.pool.release(sequence.block_table)
@@ -259,6 +279,38 @@ class BlockManager:
         if self.pool.offload and sequence.loads:
             self.pool.offload.unpin(key for key, _ in sequence.loads)
         sequence.loads.clear()
+        return checkpoints
+
+    def _keep(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Let a sequence with recurrent state that is preempted continue where it is.
+
+        Within a prompt, its state becomes a checkpoint. Later, KV and state are of this sequence
+        alone: they are published with random hashes, so that the host tier takes them as others.
+        """
+        states, num_tokens = self.states, sequence.num_planned_tokens
+        if not (states and self._caching and states.has_own(sequence)) or sequence.loads:
+            return []
+        first = sequence.num_published_blocks
+        own = sequence.block_table[first : -(-num_tokens // self.block_size)]
+        if not own and num_tokens % states.unit == 0:
+            hash_ = self._hash_before(sequence, num_tokens // self.block_size)
+            return [states.publish(sequence, hash_)]
+        if own and self.pool.offload:
+            hashes = [token_bytes(HASH_BYTES) for _ in own]
+            self.pool.publish_own(own, sequence.published_content, hashes)
+            states.pool.publish_own(sequence.state_blocks[:1], ROOT, hashes[-1:])
+            sequence.full_blocks[first:] = [(hash_, b"") for hash_ in hashes]
+            sequence.num_kept_tokens, sequence.num_kept_blocks = num_tokens, len(own)
+        return []
+
+    def _drop_kept(self, sequence: Sequence) -> None:
+        """Forget what was kept for a sequence, but for copies from the host that are planned."""
+        first = len(sequence.full_blocks) - sequence.num_kept_blocks
+        hashes = [hash_ for hash_, _ in sequence.full_blocks[first:]]
+        for pool in self._pools if hashes else ():
+            pool.unpublish(hashes)
+        del sequence.full_blocks[first:]
+        sequence.num_kept_tokens = sequence.num_kept_blocks = 0
 
     def is_chunk(self, sequence: Sequence, budget: int) -> bool:
         """Return whether a budget of tokens suffices for the first chunk of a waiting sequence."""

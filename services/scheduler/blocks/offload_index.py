@@ -158,6 +158,7 @@ class OffloadIndex:
         self._records = records
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._pins: Counter[bytes] = Counter()  # hashes that sequences load; their slots are kept
+        self._discarded: set[bytes] = set()  # pinned hashes to `discard` when no pin is left
         self._loaded: list[bytes] = []  # hashes whose pins end with the current plan
         self._blocking: list[int] = []
         self._overlapped: list[int] = []
@@ -266,6 +267,8 @@ class OffloadIndex:
             self._pins[hash_] -= 1
             if not self._pins[hash_]:
                 del self._pins[hash_]
+                if hash_ in self._discarded:
+                    self.discard([hash_])
 
     def load(self, hash_: bytes, block: int, overlapped: bool) -> None:
         """Plan a copy of a pinned slot into a block."""
@@ -325,6 +328,7 @@ class OffloadIndex:
                 self._free.append(entry.slot)
         for pending in (self._blocking, self._overlapped, self._loaded, self._uncertain):
             pending.clear()
+        self._discarded.clear()
         self._new.clear()
         self._pins.clear()
         self.use_folder(None)
@@ -430,9 +434,12 @@ class OffloadIndex:
                     self._entries.move_to_end(hash_, last=False)
 
     def discard(self, hashes: Iterable[bytes]) -> None:
-        """Forget content that may be wrong, unless a sequence is loading it."""
+        """Forget content that is wrong or not needed, but what is pinned only when it is loaded."""
         for hash_ in hashes:
-            if hash_ in self._entries and hash_ not in self._pins and hash_ not in self._new:
+            self._discarded.discard(hash_)
+            if hash_ in self._pins:
+                self._discarded.add(hash_)
+            elif hash_ in self._entries and hash_ not in self._new:
                 self._free.append(self._drop(hash_))
             if self.folder and self.folder.remove(hash_):
                 self._request.removed.append(hash_)

@@ -57,8 +57,8 @@ class StateBlocks:
             return is_there or (offload is not None and offload.has_checkpoint(hash_, in_files))
 
         last = len(full_blocks) // step * step
-        found = (n for n in range(last, 0, -step) if has(full_blocks[n - 1][0]))
-        return next(found, 0)
+        numbers = len(full_blocks), *range(last, 0, -step)  # the last block may be a sequence's own
+        return next((n for n in numbers if n and has(full_blocks[n - 1][0])), 0)
 
     def has_last(self, full_blocks: list[tuple[bytes, bytes]]) -> bool:
         """Return whether the last checkpoint that `full_blocks` may have is in memory."""
@@ -79,9 +79,12 @@ class StateBlocks:
         sequence: Sequence,
         full_blocks: list[tuple[bytes, bytes]],
         num_seen: int,
+        is_own: bool,
         caching: bool,
     ) -> list[int]:
         """Let a sequence begin at the checkpoint after `full_blocks`, or with a state of zeros.
+
+        is_own: the state was kept for this sequence.
 
         The sequence will leave checkpoints where its prefix leaves the `num_seen` tokens that are
         already in the cache, at the end of its prompt, before its last token, and before the last
@@ -96,12 +99,19 @@ class StateBlocks:
         elif hash_ and self.pool.offload:
             block, plan = self.pool.take(), LOADED
             places = [place for place, _ in self.pool.offload.pieces(block, hash_)]
+        if is_own:
+            plan = NONE  # no checkpoint that `publish_loaded` could publish
         sequence.state_blocks, sequence.state_plans = (block, NONE), (plan, NONE)
         begin = len(full_blocks) * self._block_size
         end = min(len(sequence.token_ids) - 1, sequence.num_prompt_tokens)
         ends = (num_seen, end, *_border(sequence, begin, end)) if caching else ()
         sequence.checkpoints = [end // self.unit * self.unit for end in ends]
         return places
+
+    def has_own(self, sequence: Sequence) -> bool:
+        """Return whether the plans so far have left a state that is no checkpoint."""
+        block, _ = sequence.state_blocks
+        return block != NONE and self.pool.may_be_written(block)
 
     def free(self, sequence: Sequence) -> None:
         """Release the blocks of a sequence that was allocated."""

@@ -145,6 +145,19 @@ def test_the_tokens_of_a_plain_loop(
         assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
 
 
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_preempted_sequences_continue_with_a_host_tier(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]], method: str
+) -> None:
+    options = {"num_blocks": 16, "max_num_seqs": 6, "max_num_batched_tokens": 80}
+    engine = engine_of(folder, speculative_method=method, kv_offload_gib=0.1, **options)
+    for _ in range(2):
+        assert outputs(engine, prompts) == expected
+    assert engine.scheduler.num_preemptions > 3
+    # of a prompt of 160 tokens that has no output yet, and ends between two chunks of a prompt
+    assert engine.scheduler.num_recomputed_tokens <= 32
+
+
 def test_a_hit_needs_blocks_and_a_checkpoint(folder: Path) -> None:
     engine = engine_of(folder)
     sampling = SamplingParams(temperature=0.0, max_tokens=1)

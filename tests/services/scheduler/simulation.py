@@ -266,12 +266,18 @@ class Simulation:
         """Abort a request, or find a stop string."""
         if sequence.status is not Status.FINISHED:
             self.cut.add(sequence)
-        self.scheduler.finish(sequence, reason)
+        try:
+            self.scheduler.finish(sequence, reason)
+        except SchedulerDiedError:
+            self.restart_scheduler()
         self.check()
 
     def preempt(self, sequence: Sequence) -> None:
         """As if the blocks had run out."""
-        self.scheduler.preempt(sequence)
+        try:
+            self.scheduler.preempt(sequence, keeps=True)
+        except SchedulerDiedError:
+            self.restart_scheduler()
         self.check()
 
     def restart(self, *, keeps_memory: bool = False) -> None:
