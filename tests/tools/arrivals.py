@@ -4,10 +4,15 @@
 come at 12 a second; answers have 256 tokens ± 50 %. Steps take as long as they would with 8B on an
 H200 if this model of their cost were right; no tokens are computed. Prints milliseconds for each
 seed: p50 and p99 of short prompts, then of long ones.
+
+`--rate 24500 --seconds 4000`: of a queue of prompts alone, which are computed at this number of
+tokens a second. First with short prompts first, then with long ones first. No order gives a kind of
+prompts its first tokens earlier.
 """
 
 import argparse
 import random
+from heapq import heappop, heappush
 from unittest.mock import patch
 
 from penstock.services.scheduler.sequence import Sequence
@@ -66,17 +71,50 @@ def first_tokens(seed: int, seconds: float) -> list[tuple[int, float]]:
     return found[NUM_LEARNING:]
 
 
+def in_one_order(
+    seed: int, seconds: float, rate: float, long_first: bool
+) -> list[tuple[int, float]]:
+    """Return what `first_tokens` does, of a queue whose prompts interrupt those that come later."""
+    coming = [*reversed(arrivals(seed, seconds))]
+    queue: list[tuple[bool, float, int, float]] = []  # order, arrival, tokens, tokens left
+    now, found = 0.0, []
+    while coming or queue:
+        if not queue:
+            now = coming[-1][0]
+        while coming and coming[-1][0] <= now:
+            time, num_prompt, _ = coming.pop()
+            heappush(queue, ((num_prompt > 1536) != long_first, time, num_prompt, num_prompt))
+        order, time, num_prompt, left = heappop(queue)
+        end = now + left / rate
+        if coming and coming[-1][0] < end:
+            left -= (coming[-1][0] - now) * rate
+            now = coming[-1][0]
+            heappush(queue, (order, time, num_prompt, left))
+        else:
+            now = end
+            found.append((num_prompt, 1000 * (now - time)))
+    return found
+
+
+def show(name: int | str, found: list[tuple[int, float]]) -> None:
+    kinds = [sorted(ms for length, ms in found if (length > 1536) == kind) for kind in (0, 1)]
+    figures = [some[int(share * len(some))] for some in kinds for share in (0.5, 0.99)]
+    print(name, *map(round, figures), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6])
     parser.add_argument("--seconds", type=float, default=40)
+    parser.add_argument("--rate", type=float, help="prompt tokens a second of a queue alone")
     arguments = parser.parse_args()
     for seed in arguments.seeds:
+        if rate := arguments.rate:
+            for long_first in (False, True):
+                show(seed, in_one_order(seed, arguments.seconds, rate, long_first))
+            continue
         with patch.object(Simulation, "check"):  # which takes most of the time
-            found = first_tokens(seed, arguments.seconds)
-        kinds = [sorted(ms for length, ms in found if (length > 1536) == kind) for kind in (0, 1)]
-        figures = [some[int(share * len(some))] for some in kinds for share in (0.5, 0.99)]
-        print(seed, *map(round, figures), flush=True)
+            show(seed, first_tokens(seed, arguments.seconds))
 
 
 if __name__ == "__main__":
