@@ -81,7 +81,8 @@ class CopyBlocks(Struct, PackedLists, array_like=True, tag=True):
     blocking: bytes = b""  # copies between the steps of earlier plans and the next plan's step
     # later copies: they may end after the next plan's step, but before the following step
     overlapped: bytes = b""
-    # hashes of the prefixes that are copied to the host, in this order, if there is a folder
+    # hashes of the prefixes that are copied to the host, in this order, if there is a folder; an
+    # empty one gets no file
     hashes: list[bytes] = []
 
 

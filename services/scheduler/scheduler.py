@@ -432,6 +432,7 @@ class Scheduler:
         """
         if reason.startswith(GRAMMAR_FAILED):
             if sequence.status is Status.WAITING:
+                self.block_manager.free(sequence)  # was kept for tokens that do not come
                 return  # from a later plan in flight
             if self.grammars.isolate(sequence):
                 sequence.may_have_drafts = False

@@ -192,6 +192,8 @@ class BlockManager:
         """Return whether `other` will compute the next block that a waiting sequence may share."""
         end = (other.num_planned_tokens // self.block_size + 1) * self.block_size
         near = slice(max(0, end - 64), end)  # a difference before is possible, and costs some time
+        if sequence.num_kept_blocks:
+            return False
         is_equal = sequence.token_ids[near] == other.token_ids[near]
         most = min(self._num_matchable(sequence) * self.block_size, other.num_prefill_tokens)
         return is_equal and end <= most and sequence.cache_salt == other.cache_salt
@@ -288,7 +290,7 @@ class BlockManager:
         alone: they are published with random hashes, so that the host tier takes them as others.
         """
         states, num_tokens = self.states, sequence.num_planned_tokens
-        if not (states and self._caching and states.has_own(sequence)) or sequence.loads:
+        if not (states and self._caching and states.has_own(sequence)):
             return []
         first = sequence.num_published_blocks
         own = sequence.block_table[first : -(-num_tokens // self.block_size)]
@@ -307,8 +309,9 @@ class BlockManager:
         """Forget what was kept for a sequence, but for copies from the host that are planned."""
         first = len(sequence.full_blocks) - sequence.num_kept_blocks
         hashes = [hash_ for hash_, _ in sequence.full_blocks[first:]]
-        for pool in self._pools if hashes else ():
-            pool.unpublish(hashes)
+        if self.states and hashes:
+            self.pool.unpublish(hashes)
+            self.states.pool.unpublish(hashes[-1:])
         del sequence.full_blocks[first:]
         sequence.num_kept_tokens = sequence.num_kept_blocks = 0
 

@@ -203,10 +203,11 @@ class BlockPool:
         return self._num_contents
 
     def publish_own(self, blocks: Iterable[int], parent: int, hashes: Iterable[bytes]) -> None:
-        """Publish blocks, as if they were full, by random hashes; only eviction writes files."""
+        """Publish blocks, as if they were full, by random hashes. They get no files."""
         for block, hash_ in zip(blocks, hashes, strict=True):
             parent = self.publish(block, parent, hash_, b"")
-            del self._unsaved[block]
+            if self.offload:
+                self.offload.own.update(key for _, key in self._copies(block, hash_))
 
     def unpublish(self, hashes: Iterable[bytes]) -> None:
         """Hide the blocks with these hashes. Sequences keep hidden blocks in their tables."""

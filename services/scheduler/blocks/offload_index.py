@@ -158,6 +158,7 @@ class OffloadIndex:
         self._records = records
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._pins: Counter[bytes] = Counter()  # hashes that sequences load; their slots are kept
+        self.own: set[bytes] = set()  # hashes of content that one sequence keeps; it gets no files
         self._discarded: set[bytes] = set()  # pinned hashes to `discard` when no pin is left
         self._loaded: list[bytes] = []  # hashes whose pins end with the current plan
         self._blocking: list[int] = []
@@ -307,8 +308,9 @@ class OffloadIndex:
         if self.folder:
             by_slot = {entry.slot: hash_ for hash_, entry in self._new.items()}
             slots = [*self._blocking[1::2], *self._overlapped[1::2]]
-            copies.hashes = [by_slot[slot] for slot in slots if slot >= 0]
-            self.folder.write(copies.hashes)
+            hashes = [by_slot[slot] for slot in slots if slot >= 0]
+            copies.hashes = [b"" if hash_ in self.own else hash_ for hash_ in hashes]
+            self.folder.write(filter(None, copies.hashes))
         self._blocking, self._overlapped, self._new = [], [], {}
         return copies
 
@@ -410,7 +412,7 @@ class OffloadIndex:
         block: as in `store`; not needed for content on the host.
         """
         folder = self.folder
-        if folder is None or hash_ in folder or folder.is_writing(hash_):
+        if folder is None or hash_ in self.own or hash_ in folder or folder.is_writing(hash_):
             return
         if hash_ in self._entries:
             self._request.stored.append(hash_)
@@ -436,6 +438,7 @@ class OffloadIndex:
     def discard(self, hashes: Iterable[bytes]) -> None:
         """Forget content that is wrong or not needed, but what is pinned only when it is loaded."""
         for hash_ in hashes:
+            self.own.discard(hash_)
             self._discarded.discard(hash_)
             if hash_ in self._pins:
                 self._discarded.add(hash_)

@@ -109,9 +109,13 @@ class StateBlocks:
         return places
 
     def has_own(self, sequence: Sequence) -> bool:
-        """Return whether the plans so far have left a state that is no checkpoint."""
-        block, _ = sequence.state_blocks
-        return block != NONE and self.pool.may_be_written(block)
+        """Return whether steps since the admission have left a state that is no checkpoint.
+
+        Before the first step the block may still be loading.
+        """
+        block, other = sequence.state_blocks
+        has_run = other != NONE or sequence.state_plans[0] >= 0
+        return has_run and block != NONE and self.pool.may_be_written(block)
 
     def free(self, sequence: Sequence) -> None:
         """Release the blocks of a sequence that was allocated."""

@@ -242,8 +242,13 @@ class KvFolder:
             self._numbers[slot] += 1
 
     def store(self, hashes: Sequence[bytes], slots: Sequence[int], wait: Wait) -> None:
-        """Queue the content of slots to be written. Skip blocks while the queue is full."""
+        """Queue the content of slots to be written. Skip blocks while the queue is full.
+
+        hashes: an empty one gets no file.
+        """
         for hash_, slot in zip(hashes, slots, strict=True):
+            if not hash_:
+                continue
             try:
                 self._writes.put_nowait(_Transfer(hash_, slot, self._numbers[slot], wait))
             except Full:

@@ -101,7 +101,8 @@ class KvOffload:
             return
         if request.lists:
             self.folder.restart()
-        self.folder.remove(request.removed)
+        if request.removed:
+            self.folder.remove(request.removed)
         self.folder.fetch(request.fetched, unpack(request.slots), self._end())
         self.folder.store(request.stored, unpack(request.stored_slots), self._end())
 

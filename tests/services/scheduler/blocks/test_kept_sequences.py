@@ -3,8 +3,12 @@
 The reference worker checks the position and the tokens of each block and state that is read.
 """
 
+import msgspec
 import pytest
 
+from penstock.protocol.messages.packed import pack
+from penstock.protocol.messages.plan import SampledTokens
+from penstock.protocol.messages.structured import GRAMMAR_FAILED, StructuredOutputs
 from penstock.services.scheduler.blocks import state_blocks
 from penstock.services.scheduler.sequence import Sequence
 from tests.services.scheduler.blocks.test_offload import offload_of
@@ -62,18 +66,33 @@ def test_nothing_is_computed_again(num_output: int, is_evicted: bool, method: st
 
 def test_blocks_of_wrong_drafts_only_are_kept_too() -> None:
     """What is found on the host needs a place each, whether or not the tokens need it."""
-    has_more = []
-    for seed in range(5):
+    for seed in range(60):  # until the last draft is wrong
         sim = with_states(**SIZES, speculative_method="mtp")
         sequence = sim.add(long_prompt(10), max_tokens=28, ignore_eos=True, seed=seed)
         while (sequence.num_planned_tokens - 1) // 4 <= len(sequence.token_ids) // 4:
             sim.send() or sim.receive()
         preempt(sim, sequence)
-        has_more.append(len(sequence.full_blocks) * 4 - len(sequence.token_ids) >= 4)
+        has_more = len(sequence.full_blocks) * 4 - len(sequence.token_ids) >= 4
         evict(sim, sequence)
         sim.run()
         assert sim.scheduler.num_recomputed_tokens == 0
-    assert any(has_more)
+        if has_more:
+            return
+    raise AssertionError("no block was of wrong drafts only")
+
+
+@pytest.mark.parametrize("num_more", range(1, 5))
+def test_a_sequence_is_preempted_several_times(num_more: int) -> None:
+    sim = with_states(200, **SIZES)
+    sequence = decoding(sim)
+    for _ in range(3):
+        preempt(sim, sequence)
+        evict(sim, sequence)
+        wanted = len(sequence.token_ids) + num_more
+        while len(sequence.token_ids) < wanted:
+            sim.step()
+    sim.run()
+    assert sim.scheduler.num_recomputed_tokens == 0
 
 
 def test_what_was_kept_is_forgotten_when_the_sequence_continues() -> None:
@@ -135,8 +154,13 @@ def test_tokens_that_are_computed_again_are_kept_as_far_as_they_are() -> None:
     assert sim.scheduler.num_recomputed_tokens == num_lost
 
 
-def test_a_sequence_is_preempted_again_before_it_is_loaded() -> None:
-    sim = with_states(**SIZES, max_num_batched_tokens=12)
+@pytest.mark.parametrize("num_results", range(3))
+@pytest.mark.parametrize("are_planned", [False, True])
+def test_a_sequence_is_preempted_again_before_it_has_loaded(
+    are_planned: bool, num_results: int
+) -> None:
+    """And its workers die, while copies to its blocks are not planned, or may not have run."""
+    sim = with_states(**SIZES, max_num_batched_tokens=12, num_plans_in_flight=4)
     sequence = decoding(sim, 6)
     preempt(sim, sequence)
     evict(sim, sequence)
@@ -144,10 +168,82 @@ def test_a_sequence_is_preempted_again_before_it_is_loaded() -> None:
     sim.add([9], max_tokens=20, ignore_eos=True)
     sim.step()
     sim.scheduler.waiting.put_back(sequence)
-    while not sequence.loads:
+    while sequence not in sim.scheduler.running or bool(sequence.loads) == are_planned:
         sim.send() or sim.receive()
+    for _ in range(num_results):
+        if sim.has_result:
+            sim.receive()
     sim.preempt(sequence)
+    sim.restart(keeps_memory=True)
     sim.run()
+
+
+@pytest.mark.parametrize("num_results", range(3))
+def test_a_checkpoint_that_may_not_have_been_loaded_is_not_kept(num_results: int) -> None:
+    options = {"num_state_blocks": 5, "num_blocks": 40, "max_num_batched_tokens": 24}
+    sim = with_states(max_model_len=40, num_plans_in_flight=4, **options)
+    sim.add(long_prompt(17), max_tokens=2)
+    sim.run()
+    for first in range(50, 56):  # evict the checkpoint, but not the blocks
+        sim.add([first, *long_prompt(8)], max_tokens=2)
+        sim.run()
+    sim.add([9], max_tokens=25, ignore_eos=True)
+    sim.step()
+    sequence = sim.add(long_prompt(19), max_tokens=5, ignore_eos=True)
+    while sequence not in sim.scheduler.running or sequence.loads:
+        sim.send() or sim.receive()
+    for _ in range(num_results):
+        if sim.has_result:
+            sim.receive()
+    sim.preempt(sequence)
+    sim.restart(keeps_memory=True)
+    sim.run()
+
+
+@pytest.mark.parametrize("num_sent", [1, 2, 3])
+def test_a_grammar_fails_while_its_sequence_is_preempted(num_sent: int) -> None:
+    """Plans in flight then bring fewer tokens than they computed."""
+    sim = with_states(**SIZES, num_plans_in_flight=4)
+    grammar = StructuredOutputs(json_object=True)
+    sampling = {"ignore_eos": True, "structured_outputs": grammar, "seed": 5}
+    sequence = sim.add(long_prompt(10), max_tokens=20, **sampling)
+    while not sequence.output_token_ids or sim.has_result:
+        sim.step() if not sequence.output_token_ids else sim.receive()
+    for _ in range(num_sent):
+        sim.send()
+    sim.preempt(sequence)
+    assert sequence.num_kept_blocks
+    while sim.results:
+        result = msgspec.msgpack.decode(sim.results.popleft(), type=SampledTokens)
+        number = len(sim.scheduler.in_flight[0].sampled)
+        result.token_ids = pack([1] * number)
+        result.failed = [(row, f"{GRAMMAR_FAILED}: too deep") for row in range(number)]
+        sim.scheduler.update(result)
+    sim.send()
+    assert sequence.num_planned_tokens >= 8, "the checkpoint of its prompt"
+
+
+def test_what_is_kept_gets_no_files() -> None:
+    sim = with_states(**SIZES, kv_offload_folder="folder")
+    sequence = decoding(sim)
+    preempt(sim, sequence)
+    hashes = [hash_ for hash_, _ in sequence.full_blocks[-sequence.num_kept_blocks :]]
+    evict(sim, sequence)
+    keys = [*hashes, *(key for _, key in offload_of(sim).pieces(0, hashes[-1]))]
+    assert offload_of(sim).own >= set(keys)
+    sim.scheduler.waiting.remove(sequence)
+    sim.restart(keeps_memory=True)
+    for _ in range(60):
+        sim.send()
+        sim.answer()
+        if sim.has_result:
+            sim.receive()
+    sim.scheduler.waiting.put_back(sequence)
+    assert sim.worker.host.files
+    assert not sim.worker.host.files.keys() & keys
+    sim.run()
+    assert not offload_of(sim).own
+    assert sim.scheduler.num_recomputed_tokens == 0
 
 
 def test_without_a_host_tier_nothing_is_kept_after_the_prompt() -> None:
