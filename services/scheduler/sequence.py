@@ -142,8 +142,8 @@ class Sequence:
     tried: tuple[int, int] | None = None
     # (hash, token ids) of the first full blocks, computed when needed
     full_blocks: list[tuple[bytes, bytes]] = field(default_factory=list)
-    # blocks that were kept when the sequence was preempted: the last of `full_blocks`, by random
-    # hashes; and all tokens that were planned before
+    # blocks that were kept when the sequence was preempted, the last of `full_blocks`, by random
+    # hashes; and the number of tokens that were planned until then
     num_kept_blocks: int = 0
     num_kept_tokens: int = 0
     detokenizer: bytes | None = None  # identity of the detokenizer

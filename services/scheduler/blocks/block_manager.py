@@ -183,17 +183,17 @@ class BlockManager:
         """Return the number of full blocks that a waiting sequence may share."""
         if sequence.needs_prompt_logprobs:
             return 0  # prompt logprobs are computed with the prompt
-        if sequence.num_kept_tokens:
+        if sequence.num_kept_blocks:
             return len(sequence.full_blocks)
         num_tokens = len(sequence.token_ids)  # one token is always computed
         return min((num_tokens - 1) // self.block_size, self._num_publishable(sequence, num_tokens))
 
     def will_share(self, sequence: Sequence, other: Sequence) -> bool:
         """Return whether `other` will compute the next block that a waiting sequence may share."""
-        end = (other.num_planned_tokens // self.block_size + 1) * self.block_size
-        near = slice(max(0, end - 64), end)  # a difference before is possible, and costs some time
         if sequence.num_kept_blocks:
             return False
+        end = (other.num_planned_tokens // self.block_size + 1) * self.block_size
+        near = slice(max(0, end - 64), end)  # a difference before is possible, and costs some time
         is_equal = sequence.token_ids[near] == other.token_ids[near]
         most = min(self._num_matchable(sequence) * self.block_size, other.num_prefill_tokens)
         return is_equal and end <= most and sequence.cache_salt == other.cache_salt
