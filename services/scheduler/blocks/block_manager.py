@@ -144,7 +144,8 @@ class BlockManager:
         sequence.num_planned_tokens = num_found * self.block_size + num_kept
         if num_own:
             sequence.num_planned_tokens = min(sequence.num_kept_tokens, num_tokens - 1)
-        self._drop_kept(sequence)
+        if sequence.num_kept_blocks:
+            self._drop_kept(sequence)
         sequence.num_computed_tokens = 0
         self._record_tail(sequence, sequence.num_planned_tokens)
         sequence.record_place = 0
@@ -272,7 +273,8 @@ class BlockManager:
         still write. keeps: keep what the plans so far compute, see `_keep`; return its checkpoints,
         as `publish` does, of which the plans in flight must be confirmed.
         """
-        self._drop_kept(sequence)
+        if sequence.num_kept_blocks:
+            self._drop_kept(sequence)
         checkpoints = self._keep(sequence) if keeps else []
         if self.states and sequence.block_table:
             self.states.free(sequence)
@@ -309,8 +311,8 @@ class BlockManager:
         """Forget what was kept for a sequence, but for copies from the host that are planned."""
         first = len(sequence.full_blocks) - sequence.num_kept_blocks
         hashes = [hash_ for hash_, _ in sequence.full_blocks[first:]]
-        if self.states and hashes:
-            self.pool.unpublish(hashes)
+        self.pool.unpublish(hashes)
+        if self.states:
             self.states.pool.unpublish(hashes[-1:])
         del sequence.full_blocks[first:]
         sequence.num_kept_tokens = sequence.num_kept_blocks = 0
