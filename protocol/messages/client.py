@@ -23,7 +23,7 @@ from penstock.protocol.messages.sampling import Pooling, Positive, SamplingParam
 from penstock.protocol.messages.status import RequestTimes, StatusReply
 
 
-class Logprob(Struct, kw_only=True):
+class Logprob(Struct, kw_only=True, gc=False):
     """One token that could stand at a position."""
 
     token_id: int
@@ -35,7 +35,7 @@ class Logprob(Struct, kw_only=True):
     bytes: list[int]
 
 
-class TokenLogprobs(Struct, kw_only=True):
+class TokenLogprobs(Struct, kw_only=True, gc=False):
     """The token at a position, with the fields of `Logprob`, and the likeliest tokens there."""
 
     token_id: int

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import Struct
-from msgspec.structs import asdict
 
 from penstock.protocol.messages.client import FinishReason, Logprob, TextDelta, TokenLogprobs
 from penstock.protocol.messages.packed import PackedLogprobs, unpack
@@ -25,6 +24,7 @@ class TokenBytes(Struct, frozen=True):
     text: dict[int, bytes]  # special tokens have empty text
     special: dict[int, bytes]  # names of the special tokens
     reasoning: ReasoningTokens
+    shown: dict[int, tuple[str, list[int]]] = {}  # text and bytes of tokens that logprobs had
 
     def logprobs(
         self, packed: PackedLogprobs | None, text_offset: int | None = None
@@ -32,15 +32,24 @@ class TokenBytes(Struct, frozen=True):
         """Return the logprobs of one position, in the format for clients."""
         if packed is None:
             return None
-        ranks = [packed.rank, *range(1, len(packed.token_ids) // 4)]
-        pairs = zip(packed.pairs(), ranks, strict=True)
-        first, *top = [self._logprob(*pair, rank) for pair, rank in pairs]
-        return TokenLogprobs(**asdict(first), top=top, text_offset=text_offset)
+        (token_id, logprob), *others = packed.pairs()
+        top = [self._logprob(*pair, rank) for rank, pair in enumerate(others, 1)]
+        text, numbers = self._show(token_id)
+        return TokenLogprobs(
+            token_id=token_id, logprob=logprob, rank=packed.rank, token=text, bytes=numbers,
+            top=top, text_offset=text_offset,
+        )  # fmt: skip
 
     def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
-        data = self.text.get(token_id) or self.special.get(token_id, b"")
-        text = data.decode(errors="replace")
-        return Logprob(token_id=token_id, logprob=logprob, token=text, bytes=list(data), rank=rank)
+        text, numbers = self._show(token_id)
+        return Logprob(token_id=token_id, logprob=logprob, token=text, bytes=numbers, rank=rank)
+
+    def _show(self, token_id: int) -> tuple[str, list[int]]:
+        """Return a token's text and bytes, made once: prompts may have thousands of logprobs."""
+        if token_id not in self.shown:
+            data = self.text.get(token_id) or self.special.get(token_id, b"")
+            self.shown[token_id] = data.decode(errors="replace"), list(data)
+        return self.shown[token_id]
 
 
 def token_bytes(folder: Path) -> TokenBytes:
