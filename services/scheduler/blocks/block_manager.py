@@ -308,7 +308,7 @@ class BlockManager:
         return []
 
     def _drop_kept(self, sequence: Sequence) -> None:
-        """Forget what was kept for a sequence, but for copies from the host that are planned."""
+        """Forget what was kept for a sequence. Copies from the host that are planned still run."""
         first = len(sequence.full_blocks) - sequence.num_kept_blocks
         hashes = [hash_ for hash_, _ in sequence.full_blocks[first:]]
         self.pool.unpublish(hashes)

@@ -50,6 +50,16 @@ def preempt(sim: Simulation, sequence: Sequence) -> None:
         sim.receive()
 
 
+def preempt_and_die(sim: Simulation, sequence: Sequence, num_results: int) -> None:
+    """Preempt a sequence after some results, lose its workers, and finish with others."""
+    for _ in range(num_results):
+        if sim.has_result:
+            sim.receive()
+    sim.preempt(sequence)
+    sim.restart(keeps_memory=True)
+    sim.run()
+
+
 @pytest.mark.parametrize("method", ["none", "mtp"])
 @pytest.mark.parametrize("num_output", range(1, 10))
 @pytest.mark.parametrize("is_evicted", [False, True])
@@ -65,7 +75,7 @@ def test_nothing_is_computed_again(num_output: int, is_evicted: bool, method: st
 
 
 def test_blocks_of_wrong_drafts_only_are_kept_too() -> None:
-    """What is found on the host needs a place each, whether or not the tokens need it."""
+    """Each block that is found on the host needs a place, even if no token needs the block."""
     for seed in range(60):  # until the last draft is wrong
         sim = with_states(**SIZES, speculative_method="mtp")
         sequence = sim.add(long_prompt(10), max_tokens=28, ignore_eos=True, seed=seed)
@@ -170,12 +180,7 @@ def test_a_sequence_is_preempted_again_before_it_has_loaded(
     sim.scheduler.waiting.put_back(sequence)
     while sequence not in sim.scheduler.running or bool(sequence.loads) == are_planned:
         sim.send() or sim.receive()
-    for _ in range(num_results):
-        if sim.has_result:
-            sim.receive()
-    sim.preempt(sequence)
-    sim.restart(keeps_memory=True)
-    sim.run()
+    preempt_and_die(sim, sequence, num_results)
 
 
 @pytest.mark.parametrize("num_results", range(3))
@@ -192,12 +197,7 @@ def test_a_checkpoint_that_may_not_have_been_loaded_is_not_kept(num_results: int
     sequence = sim.add(long_prompt(19), max_tokens=5, ignore_eos=True)
     while sequence not in sim.scheduler.running or sequence.loads:
         sim.send() or sim.receive()
-    for _ in range(num_results):
-        if sim.has_result:
-            sim.receive()
-    sim.preempt(sequence)
-    sim.restart(keeps_memory=True)
-    sim.run()
+    preempt_and_die(sim, sequence, num_results)
 
 
 @pytest.mark.parametrize("num_sent", [1, 2, 3])
