@@ -462,7 +462,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence, keeps: bool = False) -> None:
         """Preempt a running sequence: free its slot and blocks. Its KV is recomputed later.
 
-        keeps: what can be kept for it, in the cache and the host tier, is not.
+        keeps: except for what the cache and the host tier can keep.
         """
         self.running.remove(sequence)
         self._leave_slot(sequence)

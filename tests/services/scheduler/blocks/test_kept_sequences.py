@@ -1,4 +1,4 @@
-"""What a preempted sequence with recurrent state keeps: its blocks and its state.
+"""A preempted sequence with recurrent state continues from the blocks and state kept for it.
 
 The reference worker checks the position and the tokens of each block and state that is read.
 """
@@ -308,7 +308,7 @@ def test_workers_die_while_a_sequence_is_preempted(num_sent: int, keeps_memory: 
     assert sequence.finish_reason == "length"
 
 
-def test_the_memory_of_workers_that_die_later_has_what_was_kept() -> None:
+def test_workers_die_after_a_sequence_was_preempted() -> None:
     sim = with_states(**SIZES)
     sequence = decoding(sim)
     preempt(sim, sequence)
