@@ -83,14 +83,14 @@ def norm_moe(
             f"first_expert: got experts {first_expert} to {last_expert}, "
             f"expected 0 to {len(router) - 1}"
         )
-    normed = rms_norm(x, norm_weight, eps)
     if x.is_cuda:
-        from penstock.kernels.triton_moe import experts, router_logits
+        from penstock.kernels.triton_moe import experts, norm_and_logits
 
-        logits = router_logits(normed, router)
+        normed, logits = norm_and_logits(x, norm_weight, eps, router)
         residual = x if add else None
         routed = top_k, normalize, first_expert, shared
         return experts(normed, logits, gate_up, down, *routed, residual=residual, out=out)
+    normed = rms_norm(x, norm_weight, eps)
     chosen, weights = route(linear(normed, router), top_k, normalize, shared)
     result = experts_outputs(normed, chosen - first_expert, weights, gate_up, down)
     result = x + result if add else result

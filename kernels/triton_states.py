@@ -12,23 +12,28 @@ _LARGEST = tl.constexpr(2**31 - 1)
 
 
 def begin(
-    packed: Tensor, bits: int, starts: Tensor, ends: Tensor, prompt_ends: Tensor, positions: Tensor
+    packed: Tensor,
+    bits: int,
+    cu_seqlens_q: Tensor,
+    ends: Tensor,
+    prompt_ends: Tensor,
+    positions: Tensor,
 ) -> Tensor:
     """Compute `penstock.kernels.layouts.states.States.begin`, all but the first field."""
     num_rows = len(packed)
     stride = triton.cdiv(num_rows, 2) * 2  # Triton compiles kernels again for unaligned pointers
     out = torch.empty(6, stride, dtype=torch.int64, device=packed.device)
     _begin[(num_rows,)](
-        packed, starts, ends, prompt_ends, positions, out, stride, num_rows, len(positions), bits,
-        BLOCK, num_warps=1, **LAUNCH,
+        packed, cu_seqlens_q, ends, prompt_ends, positions, out, stride, num_rows, len(positions),
+        bits, BLOCK, num_warps=1, **LAUNCH,
     )  # fmt: skip
     return out[:, :num_rows]
 
 
 @triton.jit(do_not_specialize=["stride", "num_rows"])
 def _begin(
-    packed_ptr, starts_ptr, ends_ptr, prompt_ends_ptr, positions_ptr, out_ptr, stride, num_rows,
-    num_blocks, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    packed_ptr, cu_seqlens_q_ptr, ends_ptr, prompt_ends_ptr, positions_ptr, out_ptr, stride,
+    num_rows, num_blocks, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find the bounds of a row's sequence among all rows, in each program."""
     launch_dependents()
@@ -41,8 +46,10 @@ def _begin(
         other = some + tl.arange(0, BLOCK)
         exists = other < num_rows
         is_same = exists & ((tl.load(packed_ptr + other, exists, 0) & mask) - 1 == written)
-        firsts = tl.minimum(firsts, tl.load(starts_ptr + other, is_same, _LARGEST).to(tl.int32))
-        lasts = tl.maximum(lasts, tl.load(ends_ptr + other, is_same, 0).to(tl.int32))
+        at, ends = cu_seqlens_q_ptr + other, tl.load(ends_ptr + other, is_same, 0)
+        starts = ends - (tl.load(at + 1, is_same, 0) - tl.load(at, is_same, 0))
+        firsts = tl.minimum(firsts, tl.where(is_same, starts, _LARGEST))
+        lasts = tl.maximum(lasts, ends)
     first = tl.min(firsts, 0)
     bound = tl.load(positions_ptr + read * 2, read >= 0, 0)
     out_ptr += row
@@ -55,3 +62,29 @@ def _begin(
     block = tl.where(written < 0, num_blocks - 1, written)
     tl.store(positions_ptr + block * 2, 0)
     tl.store(positions_ptr + block * 2 + 1, 0)
+
+
+def end(
+    written: Tensor, first: Tensor, last: Tensor, decode_lens: Tensor, positions: Tensor
+) -> None:
+    """Compute `penstock.kernels.layouts.states.States.end`."""
+    rows = written, first, last, decode_lens, positions, len(written), len(positions)
+    _end[(triton.cdiv(len(written), BLOCK),)](*rows, BLOCK, num_warps=1, **LAUNCH)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _end(
+    written_ptr, first_ptr, last_ptr, decode_lens_ptr, positions_ptr, num_rows, num_blocks,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Mark the blocks of BLOCK rows in each program."""
+    launch_dependents()
+    wait()
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = row < num_rows
+    written, last = tl.load(written_ptr + row, exists, -1), tl.load(last_ptr + row, exists, 0)
+    decodes = tl.load(decode_lens_ptr + row, exists, 0) > 0
+    first = tl.where(decodes, tl.load(first_ptr + row, exists, 0), last)
+    positions_ptr += tl.where(written < 0, num_blocks - 1, written) * 2
+    tl.store(positions_ptr, first + 1, exists)
+    tl.store(positions_ptr + 1, last + 1, exists)

@@ -247,7 +247,7 @@ class DecodeStep:
         states = self._states and self._begin_states(self._states, num_rows)
         layers.call_decoder(decoder, self._halves, num_rows)
         if self._states and states:
-            self._states.end(states, self._buffers.decode_lens[:num_rows] > 0)
+            self._states.end(states, self._buffers.decode_lens[:num_rows])
         self._head_fields[HEAD_ROWS] = num_rows
         layers.call_head(head, self.logits.shape[1], num_rows)
         tokens, lowest = np.zeros(num_rows, np.int64), self._thresholds(num_rows)
@@ -260,7 +260,8 @@ class DecodeStep:
     def _begin_states(self, states: States, num_rows: int) -> StateStep:
         of_rows = self._buffers.states, self._buffers.context_lens, self._buffers.prompt_ends
         packed, ends, prompt_ends = (tensor[:num_rows] for tensor in of_rows)
-        step = states.begin(packed, ends - 1, ends, prompt_ends)
+        bounds = torch.arange(num_rows + 1, dtype=torch.int32)  # a token a row
+        step = states.begin(packed, bounds, ends, prompt_ends)
         self._fields[STEP_DECODE] = num_rows
         for index, name in STEP_STATES:
             self._fields[index] = getattr(step, name).data_ptr()

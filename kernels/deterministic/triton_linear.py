@@ -386,7 +386,7 @@ def launch_ranged(
     tile: default `tile_of`. factors: [num_rows] float32, by which the product is multiplied. Raises
     ValueError for a tile with one loop if the weight has 8 bits, or a range has a partial tile.
     """
-    x, weight, out, _, _, residual, swiglu = operands
+    x, weight, out, _, _, residual, swiglu, _ = operands
     values, scale = parts(weight)
     (num_rows, inner), num_columns = x.shape, out.shape[1]
     weights = 2 if swiglu else 1

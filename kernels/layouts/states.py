@@ -50,21 +50,24 @@ class States(NamedTuple):
     positions: Tensor
     layers: list[list[Tensor]]  # by layer with state: float32 tensors [num_blocks + 1, ...]
 
-    def begin(self, packed: Tensor, starts: Tensor, ends: Tensor, prompt_ends: Tensor) -> StateStep:
+    def begin(
+        self, packed: Tensor, cu_seqlens_q: Tensor, ends: Tensor, prompt_ends: Tensor
+    ) -> StateStep:
         """Begin a step: mark the blocks that rows write as incomplete.
 
-        packed: int32 [num_rows], from `pack_states`. starts, ends: [num_rows], positions of each
-        row's first token and after its last token. prompt_ends: [num_rows], see `StateStep`.
+        packed: int32 [num_rows], from `pack_states`. cu_seqlens_q: int32 [num_rows + 1], index of
+        each row's first token in the step. ends: int32 [num_rows], position after each row's last
+        token. prompt_ends: [num_rows], see `StateStep`.
         """
         if packed.is_cuda:
             from penstock.kernels import triton_states
 
-            rows = packed, _BITS, starts, ends, prompt_ends
+            rows = packed, _BITS, cu_seqlens_q, ends, prompt_ends
             return StateStep(self.layers, *triton_states.begin(*rows, self.positions).unbind())
         blocks = packed.long()
         read, written = (blocks >> _BITS) - 1, (blocks & ((1 << _BITS) - 1)) - 1
         of_block = written % len(self.positions)
-        bounds = self.positions[:, 0].long()
+        bounds, starts = self.positions[:, 0].long(), ends - cu_seqlens_q.diff()
         first = torch.full_like(bounds, 1 << 31).scatter_reduce(0, of_block, starts.long(), "amin")
         last = torch.zeros_like(bounds).scatter_reduce(0, of_block, ends.long(), "amax")
         window = torch.where(read < 0, 0, first[of_block] - (bounds[read] - 1))
@@ -72,10 +75,15 @@ class States(NamedTuple):
         places = first[of_block], last[of_block], window, prompt_ends.long()
         return StateStep(self.layers, read, written, *places)
 
-    def end(self, step: StateStep, decodes: Tensor) -> None:
+    def end(self, step: StateStep, decode_lens: Tensor) -> None:
         """End a step: mark the blocks that rows have written as complete.
 
-        decodes: bool [num_rows], rows that decode, whose tokens are in the window.
+        decode_lens: int32 [num_rows], not 0 for rows that decode, whose tokens are in the window.
         """
-        first = torch.where(decodes, step.first, step.last)
+        if decode_lens.is_cuda:
+            from penstock.kernels import triton_states
+
+            triton_states.end(step.written, step.first, step.last, decode_lens, self.positions)
+            return
+        first = torch.where(decode_lens > 0, step.first, step.last)
         self.positions[step.written] = torch.stack([first, step.last], 1).int() + 1

@@ -51,6 +51,7 @@ class Product(NamedTuple):
     eps: float = 0.0
     residual: Tensor | None = None  # [num_rows, N]
     swiglu: bool = False
+    normed: Tensor | None = None  # [1, K], takes the norm of one row if a tile has all of it
 
 
 @cache
@@ -189,7 +190,7 @@ def _check_workspace(product: Product, config: GemmConfig, tiles: int) -> None:
 
 def launch(product: Product, config: GemmConfig) -> None:
     """Compute `product.out`; all tensors must be contiguous."""
-    x, weight, out, norm_weight, eps, residual, _ = product
+    x, weight, out, norm_weight, eps, residual, *_ = product
     values, scale = parts(weight)
     num_rows, inner = x.shape
     num_columns = out.shape[1]
@@ -210,7 +211,7 @@ def launch(product: Product, config: GemmConfig) -> None:
     }
     if config.kernel == "gemv":
         gemv_kernel[(tiles,)](
-            x, norm_weight, values, scale, residual, out, num_columns, inner, eps,
+            x, norm_weight, values, scale, residual, out, product.normed, num_columns, inner, eps,
             BK=config.bk, WHOLE=inner <= config.bk, STAGES=config.num_stages, **flags,
         )  # fmt: skip
         return

@@ -377,7 +377,7 @@ def _row_products(
 
 @triton.jit
 def gemv_kernel(
-    x, norm_weight, weight, scale, residual, out, N, K, eps,
+    x, norm_weight, weight, scale, residual, out, normed, N, K, eps,
     NORM: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
     PREFETCH: tl.constexpr, BLOCKS: tl.constexpr,
@@ -385,6 +385,7 @@ def gemv_kernel(
     """Compute BN columns of out in each program.
 
     WHOLE: BK >= K. All loads are in flight; loads of the weights start before previous kernels end.
+    normed: takes the norm of x [K], with WHOLE; or None.
     """
     launch_dependents()
     column = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -420,5 +421,9 @@ def gemv_kernel(
         )
     acc, acc_up = tl.sum(acc, 1), tl.sum(acc_up, 1)
     norm = norm_factor(tl.sum(squares, 0), K, eps, NORM)
+    if normed is not None:
+        k = tl.arange(0, BK)
+        first = (tl.program_id(0) == 0) & (k < K)
+        tl.store(normed + k, (row * norm).to(normed.dtype.element_ty), first)
     at, exists = column, column < N
     store_result(acc, acc_up, norm, gate_scale, up_scale, more, out, at, exists, SWIGLU)

@@ -30,8 +30,8 @@ from penstock.kernels.linear.triton_small_m_gemm import (
     store_result,
 )
 from penstock.kernels.triton_elementwise import rms_norm
-from penstock.kernels.triton_moe import TILE
 from penstock.kernels.triton_pdl import LAUNCH, PDL, launch_dependents, prefetch, wait
+from penstock.kernels.triton_route import TILE
 
 _BLOCK, _ZERO_BITS = tl.constexpr(BLOCK), tl.constexpr(ZERO_BITS)
 ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)  # Triton's interpreter lacks assembly

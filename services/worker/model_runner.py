@@ -271,12 +271,11 @@ class ModelRunner:
     def _forward(self, batch: ForwardBatch) -> Tensor:
         if self.states is None:
             return self._model(batch, self._kv_caches)  # type: ignore[no-any-return]
-        num_rows, ends = batch.shape.num_rows, batch.context_lens
-        starts = ends - batch.cu_seqlens_q.diff()
+        num_rows, bounds = batch.shape.num_rows, (batch.cu_seqlens_q, batch.context_lens)
         packed, prompt_ends = self._buffers.states[:num_rows], self._buffers.prompt_ends[:num_rows]
-        step = self.states.begin(packed, starts, ends, prompt_ends)
+        step = self.states.begin(packed, *bounds, prompt_ends)
         hidden_states = self._model(batch._replace(states=step), self._kv_caches)
-        self.states.end(step, self._buffers.decode_lens[:num_rows] > 0)
+        self.states.end(step, self._buffers.decode_lens[:num_rows])
         return hidden_states  # type: ignore[no-any-return]
 
     def _compute(self, record: Tensor, shape: BatchShape) -> Computed:

@@ -187,7 +187,7 @@ def weight_of(is_fp8: bool, *shape: int) -> Tensor | Quantized:
 
 
 def _experts(tokens: int, is_fp8: bool) -> None:
-    from penstock.kernels.triton_moe import experts, router_logits
+    from penstock.kernels.triton_moe import experts, norm_and_logits, router_logits
 
     x, size = numbers(tokens, 2048), 768
     gate_up = weight_of(is_fp8, EXPERTS, 2 * size, 2048)
@@ -199,6 +199,7 @@ def _experts(tokens: int, is_fp8: bool) -> None:
     if tokens == 1:  # experts of Qwen3.5-35B-A3B
         gate_up, down = weight_of(is_fp8, 256, 1024, 2048), weight_of(is_fp8, 256, 2048, 512)
         experts(x, torch.empty(1, 256), gate_up, down, TOP_K, True, 0, True, x)
+        norm_and_logits(x, numbers(2048), 1e-6, numbers(257, 2048))
 
 
 def _many_rows(rows: int) -> None:
@@ -260,7 +261,8 @@ def _recurrent() -> None:
     from penstock.kernels.recurrent.triton_delta_rule import gated_delta_rule
     from penstock.kernels.recurrent.triton_gated_norm import gated_rms_norm
 
-    triton_states.begin(ints(64), _BITS, ints(64), ints(64), ints(64), ints(130, 2))
+    triton_states.begin(ints(64), _BITS, ints(65), ints(64), ints(64), ints(130, 2))
+    triton_states.end(*(longs(64) for _ in range(3)), ints(64), ints(130, 2))
     key_heads, heads, size = 16, 48, 128
     channels = (2 * key_heads + heads) * size
     shapes = (heads, size, size), (3, channels), (8, channels), (heads, 8, 2)

@@ -22,12 +22,17 @@ def test_rows_of_one_sequence_have_its_bounds(num_rows: int, device: str) -> Non
     pairs = [*zip(blocks[:half], blocks[half:], strict=False), (-1, blocks[-1]), (-1, -1)]
     rows = [draw.choice(pairs) for _ in range(num_rows)]
     packed = torch.tensor([pack_states(*row) for row in rows]).int()
-    starts = torch.randint(-1, 90, (num_rows,)).int()
-    ends, prompt_ends = starts + torch.randint(1, 9, (num_rows,)).int(), starts - 3
+    starts, counts = (torch.randint(*some, (num_rows,)).int() for some in ((-1, 90), (1, 9)))
+    ends, prompt_ends = starts + counts, starts - 3
+    bounds = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
     marked = positions.clone()
-    _, *expected = States(marked, []).begin(packed, starts, ends, prompt_ends)
-    arguments = [tensor.to(device) for tensor in (packed, starts, ends, prompt_ends, positions)]
+    step = States(marked, []).begin(packed, bounds, ends, prompt_ends)
+    arguments = [tensor.to(device) for tensor in (packed, bounds, ends, prompt_ends, positions)]
     found = triton_states.begin(arguments[0], _BITS, *arguments[1:])
-    assert torch.equal(found.cpu(), torch.stack(expected))
+    assert torch.equal(found.cpu(), torch.stack(step[1:]))
     assert not any(row.data_ptr() % 16 for row in found), "kernels are not compiled again for them"
     assert torch.equal(arguments[-1].cpu(), marked)
+    decode_lens = (step.written % 3).int()  # the same for all rows of a block
+    States(marked, []).end(step, decode_lens)
+    triton_states.end(found[1], *found[2:4], decode_lens.to(device), arguments[-1])
+    assert torch.equal(arguments[-1].cpu()[:-1], marked[:-1]), "padded rows may differ"

@@ -105,7 +105,8 @@ def _fresh_states(model: Model, lengths: Tensor) -> StateStep | None:
     states = allocate_states(model, len(lengths))
     rows = torch.arange(len(lengths), dtype=torch.int32)
     packed = pack_states(torch.full_like(rows, -1), rows)
-    return states.begin(packed, torch.zeros_like(lengths), lengths, lengths)
+    bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return states.begin(packed, bounds, lengths, lengths)
 
 
 def allocate_states(model: Model, num_blocks: int) -> States:

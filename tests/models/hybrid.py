@@ -283,14 +283,15 @@ class Steps:
             torch.full((num_rows,), self._read), torch.full((num_rows,), self._written)
         )
         prompt_ends = torch.full((num_rows,), prompt_end)
-        step = self.states.begin(packed.int(), ends - counts, ends, prompt_ends)
+        cu_seqlens_q = torch.tensor([0, *counts.cumsum(0)]).int()
+        step = self.states.begin(packed.int(), cu_seqlens_q, ends, prompt_ends)
         positions = torch.arange(begin, begin + number)
         batch = ForwardBatch(
             BatchShape(num_rows, number, num_decode, 0, 64, int(counts[0]), int(ends[-1])),
             input_ids=torch.tensor(token_ids),
             positions=positions,
             slot_mapping=positions,
-            cu_seqlens_q=torch.tensor([0, *counts.cumsum(0)]).int(),
+            cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=torch.tensor([0, *ends.cumsum(0)]).int(),
             context_lens=ends.int(),
             decode_lens=ends[:num_decode].int(),
@@ -299,7 +300,7 @@ class Steps:
             states=step,
         )
         hidden_states = self._model(batch, self._caches)
-        self.states.end(step, torch.full((num_rows,), num_decode > 0))
+        self.states.end(step, torch.full((num_rows,), num_decode))
         self._read, self._written = self._written, 1 - self._written
         logits = self._model.head.join(self._model.compute_logits(hidden_states))
         assert logits is not None

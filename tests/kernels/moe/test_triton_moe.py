@@ -226,6 +226,34 @@ def test_one_token_and_all_experts(
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "is_one_kernel"),
+    [
+        *((1, 64, True), (1, 48, True), (3, 64, False)),
+        *(on_gpu(1, 40, False), on_gpu(1, 2048, True), on_gpu(64, 2048, False)),
+    ],
+)
+def test_the_norm_before_the_router(
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    hidden: int,
+    is_one_kernel: bool,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    """One kernel computes it for a single token, whose hidden features fill chunks of 16."""
+    if is_one_kernel:
+        monkeypatch.setattr(moe, "rms_norm", None)
+    weight = torch.randn(257, hidden) / hidden**0.5
+    some = torch.randn(tokens, hidden) * 30, torch.rand(hidden), weight
+    x, norm_weight, weight = (tensor.to(device, dtype) for tensor in some)
+    normed, logits = moe.norm_and_logits(x, norm_weight, 1e-6, weight)
+    wanted = rms_norm(x.cpu().float(), norm_weight.cpu().float(), 1e-6)
+    close = {"atol": 1e-4, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
+    torch.testing.assert_close(normed.cpu().float(), wanted, **close)
+    torch.testing.assert_close(logits.cpu(), wanted @ weight.cpu().float().T, **close)
+
+
 @pytest.mark.gpu
 def test_layers_of_one_token_choose_other_experts() -> None:
     """Layers follow each other in a graph, and their routes lie in the same memory."""
@@ -326,3 +354,7 @@ def test_deterministic_tokens_have_the_same_bits_for_every_number_of_tokens(
     whole = run(x)
     for tokens in (1, 3, 17, 64):
         assert torch.equal(run(x[-tokens:].contiguous()), whole[-tokens:])
+    many = moe.norm_and_logits(x, x[0], 1e-6, router)
+    for index, row in enumerate(x.split(1)):
+        alone = moe.norm_and_logits(row, x[0], 1e-6, router)
+        assert all(torch.equal(a[0], b[index]) for a, b in zip(alone, many, strict=True))

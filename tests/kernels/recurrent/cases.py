@@ -224,8 +224,8 @@ class Layer:
         packed = torch.tensor(
             [*(pack_states(*blocks) for blocks in zip(read, written, strict=True)), *padding]
         )
-        packed, starts = packed.int().to(self.device), ends - first.diff()
-        step = self.states.begin(packed, starts, ends, prompt_end)
+        packed = packed.int().to(self.device)
+        step = self.states.begin(packed, first, ends.int(), prompt_end)
         decodes = (index < num_decode) & (ends > 0)
         batch = ForwardBatch(
             shape,
