@@ -6,7 +6,7 @@ Tokenizers register with the gateway, detokenizers with the schedulers.
 import logging
 from typing import ClassVar
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from penstock.protocol.messages.client import (
     DetokenizeReply,
@@ -25,7 +25,7 @@ from penstock.protocol.messages.structured import Reasoning
 from penstock.protocol.messages.supervisor import SupervisorReport
 
 log = logging.getLogger(__name__)
-PROTOCOL_VERSION = 16  # version of this folder's messages; registrations contain the version
+PROTOCOL_VERSION = 17  # version of this folder's messages; registrations contain the version
 
 
 class Heartbeat(Struct, tag=True):
@@ -156,7 +156,10 @@ FromTokenizer = Heartbeat | Goodbye | TokenizeDone | RequestFailed | TokenizerRe
 
 
 class StreamOpened(Struct, PackedLists, tag=True, omit_defaults=True):
-    """Scheduler → detokenizer: a request to detokenize, with its output so far."""
+    """Scheduler → detokenizer: a request to detokenize, with its output so far.
+
+    A stream without output may be opened again, with further `prompt_logprobs`.
+    """
 
     item_bytes: ClassVar = {"prompt_tail": 4, "output_token_ids": 4}
 
@@ -174,7 +177,9 @@ class StreamOpened(Struct, PackedLists, tag=True, omit_defaults=True):
     min_tokens: int = 0
     # an entry for each of `output_token_ids`, None if unknown; None: not requested
     logprobs: list[PackedLogprobs | None] | None = None
-    prompt_logprobs: list[PackedLogprobs] | None = None  # for each prompt token except the first
+    # for each prompt token after the first `prompt_offset` + 1, if known; None: not requested
+    prompt_logprobs: list[PackedLogprobs] | None = None
+    prompt_offset: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     is_chat: bool = False  # as in `TokenizedRequest`
@@ -210,10 +215,18 @@ class Confirmed(Struct, tag=True):
     """Detokenizer → scheduler: the message that was to be confirmed is handled."""
 
 
+class StreamDelta(TextDelta, kw_only=True, tag="delta", omit_defaults=True):
+    """Detokenizer → gateway: a `TextDelta`. The gateway does not decode logprobs of prompts."""
+
+    # as in `StreamOpened`, like `prompt_offset`, in MessagePack; complete before the first output
+    prompt_logprobs: list[Raw] | None = None  # type: ignore[assignment]
+    prompt_offset: int = 0
+
+
 class TextDeltas(Struct, tag=True):
     """Detokenizer → gateway: the text of one step."""
 
-    deltas: list[TextDelta]
+    deltas: list[StreamDelta]
 
 
 ToDetokenizer = StepTokens | Refused

@@ -7,7 +7,7 @@ from time import monotonic
 
 import zmq
 
-from penstock.protocol.messages.client import ErrorReply, FinishReason, TextDelta
+from penstock.protocol.messages.client import ErrorReply, FinishReason
 from penstock.protocol.messages.packed import PackedLogprobs, unpack
 from penstock.protocol.messages.pipeline import (
     Confirmed,
@@ -18,6 +18,7 @@ from penstock.protocol.messages.pipeline import (
     RequestFailed,
     StepTokens,
     StopFound,
+    StreamDelta,
     StreamOpened,
     TextDeltas,
     ToDetokenizer,
@@ -45,12 +46,12 @@ class Detokenizer:
         self._streams: dict[int, TextStream] = {}
         self._epoch = 0
         self._number: int | None = 0  # number of the last message; None: wait for number 1
-        self._deltas: list[TextDelta] = []
+        self._deltas: list[StreamDelta] = []
         self._stops: list[StopFound] = []  # output of the current step
         # requests whose text can't be made; the caller removes them from the list
         self.failures: list[RequestFailed] = []
 
-    def handle(self, message: StepTokens) -> tuple[list[TextDelta], list[StopFound]]:
+    def handle(self, message: StepTokens) -> tuple[list[StreamDelta], list[StopFound]]:
         """Return the text deltas and stops of a step. Raises LostError after a lost message."""
         if message.epoch > self._epoch:  # a new scheduler, which opens its streams again
             self._epoch = message.epoch
@@ -125,7 +126,7 @@ class Detokenizer:
             del self._streams[stream_id]
 
     def _end(
-        self, stream_id: int, reason: FinishReason, newest: dict[tuple[str, int], TextDelta]
+        self, stream_id: int, reason: FinishReason, newest: dict[tuple[str, int], StreamDelta]
     ) -> None:
         """End a stream: extend its delta in `newest`, or add a delta."""
         stream = self._streams.pop(stream_id, None)
@@ -139,9 +140,9 @@ class Detokenizer:
             self._deltas.append(end)
 
 
-def _pooled_delta(opened: StreamOpened) -> TextDelta:
+def _pooled_delta(opened: StreamOpened) -> StreamDelta:
     """Return the delta of a pooling request, which has numbers and no text."""
-    return TextDelta(
+    return StreamDelta(
         request_id=opened.request_id,
         token_offset=0,
         char_offset=0,

@@ -4,11 +4,11 @@ from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
-from penstock.protocol.messages.client import FinishReason, Logprob, TextDelta, TokenLogprobs
+from penstock.protocol.messages.client import MSGPACK, FinishReason, Logprob, TokenLogprobs
 from penstock.protocol.messages.packed import PackedLogprobs, unpack
-from penstock.protocol.messages.pipeline import StreamOpened
+from penstock.protocol.messages.pipeline import StreamDelta, StreamOpened
 from penstock.protocol.tokenizer_file import (
     ReasoningTokens,
     ReasoningTracker,
@@ -97,7 +97,8 @@ class TextStream:
         self._min_tokens = opened.min_tokens
         self._max_held = max((len(stop) - 1 for stop in opened.stop), default=0)
         self._has_logprobs = opened.logprobs is not None
-        self._prompt_logprobs = opened.prompt_logprobs  # set to None once sent
+        # the first is set to None once sent
+        self._prompt_logprobs, self._prompt_offset = opened.prompt_logprobs, opened.prompt_offset
         self._decoder = Utf8Decoder("replace")
         for token_id in unpack(opened.prompt_tail):  # the prompt may end within a character
             self._decoder.decode(self._text.get(token_id, b""))
@@ -120,7 +121,7 @@ class TextStream:
 
     def feed(
         self, token_ids: list[int], logprobs: Sequence[PackedLogprobs | None] = ()
-    ) -> TextDelta:
+    ) -> StreamDelta:
         """Return the text that these tokens add. Drop tokens after a stop string.
 
         Decode token by token, so that the text is independent of batching.
@@ -145,11 +146,15 @@ class TextStream:
                 raise ValueError(f"got {len(logprobs)} logprobs of {len(token_ids)} tokens")
             delta.logprobs = list(map(self._table.logprobs, logprobs, text_offsets))
         if self._prompt_logprobs is not None:
-            delta.prompt_logprobs = [None, *map(self._table.logprobs, self._prompt_logprobs)]
-            self._prompt_logprobs = None
+            self._add_of_prompt(delta, self._prompt_logprobs)
         return delta
 
-    def end(self, reason: FinishReason) -> TextDelta:
+    def _add_of_prompt(self, delta: StreamDelta, logprobs: list[PackedLogprobs]) -> None:
+        of_prompt = map(self._table.logprobs, logprobs)
+        delta.prompt_logprobs = [Raw(MSGPACK.encode(each)) for each in of_prompt]
+        delta.prompt_offset, self._prompt_logprobs = self._prompt_offset, None
+
+    def end(self, reason: FinishReason) -> StreamDelta:
         text = self._held + ("" if self._prompt_bytes else self._decoder.decode(b"", final=True))
         return self._delta(self._num_tokens, [], text, reason)
 
@@ -200,8 +205,8 @@ class TextStream:
 
     def _delta(
         self, offset: int, token_ids: list[int], text: str, reason: FinishReason | None = None
-    ) -> TextDelta:
-        delta = TextDelta(
+    ) -> StreamDelta:
+        delta = StreamDelta(
             request_id=self.request_id,
             token_offset=offset,
             char_offset=self._num_chars,

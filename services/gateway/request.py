@@ -2,9 +2,10 @@
 
 from collections import deque
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import Raw
 
 from penstock.protocol.messages.client import (
     MSGPACK,
@@ -21,7 +22,7 @@ from penstock.protocol.messages.client import (
     Usage,
 )
 from penstock.protocol.messages.packed import pack
-from penstock.protocol.messages.pipeline import TokenizedRequest, TokenizeRequest
+from penstock.protocol.messages.pipeline import StreamDelta, TokenizedRequest, TokenizeRequest
 from penstock.protocol.messages.sampling import NUMBERS, SamplingParams
 from penstock.protocol.messages.status import Metrics, RequestTimes
 from penstock.protocol.tokenizer_file import GenerationConfig
@@ -33,11 +34,12 @@ TEXT_BYTES = 4  # estimated bytes of text per token, until a tokenizer has count
 POOLED = msgspec.convert({**NUMBERS, "max_tokens": 1, "speculative": False}, SamplingParams)
 _LOGPROB_BYTES = 256  # estimated bytes of a `Logprob`: four objects and their struct
 DEFAULTS = GenerationConfig()
-NO_DELTA = TextDelta(request_id="", token_offset=0, char_offset=0, token_ids=[], text="")
+NO_DELTA = StreamDelta(request_id="", token_offset=0, char_offset=0, token_ids=[], text="")
 Output = TextDelta | GenerateReply | ErrorReply
 TokenizerRequest = TokenizePromptRequest | DetokenizeRequest  # answered without a scheduler
 WorkRequest = GenerateRequest | TokenizerRequest
 _decode = msgspec.msgpack.Decoder(GenerateRequest).decode
+_decode_logprobs = msgspec.msgpack.Decoder(TokenLogprobs).decode
 
 
 class Share:
@@ -179,12 +181,12 @@ class Request:
         self._prompt_token_bytes = logprob_bytes(message.prompt_logprobs)
         if message.logprobs is not None:
             self._logprobs = [None] * len(self.token_ids)
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._prompt_logprobs: list[Any] = []  # complete at the first output
         self._pooled: bytes | None = None
         self._result_bytes = 0  # estimated bytes of `_prompt_logprobs` and `_pooled`
         self._text: list[str] = []
         self._num_chars = 0
-        self.rewind()
+        self._delivered_tokens = self._delivered_chars = self._delivered_pieces = 0
 
     @property
     def key(self) -> object:
@@ -197,7 +199,9 @@ class Request:
         return _decode(self.frame)
 
     def rewind(self) -> None:
+        """Deliver the output again from its start, perhaps to a client with another encoding."""
         self._delivered_tokens = self._delivered_chars = self._delivered_pieces = 0
+        self._prompt_logprobs[:] = map(self._encoded, self._prompt_logprobs)
 
     def submission(self) -> TokenizeRequest:
         given, sampling = self.message, POOLED
@@ -219,11 +223,12 @@ class Request:
         prompt = {name: getattr(given, name) for name in PromptFields.__struct_fields__}
         return TokenizeRequest(request=request, replica=self.replica, **prompt)
 
-    def append(self, delta: TextDelta) -> bool:
+    def append(self, delta: StreamDelta) -> bool:
         """Add the new output of a delta. Return False if nothing is new.
 
         Every hop may send output again, so a delta may begin before the end of the known output.
-        Raises GapError for a delta that begins after that end.
+        Raises GapError for a delta that begins after that end. Logprobs of the prompt are not new
+        output: they are delivered with the first.
         """
         if delta.attempt != self.attempt:
             return False
@@ -232,10 +237,8 @@ class Request:
         num_chars = self._num_chars - delta.char_offset
         if num_tokens < 0 or num_chars < 0:
             raise GapError(f"delta begins at token {delta.token_offset}; {num_known} are known")
-        if (of_prompt := delta.prompt_logprobs) and self._prompt_logprobs is None:
-            self._prompt_logprobs = of_prompt
-            self._result_bytes = len(of_prompt) * self._prompt_token_bytes
-            self.num_bytes += self._result_bytes
+        if delta.prompt_logprobs is not None:
+            self._append_of_prompt(delta.prompt_logprobs, delta.prompt_offset)
         token_ids, text = delta.token_ids[num_tokens:], delta.text[num_chars:]
         if not token_ids and not text and delta.finish_reason is None:
             return False
@@ -245,18 +248,34 @@ class Request:
         if self._logprobs is not None:
             unknown = [None] * len(delta.token_ids)
             self._logprobs += (delta.logprobs or unknown)[num_tokens:]
+        if delta.pooled is not None:
+            self._pooled, self._result_bytes = delta.pooled, len(delta.pooled)
+        self.num_bytes += 0 if self._text else self._result_bytes
         self._text.append(text)
         self._num_chars += len(text)
         self.num_bytes += len(text) + self._token_bytes * len(token_ids)
         self.num_prompt_tokens = delta.prompt_tokens
         self.num_cached_tokens = delta.cached_tokens
         self._latest = delta
-        if delta.pooled is not None:
-            self._pooled, self._result_bytes = delta.pooled, len(delta.pooled)
-            self.num_bytes += self._result_bytes
         if not self.phase_seconds[1]:
             self.phase_seconds = delta.phase_seconds
         return True
+
+    def _append_of_prompt(self, logprobs: list[Raw], offset: int) -> None:
+        """Add the new ones of these logprobs. Raises GapError."""
+        if not self._prompt_logprobs:
+            self._prompt_logprobs.append(None)  # of the first token
+        num_old = len(self._prompt_logprobs) - 1 - offset
+        if num_old < 0:
+            raise GapError(f"logprobs begin at prompt token {offset + 1}, after a gap")
+        new = [raw.copy() for raw in logprobs[num_old:]]  # without the rest of the message
+        self._prompt_logprobs += map(self._encoded, new)
+        self._result_bytes += len(new) * self._prompt_token_bytes
+
+    def _encoded(self, logprobs: Any) -> Any:
+        """Return logprobs in MessagePack as they are, unless the client speaks JSON."""
+        is_other = isinstance(logprobs, Raw) and self.client.codec is not MSGPACK
+        return _decode_logprobs(logprobs) if is_other else logprobs
 
     def unsent_replies(self) -> list[Output]:
         """Return the replies to be sent: new output, and the answer if the request has ended."""
@@ -285,7 +304,7 @@ class Request:
             reasoning_begin=self._latest.reasoning_begin,
             reasoning_end=self._latest.reasoning_end,
             logprobs=self._logprobs and self._logprobs[self._delivered_tokens :],
-            prompt_logprobs=self._prompt_logprobs if is_first else None,
+            prompt_logprobs=self._prompt_logprobs or None if is_first else None,
         )
 
     def mark_delivered(self) -> None:
@@ -326,7 +345,7 @@ class Request:
                 output_tokens=len(self.token_ids),
             ),
             logprobs=self._logprobs,
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=self._prompt_logprobs or None if self._text else None,
             pooled=self._pooled,
         )
 

@@ -14,10 +14,11 @@ from uuid import uuid4
 import zmq
 
 from penstock.protocol.config import replica_of
-from penstock.protocol.messages.client import ErrorReply, GenerateReply, GenerateRequest, TextDelta
+from penstock.protocol.messages.client import ErrorReply, GenerateReply, GenerateRequest
 from penstock.protocol.messages.pipeline import (
     FromTokenizer,
     RequestFailed,
+    StreamDelta,
     ToGateway,
     TokenizerReply,
 )
@@ -168,7 +169,7 @@ class Requests:
         if isinstance(message.reply, ErrorReply):
             self.metrics.count_failure(message.reply.code)
 
-    def on_deltas(self, deltas: list[TextDelta], now: float) -> None:
+    def on_deltas(self, deltas: list[StreamDelta], now: float) -> None:
         """Deliver new output at `now` of `time.monotonic`. An exception fails its request only."""
         for delta in deltas:
             request = self._ledger.get(delta.request_id)
@@ -180,7 +181,7 @@ class Requests:
             except Exception:  # noqa: BLE001
                 self.on_defect(request)
 
-    def _on_delta(self, request: Request, delta: TextDelta, now: float) -> None:
+    def _on_delta(self, request: Request, delta: StreamDelta, now: float) -> None:
         if request.migrated_from:
             self.router.release_migrated(request, delta.attempt)
         num_tokens, num_bytes = len(request.token_ids), request.num_bytes

@@ -68,13 +68,15 @@ class InFlightPlan(NamedTuple):
         rows = zip(self.sampled, token_ids, logprobs, strict=False)
         return _without_failed(rows, dict(tokens.failed), fail) if tokens.failed else rows
 
-    def add_outputs(self, tokens: SampledTokens) -> list[Sequence]:
+    def add_outputs(self, tokens: SampledTokens, prompts: list[Sequence]) -> list[Sequence]:
         """Add prompt logprobs and pooled numbers to the sequences.
 
-        Return the sequences that end with pooled numbers; their tokens are void.
+        Return the sequences that end with pooled numbers; their tokens are void. prompts: gets the
+        sequences with new prompt logprobs.
         """
         for slot, chunk in tokens.prompt_logprobs:
-            self.chunks[slot].add_prompt_logprobs(chunk)
+            if self.chunks[slot].add_prompt_logprobs(chunk):
+                prompts.append(self.chunks[slot])
         return [
             self.sampled[index]
             for index, numbers in tokens.pooled
@@ -177,6 +179,7 @@ class PlanOutput(NamedTuple):
     finished: list[Sequence]
     failed: list[tuple[Sequence, str]]  # (failed sequence, reason)
     logprobs: dict[int, PackedLogprobs]  # index in `sequences` → logprobs of the token
+    prompts: list[Sequence]  # sequences with new prompt logprobs
     is_step: bool = True  # False for an empty plan
 
 

@@ -393,10 +393,10 @@ class Scheduler:
         if not expected or (expected.number, len(expected.sampled)) != (number, len(token_ids)):
             raise ValueError(f"got {len(token_ids)} tokens of step {number}; expected {expected}")
         plan, confirm = self.in_flight.popleft(), self.block_manager.confirm
-        output = PlanOutput([], [], [], [], {}, plan.computes)
+        output = PlanOutput([], [], [], [], {}, [], plan.computes)
         for sequence, end in zip(plan.chunks.values(), plan.chunk_ends, strict=True):
             sequence.confirm_chunk(end)
-        for sequence in plan.add_outputs(tokens):
+        for sequence in plan.add_outputs(tokens, output.prompts):
             self.finish(sequence, "stop")
             output.finished.append(sequence)
         rows = plan.rows(token_ids, tokens, partial(self._fail, output))

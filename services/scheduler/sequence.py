@@ -61,7 +61,7 @@ class Sequence:
     - `DraftScheduler`: proposer, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `GrammarIndex`: grammar
-    - `Streams`: detokenizer, stream_id
+    - `Streams`: detokenizer, stream_id, num_told
     - `SchedulerProcess`: attempt
     - `SequencePoison`: num_deaths
     - `sequence.count_death`: num_deaths, died_at
@@ -98,6 +98,7 @@ class Sequence:
     logprobs: list[PackedLogprobs | None] | None = None
     # known logprobs of the prompt tokens after the first; None: not requested
     prompt_logprobs: list[PackedLogprobs] | None = None
+    num_told: int = 0  # of `prompt_logprobs`, that the detokenizer was sent
     pooled: bytes | None = None  # result of `pooling`
     arrived_at: float = field(default_factory=monotonic)
     scheduled_at: float = 0.0
@@ -249,9 +250,9 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """True if the stream may be opened: the prompt logprobs, if requested, are complete."""
-        is_text = self.pooling is None and not self.needs_prompt_logprobs
-        return self.num_prefill_tokens > 0 and is_text
+        """True if the stream may be opened: there are tokens or prompt logprobs to tell."""
+        has_output = len(self.token_ids) > self.num_prompt_tokens and not self.needs_prompt_logprobs
+        return self.num_prefill_tokens > 0 and (has_output or bool(self.prompt_logprobs))
 
     @property
     def num_unplanned_tokens(self) -> int:
@@ -310,8 +311,6 @@ class Sequence:
         self.status = Status.RUNNING
         self.slot = slot
         self.scheduled_at = self.scheduled_at or monotonic()
-        if self.needs_prompt_logprobs:
-            self.prompt_logprobs = []  # all prompt logprobs are computed again
         if not self.num_preemptions:
             self.num_cached_tokens = min(self.num_planned_tokens, self.num_prompt_tokens)
 
@@ -328,9 +327,17 @@ class Sequence:
         if self.logprobs is not None:
             self.logprobs.append(packed)
 
-    def add_prompt_logprobs(self, chunk: list[PackedLogprobs]) -> None:
-        if self.prompt_logprobs is not None:
-            self.prompt_logprobs += chunk
+    def add_prompt_logprobs(self, chunk: list[PackedLogprobs]) -> bool:
+        """Add logprobs up to `num_computed_tokens`. Return False if all are known, or too late.
+
+        After a preemption, all prompt logprobs are computed again.
+        """
+        if self.prompt_logprobs is None or self.finish_reason:
+            return False
+        begin = min(self.num_computed_tokens, self.num_prompt_tokens - 1) - len(chunk)
+        new = chunk[len(self.prompt_logprobs) - begin :]
+        self.prompt_logprobs += new
+        return bool(new)
 
     def set_pooled(self, numbers: bytes) -> bool:
         """Set the result of `pooling`. Return False if the sequence has ended."""

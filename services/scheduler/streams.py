@@ -30,7 +30,7 @@ class Outbox:
 
     def close(self, stream_id: int) -> None:
         """Close a stream. A stream that this message would open is not opened."""
-        if self.opened.pop(stream_id, None) is None:
+        if not (opened := self.opened.pop(stream_id, None)) or opened.prompt_offset:
             self.closed.append(stream_id)
 
     def take_alone(self, epoch: int, sequences: list[Sequence]) -> StepTokens:
@@ -67,9 +67,10 @@ class Outbox:
 class Streams:
     """The streams of all sequences, each assigned to the least loaded detokenizer.
 
-    A stream is opened with the first token. A sequence can move to another detokenizer at any time:
-    its text depends only on its tokens, and the gateway drops repeated output. The module `poison`
-    has the rules of trials.
+    A stream is opened with the first token; with prompt logprobs, by each chunk of the prompt, with
+    the chunk's logprobs. A sequence can move to another detokenizer at any time: its text depends
+    only on its tokens, and the gateway drops repeated output. The module `poison` has the rules of
+    trials.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -79,7 +80,7 @@ class Streams:
         self._epoch = epoch
         self._num_streams = 0
         self._unassigned: dict[int, Sequence] = {}
-        # streams that are not opened at a detokenizer: they have no token yet
+        # streams that are not opened with output at a detokenizer: they have no token yet
         self._unopened: set[int] = set()
         self._trials = DetokenizerTrials()
         # (detokenizer, next message) of a trial
@@ -104,7 +105,7 @@ class Streams:
             self._trials.close(sequence)
         if peer := self.detokenizers.get(sequence.detokenizer):
             del peer.work[stream_id]
-            if stream_id not in self._unopened:
+            if self._is_told(sequence):
                 self._outboxes[peer.identity].close(stream_id)
         self._unopened.discard(stream_id)
 
@@ -115,15 +116,28 @@ class Streams:
                 sequence.detokenizer = None
                 self._unassigned[sequence.stream_id] = sequence
             else:
-                sequence.detokenizer = peer.identity
+                sequence.detokenizer, sequence.num_told = peer.identity, 0
                 peer.work[sequence.stream_id] = sequence
                 self._unopened.add(sequence.stream_id)
                 if sequence.has_begun or sequence.finish_reason:
                     self._open(sequence, self._outboxes[peer.identity])
 
     def _open(self, sequence: Sequence, outbox: Outbox) -> None:
-        self._unopened.discard(sequence.stream_id)
-        outbox.opened[sequence.stream_id] = _opened(sequence)
+        num_told = self._tell(sequence, outbox) if sequence.prompt_logprobs else 0
+        opened = outbox.opened[sequence.stream_id] = _opened(sequence, num_told)
+        if opened.output_token_ids or opened.finish_reason:
+            self._unopened.discard(sequence.stream_id)
+
+    def _is_told(self, sequence: Sequence) -> bool:
+        """Return whether the detokenizer was told anything of the stream."""
+        return sequence.stream_id not in self._unopened or sequence.num_told > 0
+
+    def _tell(self, sequence: Sequence, outbox: Outbox) -> int:
+        """Tell all known prompt logprobs. Return how many of them earlier messages have."""
+        waiting = outbox.opened.get(sequence.stream_id)
+        num_told = waiting.prompt_offset if waiting else sequence.num_told
+        sequence.num_told = len(sequence.prompt_logprobs or ())
+        return num_told
 
     def put(self, output: PlanOutput) -> None:
         """Add the tokens of a step to the next messages for detokenizers."""
@@ -140,9 +154,9 @@ class Streams:
                     outbox.logprobs.append((len(outbox.stream_ids), logprobs[index]))
                 outbox.stream_ids.append(sequence.stream_id)
                 outbox.token_ids.append(token_id)
-        for sequence in output.finished:
+        for sequence in dict.fromkeys((*output.prompts, *output.finished)):
             outbox = outboxes.get(sequence.detokenizer or b"")
-            if outbox and sequence.stream_id in self._unopened:  # finished without a token
+            if outbox and sequence.stream_id in self._unopened:  # without a token
                 self._open(sequence, outbox)
             elif outbox and sequence.finish_reason:
                 outbox.finished.append((sequence.stream_id, sequence.finish_reason))
@@ -191,7 +205,7 @@ class Streams:
             opened = {
                 sequence.stream_id: sequence
                 for sequence in (trials.batch if is_trial else had)
-                if sequence.stream_id not in self._unopened
+                if self._is_told(sequence)
             }
             self.lost(identity)
             self.detokenizers.remember(identity, (is_trial, opened))
@@ -211,9 +225,7 @@ class Streams:
         lost = self.detokenizers.lost(identity)
         trials = self._trials
         is_tried = identity == trials.at
-        suspects = [
-            sequence for sequence in lost if has_died and sequence.stream_id not in self._unopened
-        ]
+        suspects = [sequence for sequence in lost if has_died and self._is_told(sequence)]
         given_up: list[Sequence] = []
         if is_tried and has_died and trials.batch and not self._trial:
             suspects, given_up = trials.batch, trials.failed()
@@ -276,27 +288,36 @@ class Streams:
         peer = self.detokenizers.get(identity)
         for sequence in batch:
             sequence.detokenizer = identity
+            sequence.num_told = len(sequence.prompt_logprobs or ())
             peer.work[sequence.stream_id] = sequence  # type: ignore[union-attr]
         self._trial = identity, outbox.take_alone(self._epoch, batch)
 
 
-def _opened(sequence: Sequence) -> StreamOpened:
+def _opened(sequence: Sequence, num_told: int = 0) -> StreamOpened:
+    """Return the message that opens a stream, with prompt logprobs after the first `num_told`.
+
+    The output comes with the last of them.
+    """
     end, sampling = sequence.num_prompt_tokens, sequence.sampling
     stop = sampling.stop or []
+    output, known = sequence.output_token_ids, sequence.prompt_logprobs
+    if sequence.needs_prompt_logprobs:  # they never come if an earlier attempt has ended
+        output, known = (output, None) if sequence.finish_reason else ([], known)
     return StreamOpened(
         stream_id=sequence.stream_id,
         request_id=sequence.request_id,
         attempt=sequence.attempt,
         prompt_tail=pack(sequence.token_ids[max(0, end - MAX_CHARACTER_TOKENS) : end]),
-        output_token_ids=pack(sequence.output_token_ids),
+        output_token_ids=pack(output),
         stop=[stop] if isinstance(stop, str) else stop,
         stop_token_ids=sorted(sequence.stop_token_ids),
         eos_token_ids=sorted(sequence.end_token_ids),
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         skip_special_tokens=sampling.skip_special_tokens,
         min_tokens=sampling.min_tokens,
-        logprobs=None if sequence.logprobs is None else list(sequence.logprobs),  # a copy
-        prompt_logprobs=None if sequence.needs_prompt_logprobs else sequence.prompt_logprobs,
+        logprobs=None if sequence.logprobs is None else sequence.logprobs[: len(output)],
+        prompt_logprobs=None if known is None else known[num_told:],
+        prompt_offset=num_told,
         prompt_tokens=end,
         cached_tokens=sequence.num_cached_tokens,
         is_chat=sequence.is_chat,

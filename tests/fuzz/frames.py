@@ -4,13 +4,14 @@ from types import UnionType
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from penstock.protocol.messages import client, worker
 from penstock.protocol.messages import pipeline as detokenizer
 from penstock.protocol.messages import pipeline as scheduler
 from penstock.protocol.messages import pipeline as tokenizer
 from penstock.protocol.messages.client import (
+    MSGPACK,
     AbortReply,
     AbortRequest,
     ChatMessage,
@@ -38,6 +39,7 @@ from penstock.protocol.messages.pipeline import (
     RequestFailed,
     StepTokens,
     StopFound,
+    StreamDelta,
     StreamOpened,
     TextDeltas,
     TokenizeDone,
@@ -104,6 +106,7 @@ PROCESS = ProcessStatus(
 STATUS = SchedulerStatus(
     epoch=0, ready=True, num_free_blocks=7, workers=["w"], detokenizers={"d": 1}
 )
+ENCODED = Raw(MSGPACK.encode(LOGPROBS))
 DELTA = TextDelta(
     request_id=INNER_ID,
     token_offset=0,
@@ -113,6 +116,18 @@ DELTA = TextDelta(
     finish_reason="stop",
     logprobs=[LOGPROBS, None],
     prompt_logprobs=[None, LOGPROBS],
+    prompt_tokens=6,
+)
+OF_STREAM = StreamDelta(
+    request_id=INNER_ID,
+    token_offset=0,
+    char_offset=0,
+    token_ids=[52, 50],
+    text="42",
+    finish_reason="stop",
+    logprobs=[LOGPROBS, None],
+    prompt_logprobs=[ENCODED],
+    prompt_offset=1,
     prompt_tokens=6,
 )
 OPENED = StreamOpened(
@@ -233,7 +248,7 @@ MESSAGES: dict[str, list[Struct]] = {
         FolderReport(1, 0, [b"hash"], [b"other"], [b"hash"], [b"hash"]),
         GrammarCompiled(1, 1, 4096, "no"),
     ],
-    "ToGateway": [TextDeltas([DELTA, DELTA]), FAILED, STATUS, SupervisorReport([PROCESS])],
+    "ToGateway": [TextDeltas([OF_STREAM, OF_STREAM]), FAILED, STATUS, SupervisorReport([PROCESS])],
     "ToSupervisor": [
         SupervisorHeartbeat("fuzz", 2**31 - 1, 1.0, "g", 2, {"messages_sent": 1.0}),
         ProcessesDied([("fuzz", 7)], [b"digest"]),

@@ -111,13 +111,13 @@ def use_accepted(accepted: Request) -> None:
 
 
 def use_texts(message: TextDeltas) -> None:
-    """As the gateway does; what it keeps, it can submit again."""
+    """As the gateway does, which fails a request with bad logprobs; it can submit what it keeps."""
     client = Client((b"c",), codec_of(b"{"), Connection(), Share(""))
     accepted = Request(GenerateRequest(prompt="a"), INNER_ID, client)
     try:
         for delta in message.deltas:
             accepted.append(delta)
-    except GapError:
+    except (GapError, *DECODE_ERRORS):
         pass
     use_prompt(accepted.submission())
     accepted.client.codec.encode(accepted.reply("stop"))

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from penstock.protocol.config import Config
 from penstock.protocol.messages.client import TokenLogprobs
 from penstock.protocol.messages.packed import PackedLogprobs, pack
-from penstock.protocol.messages.pipeline import StepTokens, StopFound, StreamOpened
+from penstock.protocol.messages.pipeline import StepTokens, StopFound, StreamDelta, StreamOpened
 from penstock.services.detokenizer.process import Detokenizer, LostError
 from penstock.services.detokenizer.text_stream import TextStream, token_bytes
 
@@ -254,15 +254,29 @@ def test_logprobs_come_with_their_tokens() -> None:
     deltas, _ = Detokenizer(TABLE).handle(message)
     assert [delta.token_ids for delta in deltas] == [[97, 98], [], [66], [67]]
     assert token_ids_of(deltas[0].logprobs) == [None, 98]
-    assert token_ids_of(deltas[0].prompt_logprobs) == [None, 49]
+    assert of_prompt(deltas[0]) == (0, [49])
     assert (deltas[1].logprobs, deltas[2].logprobs) == (None, None)
     assert token_ids_of(deltas[3].logprobs) == [67]
     assert [delta.prompt_logprobs for delta in deltas[1:]] == [None] * 3
 
 
-def test_logprobs_of_a_prompt_of_one_token() -> None:
-    deltas, _ = Detokenizer(TABLE).handle(StepTokens(1, [opened(prompt_logprobs=[])]))
-    assert [delta.prompt_logprobs for delta in deltas] == [[None]]
+def of_prompt(delta: StreamDelta) -> tuple[int, list[int]]:
+    """Return (offset, token ids) of a piece."""
+    assert delta.prompt_logprobs is not None
+    decoded = [msgspec.msgpack.decode(raw, type=TokenLogprobs) for raw in delta.prompt_logprobs]
+    return delta.prompt_offset, [known.token_id for known in decoded]
+
+
+def test_logprobs_of_a_prompt_come_in_the_pieces_in_which_they_are_told() -> None:
+    """The stream is opened with each; a prompt of one token has none, but they were requested."""
+    detokenizer = Detokenizer(TABLE)
+    none, first = opened(prompt_logprobs=[]), opened(prompt_logprobs=[packed(49), packed(50)])
+    last = opened(output="a", prompt_logprobs=[packed(51)], prompt_offset=2)
+    deltas = [detokenizer.handle(StepTokens(1, [each]))[0][0] for each in (none, first, last)]
+    assert [of_prompt(delta) for delta in deltas] == [(0, []), (0, [49, 50]), (2, [51])]
+    assert [delta.text for delta in deltas] == ["", "", "a"]
+    deltas, _ = detokenizer.handle(StepTokens(1, [], pack([1]), pack([98])))
+    assert [(delta.text, delta.prompt_logprobs) for delta in deltas] == [("b", None)]
 
 
 def test_logprobs_behind_a_stop_string_are_dropped() -> None:

@@ -12,11 +12,12 @@ import zmq
 from penstock.launch.pipeline.keys import make_keys
 from penstock.protocol.config import Config
 from penstock.protocol.messages import client as messages
-from penstock.protocol.messages.client import JSON, MSGPACK, Codec, GenerateRequest, TextDelta
+from penstock.protocol.messages.client import JSON, MSGPACK, Codec, GenerateRequest
 from penstock.protocol.messages.pipeline import (
     Goodbye,
     Heartbeat,
     ReleaseRequest,
+    StreamDelta,
     TextDeltas,
     TokenizeDone,
     TokenizerReply,
@@ -273,10 +274,10 @@ def accepted(request_id: str = "a", num_bytes: int = 0, **fields: Any) -> Reques
     return Request(GenerateRequest(**{"prompt": "p"} | fields), request_id, client, num_bytes)
 
 
-def delta(begin: int, end: int, request_id: str = "a", **fields: Any) -> TextDelta:
+def delta(begin: int, end: int, request_id: str = "a", **fields: Any) -> StreamDelta:
     """Return tokens `begin` to `end`, of one character each."""
     of_tokens = {"token_ids": list(range(begin, end)), "text": "x" * (end - begin), "attempt": 0}
-    return TextDelta(
+    return StreamDelta(
         request_id=request_id, token_offset=begin, char_offset=begin, **of_tokens | fields
     )
 

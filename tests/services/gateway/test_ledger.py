@@ -5,10 +5,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Raw
 
 from penstock.protocol.messages.client import (
+    JSON,
+    MSGPACK,
     ChatMessage,
+    Codec,
     ErrorReply,
+    GenerateReply,
     GenerateRequest,
     TextDelta,
     TokenLogprobs,
@@ -177,25 +182,66 @@ def test_logprobs_that_nobody_knows() -> None:
     assert request.reply("stop").logprobs == [*logprobs(0, 3), None]
 
 
-def test_logprobs_of_the_prompt_come_once_and_go_with_the_reply() -> None:
+def of_prompt(begin: int, end: int) -> dict[str, Any]:
+    """Return the fields of a piece with the logprobs of the prompt tokens `begin` to `end`."""
+    encoded = [Raw(MSGPACK.encode(known)) for known in logprobs(begin, end)]
+    return {"prompt_logprobs": encoded, "prompt_offset": begin - 1}
+
+
+def as_sent(reply: TextDelta | GenerateReply, codec: Codec) -> list[TokenLogprobs | None] | None:
+    """Return the prompt logprobs that a client of this encoding reads."""
+    return codec.decode_reply(codec.encode(reply)).prompt_logprobs
+
+
+@pytest.mark.parametrize("codec", [JSON, MSGPACK])
+def test_logprobs_of_the_prompt_come_in_pieces_and_go_at_once(codec: Codec) -> None:
+    """With the first output, and again with the reply, in the client's encoding."""
     opened = Opened(prompt_logprobs=3)
     request = opened.request
-    of_prompt = [None, *logprobs(1, 4)]
-    assert not opened.append(0, 0, prompt_logprobs=of_prompt)
-    assert opened.append(0, 2, prompt_logprobs=[None])
-    assert undelivered(request).prompt_logprobs == of_prompt
+    request.client = request.client._replace(codec=codec)
+    expected = [None, *logprobs(1, 6)]
+    for piece in of_prompt(1, 3), of_prompt(2, 4), of_prompt(1, 4):
+        assert not opened.append(0, 0, **piece)
+    with pytest.raises(GapError, match="prompt token 5"):
+        opened.append(0, 0, **of_prompt(5, 6))
+    assert request.reply("abort").prompt_logprobs is None
+    assert opened.totals.num_waiting == 1  # for output
+    assert opened.append(0, 2, **of_prompt(4, 6))
+    assert as_sent(undelivered(request), codec) == expected
     unread = request.num_unread_bytes
     request.mark_delivered()
     assert opened.append(2, 4)
     assert undelivered(request).prompt_logprobs is None
     assert request.num_unread_bytes < unread - 2 * 3
-    assert request.reply("stop").prompt_logprobs == of_prompt
+    assert as_sent(request.reply("stop"), codec) == expected
+
+
+@pytest.mark.parametrize("before", [JSON, MSGPACK])
+@pytest.mark.parametrize("after", [JSON, MSGPACK])
+def test_a_client_that_returns_with_another_encoding_reads_all(before: Codec, after: Codec) -> None:
+    request = accepted(stream=True, prompt_logprobs=3)
+    request.client = request.client._replace(codec=before)
+    request.append(delta(0, 0, **of_prompt(1, 3)))
+    request.append(delta(0, 1, **of_prompt(3, 4)))
+    answer = request.reply("stop")  # waits to be sent
+    request.client = request.client._replace(codec=after)
+    request.rewind()
+    for reply in undelivered(request), answer:
+        assert as_sent(reply, after) == [None, *logprobs(1, 4)]
+
+
+def test_a_prompt_of_one_token_has_no_logprobs() -> None:
+    request = accepted(stream=True, prompt_logprobs=3)
+    request.append(delta(0, 1, prompt_logprobs=[]))
+    assert undelivered(request).prompt_logprobs == request.reply("stop").prompt_logprobs == [None]
 
 
 def test_logprobs_count_as_bytes() -> None:
     opened = Opened(logprobs=2, prompt_logprobs=1)
     request = opened.request
-    opened.append(0, 3, logprobs=logprobs(0, 3), prompt_logprobs=logprobs(0, 5))
+    opened.append(0, 0, **of_prompt(1, 4))
+    assert opened.totals.num_bytes == 0
+    opened.append(0, 3, logprobs=logprobs(0, 3), **of_prompt(4, 6))
     expected = 3 * (9 + 3 * 256) + 5 * 2 * 256
     assert opened.totals.num_bytes == request.num_unread_bytes == expected
     request.mark_delivered()

@@ -38,6 +38,18 @@ class Reader:
             self.logprobs[stream_ids[index]].append(packed)
         self.finished |= dict(delta.finished)
 
+    @property
+    def pieces(self) -> list[tuple[int, list[int], list[int]]]:
+        """(offset, tokens of the prompt, output) of each message that opened a stream."""
+        return [
+            (
+                opened.prompt_offset,
+                [token for known in opened.prompt_logprobs or () for token, _ in known.pairs()],
+                list(unpack(opened.output_token_ids)),
+            )
+            for opened in self.opened
+        ]
+
 
 def packed(token_id: int) -> PackedLogprobs:
     return PackedLogprobs(pack([token_id]), bytes(4))
@@ -64,18 +76,34 @@ class Desk:
             sequence.num_prefill_tokens = sequence.num_prompt_tokens
         return sequences
 
-    def step(self, sequences: list[Sequence], token_id: int) -> None:
-        """Each of them gets a token."""
+    def compute(
+        self, sequence: Sequence, begin: int, end: int, token_id: int | None = None
+    ) -> None:
+        """Compute a chunk of a prompt with logprobs, and the token after the whole prompt."""
+        sequence.confirm_chunk(end)
+        last = min(end, sequence.num_prompt_tokens - 1)
+        chunk = [packed(token) for token in sequence.token_ids[begin + 1 : last + 1]]
+        prompts = [sequence] if sequence.add_prompt_logprobs(chunk) else []
+        if token_id is None:
+            self.streams.put(PlanOutput([], [], [], [], {}, prompts))
+        else:
+            self.step([sequence], token_id, prompts)
+
+    def step(
+        self, sequences: list[Sequence], token_id: int, prompts: list[Sequence] | None = None
+    ) -> None:
+        """Each of them gets a token. prompts: those with new prompt logprobs."""
         for sequence in sequences:
             sequence.add_logprobs(packed(token_id))
             sequence.token_ids.append(token_id)
         told = {at: packed(token_id) for at, one in enumerate(sequences) if one.logprobs}
         ended = [sequence for sequence in sequences if sequence.finish_reason]
-        self.streams.put(PlanOutput(sequences, [token_id] * len(sequences), ended, [], told))
+        tokens = [token_id] * len(sequences)
+        self.streams.put(PlanOutput(sequences, tokens, ended, [], told, prompts or []))
 
     def end(self, sequence: Sequence) -> None:
         """End a sequence without a token."""
-        self.streams.put(PlanOutput([], [], [sequence], [], {}))
+        self.streams.put(PlanOutput([], [], [sequence], [], {}, []))
 
     def deliver(self) -> None:
         for identity, delta in self.streams.take_messages():

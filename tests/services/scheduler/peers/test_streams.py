@@ -222,7 +222,7 @@ def test_tokens_of_one_step_have_their_own_logprobs() -> None:
         sequence.add_logprobs(packed(token_id))
         sequence.token_ids.append(token_id)
     told = {0: packed(5), 1: packed(6)}
-    desk.streams.put(PlanOutput([sequence, sequence], [5, 6], [], [], told))
+    desk.streams.put(PlanOutput([sequence, sequence], [5, 6], [], [], told, []))
     desk.deliver()
     assert desk.readers[b"a"].logprobs == {sequence.stream_id: [packed(4), packed(5), packed(6)]}
 
@@ -230,8 +230,8 @@ def test_tokens_of_one_step_have_their_own_logprobs() -> None:
 def test_reopened_stream_is_told_all_logprobs() -> None:
     desk = Desk("a")
     sequence = make_sequence((1, 2), (3, 4), logprobs=1, prompt_logprobs=0)
-    sequence.add_prompt_logprobs([packed(2)])
     desk.streams.open(sequence)
+    desk.compute(sequence, 0, 2)
     desk.step([sequence], 5)
     desk.deliver()
     desk.streams.reopen(sequence)
@@ -239,21 +239,6 @@ def test_reopened_stream_is_told_all_logprobs() -> None:
     desk.deliver()
     assert desk.readers[b"a"].logprobs[sequence.stream_id] == [None, None, packed(5), packed(6)]
     assert [one.prompt_logprobs for one in desk.readers[b"a"].opened] == [[packed(2)]] * 2
-
-
-def test_stream_waits_for_the_logprobs_of_its_prompt() -> None:
-    """Also when it moves while the prompt is being computed: they are sent when it is opened."""
-    desk = Desk("a", "b")
-    [sequence] = desk.open(prompt_logprobs=0)
-    sequence.add_prompt_logprobs([packed(2)])
-    desk.streams.lost(b"a")
-    desk.deliver()
-    assert not desk.readers[b"b"].opened
-    sequence.add_prompt_logprobs([packed(3)])
-    desk.step([sequence], 5)
-    desk.deliver()
-    [opened] = desk.readers[b"b"].opened
-    assert opened.prompt_logprobs == [packed(2), packed(3)]
 
 
 def test_what_an_earlier_attempt_ended_has_no_logprobs_of_its_prompt() -> None:
@@ -342,6 +327,24 @@ class Hall(Desk):
         ]
         assert len(having) == 1
         return having[0]
+
+
+def test_a_prompt_whose_logprobs_kill_is_given_up() -> None:
+    """Before its first token, and no other stream; later chunks are told after a passed trial."""
+    hall = Hall()
+    bad, good, silent = hall.open(3, prompt_logprobs=0)
+    hall.poison.add(bad.request_id)
+    for sequence in bad, good:
+        hall.compute(sequence, 0, 1)
+    hall.settle()
+    assert hall.given_up == [bad.request_id]
+    hall.compute(silent, 0, 1)
+    for sequence in good, silent:
+        hall.compute(sequence, 1, 3, 5)
+    hall.settle()
+    assert [hall.tokens_of(sequence) for sequence in (good, silent)] == [[5], [5]]
+    told = [each for reader in hall.readers.values() for each in reader.pieces]
+    assert sorted(told) == [(0, [2], []), (0, [2, 3], [5]), (1, [3], [5])]
 
 
 def started(hall: Hall, number: int) -> list[Sequence]:
