@@ -288,7 +288,6 @@ class Streams:
         peer = self.detokenizers.get(identity)
         for sequence in batch:
             sequence.detokenizer = identity
-            sequence.num_told = len(sequence.prompt_logprobs or ())
             peer.work[sequence.stream_id] = sequence  # type: ignore[union-attr]
         self._trial = identity, outbox.take_alone(self._epoch, batch)
 

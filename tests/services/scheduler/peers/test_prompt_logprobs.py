@@ -75,16 +75,17 @@ def test_a_stream_that_moves_tells_all_known_logprobs_of_its_prompt(delivered: b
 def test_a_stream_that_ends_within_its_prompt_is_closed(delivered: bool) -> None:
     """As when its client aborts: `Reader` accepts only streams that were opened."""
     desk = Desk("a")
-    [sequence] = desk.open(prompt_logprobs=0)
+    sequence = make_sequence((1, 2, 3, 4), prompt_logprobs=0)
+    desk.streams.open(sequence)
     desk.compute(sequence, 0, 1)
     if delivered:
         desk.deliver()
         desk.compute(sequence, 1, 2)
     sequence.finish_reason = "abort"
     desk.streams.close(sequence)
-    desk.compute(sequence, 2, 3)  # was in flight
+    desk.compute(sequence, 1, 3)  # was in flight
     desk.deliver()
-    assert desk.loads == [0]
+    assert (desk.loads, desk.readers[b"a"].finished) == ([0], {})
 
 
 def test_what_is_computed_again_is_not_told_again() -> None:
