@@ -88,10 +88,9 @@ class CompletionChoice:
     def chunks(
         self, delta: TextDelta | None, reply: GenerateReply | None
     ) -> Iterator[CompletionChunk]:
-        """Yield a chunk if the tokens have text or other data; the first chunk has the echo."""
+        """Yield a chunk, also for tokens without text, as vLLM; the first chunk has the echo."""
         piece = self._piece(delta, reply)
-        has_logprobs = piece.logprobs or piece.prompt_logprobs
-        if piece.text or reply or has_logprobs or self._request.has_tokens_in_chunks:
+        if piece.text or delta or reply:
             yield piece
 
     def whole(self, reply: GenerateReply) -> CompletionChoiceReply:
