@@ -289,6 +289,10 @@ class Streams:
         for sequence in batch:
             sequence.detokenizer = identity
             peer.work[sequence.stream_id] = sequence  # type: ignore[union-attr]
+            sequence.num_told = len(sequence.prompt_logprobs or ())
+            has_output = sequence.output_token_ids and not sequence.needs_prompt_logprobs
+            if not (has_output or sequence.finish_reason):
+                self._unopened.add(sequence.stream_id)
         self._trial = identity, outbox.take_alone(self._epoch, batch)
 
 

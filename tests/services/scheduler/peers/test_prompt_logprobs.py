@@ -4,6 +4,7 @@ import pytest
 
 from tests.services.scheduler.builders import make_sequence
 from tests.services.scheduler.desk import Desk, packed
+from tests.services.scheduler.peers.test_streams import Silence
 
 
 def test_each_chunk_of_a_prompt_is_told_alone() -> None:
@@ -103,3 +104,20 @@ def test_what_is_computed_again_is_not_told_again() -> None:
     desk.compute(again, 0, 1)
     desk.compute(again, 0, 3)
     assert again.prompt_logprobs == [packed(2), packed(3), packed(4)]
+
+
+def test_chunks_after_a_trial_are_told() -> None:
+    """A detokenizer hangs within a prompt, so its streams are tried alone at the next."""
+    hall = Silence()
+    sequence = make_sequence((1, 2, 3, 4, 5), prompt_logprobs=0)
+    hall.streams.open(sequence)
+    sequence.num_prefill_tokens = 5
+    hall.compute(sequence, 0, 2)
+    hall.settle()
+    hall.die(hall.identity)
+    hall.settle()
+    for begin, end, token_id in (2, 4, None), (4, 5, 6):
+        hall.compute(sequence, begin, end, token_id)
+        hall.settle()
+    (reader,) = hall.readers.values()
+    assert reader.pieces == [(0, [2, 3], []), (2, [4, 5], []), (4, [], [6])]
