@@ -61,7 +61,7 @@ class Sequence:
     - `DraftScheduler`: proposer, num_planned_tokens, last_step
     - `WaitingQueue`: admission
     - `GrammarIndex`: grammar
-    - `Streams`: detokenizer, stream_id, num_told
+    - `Streams`: detokenizer, stream_id, num_sent
     - `SchedulerProcess`: attempt
     - `SequencePoison`: num_deaths
     - `sequence.count_death`: num_deaths, died_at
@@ -98,7 +98,7 @@ class Sequence:
     logprobs: list[PackedLogprobs | None] | None = None
     # known logprobs of the prompt tokens after the first; None: not requested
     prompt_logprobs: list[PackedLogprobs] | None = None
-    num_told: int = 0  # of `prompt_logprobs`, that the detokenizer was sent
+    num_sent: int = 0  # of `prompt_logprobs`, that the detokenizer was sent
     pooled: bytes | None = None  # result of `pooling`
     arrived_at: float = field(default_factory=monotonic)
     scheduled_at: float = 0.0

@@ -105,7 +105,7 @@ class Streams:
             self._trials.close(sequence)
         if peer := self.detokenizers.get(sequence.detokenizer):
             del peer.work[stream_id]
-            if self._is_told(sequence):
+            if self._was_sent(sequence):
                 self._outboxes[peer.identity].close(stream_id)
         self._unopened.discard(stream_id)
 
@@ -116,28 +116,28 @@ class Streams:
                 sequence.detokenizer = None
                 self._unassigned[sequence.stream_id] = sequence
             else:
-                sequence.detokenizer, sequence.num_told = peer.identity, 0
+                sequence.detokenizer, sequence.num_sent = peer.identity, 0
                 peer.work[sequence.stream_id] = sequence
                 self._unopened.add(sequence.stream_id)
                 if sequence.has_begun or sequence.finish_reason:
                     self._open(sequence, self._outboxes[peer.identity])
 
     def _open(self, sequence: Sequence, outbox: Outbox) -> None:
-        num_told = self._tell(sequence, outbox) if sequence.prompt_logprobs else 0
-        opened = outbox.opened[sequence.stream_id] = _opened(sequence, num_told)
+        num_sent = self._mark_sent(sequence, outbox) if sequence.prompt_logprobs else 0
+        opened = outbox.opened[sequence.stream_id] = _opened(sequence, num_sent)
         if opened.output_token_ids or opened.finish_reason:
             self._unopened.discard(sequence.stream_id)
 
-    def _is_told(self, sequence: Sequence) -> bool:
-        """Return whether the detokenizer was told anything of the stream."""
-        return sequence.stream_id not in self._unopened or sequence.num_told > 0
+    def _was_sent(self, sequence: Sequence) -> bool:
+        """Return whether the detokenizer was sent a part of the stream."""
+        return sequence.stream_id not in self._unopened or sequence.num_sent > 0
 
-    def _tell(self, sequence: Sequence, outbox: Outbox) -> int:
-        """Tell all known prompt logprobs. Return how many of them earlier messages have."""
+    def _mark_sent(self, sequence: Sequence, outbox: Outbox) -> int:
+        """Count all known prompt logprobs as sent. Return how many earlier messages contain."""
         waiting = outbox.opened.get(sequence.stream_id)
-        num_told = waiting.prompt_offset if waiting else sequence.num_told
-        sequence.num_told = len(sequence.prompt_logprobs or ())
-        return num_told
+        num_sent = waiting.prompt_offset if waiting else sequence.num_sent
+        sequence.num_sent = len(sequence.prompt_logprobs or ())
+        return num_sent
 
     def put(self, output: PlanOutput) -> None:
         """Add the tokens of a step to the next messages for detokenizers."""
@@ -205,7 +205,7 @@ class Streams:
             opened = {
                 sequence.stream_id: sequence
                 for sequence in (trials.batch if is_trial else had)
-                if self._is_told(sequence)
+                if self._was_sent(sequence)
             }
             self.lost(identity)
             self.detokenizers.remember(identity, (is_trial, opened))
@@ -225,7 +225,7 @@ class Streams:
         lost = self.detokenizers.lost(identity)
         trials = self._trials
         is_tried = identity == trials.at
-        suspects = [sequence for sequence in lost if has_died and self._is_told(sequence)]
+        suspects = [sequence for sequence in lost if has_died and self._was_sent(sequence)]
         given_up: list[Sequence] = []
         if is_tried and has_died and trials.batch and not self._trial:
             suspects, given_up = trials.batch, trials.failed()
@@ -289,15 +289,15 @@ class Streams:
         for sequence in batch:
             sequence.detokenizer = identity
             peer.work[sequence.stream_id] = sequence  # type: ignore[union-attr]
-            sequence.num_told = len(sequence.prompt_logprobs or ())
+            sequence.num_sent = len(sequence.prompt_logprobs or ())
             has_output = sequence.output_token_ids and not sequence.needs_prompt_logprobs
             if not (has_output or sequence.finish_reason):
                 self._unopened.add(sequence.stream_id)
         self._trial = identity, outbox.take_alone(self._epoch, batch)
 
 
-def _opened(sequence: Sequence, num_told: int = 0) -> StreamOpened:
-    """Return the message that opens a stream, with prompt logprobs after the first `num_told`.
+def _opened(sequence: Sequence, num_sent: int = 0) -> StreamOpened:
+    """Return the message that opens a stream, with prompt logprobs after the first `num_sent`.
 
     The output comes with the last of them.
     """
@@ -319,8 +319,8 @@ def _opened(sequence: Sequence, num_told: int = 0) -> StreamOpened:
         skip_special_tokens=sampling.skip_special_tokens,
         min_tokens=sampling.min_tokens,
         logprobs=None if sequence.logprobs is None else sequence.logprobs[: len(output)],
-        prompt_logprobs=None if known is None else known[num_told:],
-        prompt_offset=num_told,
+        prompt_logprobs=None if known is None else known[num_sent:],
+        prompt_offset=num_sent,
         prompt_tokens=end,
         cached_tokens=sequence.num_cached_tokens,
         is_chat=sequence.is_chat,
