@@ -239,7 +239,7 @@ class ModelRunner:
             make_drafts = partial(self._drafter.run, *drafted)
         complete = partial(self._complete, rows, computed, is_processed, make_drafts)
         step = self._last_step = LaunchedStep(rows.sampled, complete)
-        if not is_processed or self._device.type == "cpu":
+        if not is_processed or self._device.type == "cpu":  # where no other step overlaps
             step.complete()
         return step
 

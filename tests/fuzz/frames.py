@@ -107,29 +107,18 @@ STATUS = SchedulerStatus(
     epoch=0, ready=True, num_free_blocks=7, workers=["w"], detokenizers={"d": 1}
 )
 ENCODED = Raw(MSGPACK.encode(LOGPROBS))
-DELTA = TextDelta(
-    request_id=INNER_ID,
-    token_offset=0,
-    char_offset=0,
-    token_ids=[52, 50],
-    text="42",
-    finish_reason="stop",
-    logprobs=[LOGPROBS, None],
-    prompt_logprobs=[None, LOGPROBS],
-    prompt_tokens=6,
-)
-OF_STREAM = StreamDelta(
-    request_id=INNER_ID,
-    token_offset=0,
-    char_offset=0,
-    token_ids=[52, 50],
-    text="42",
-    finish_reason="stop",
-    logprobs=[LOGPROBS, None],
-    prompt_logprobs=[ENCODED],
-    prompt_offset=1,
-    prompt_tokens=6,
-)
+OUTPUT: dict[str, Any] = {
+    "request_id": INNER_ID,
+    "token_offset": 0,
+    "char_offset": 0,
+    "token_ids": [52, 50],
+    "text": "42",
+    "finish_reason": "stop",
+    "logprobs": [LOGPROBS, None],
+    "prompt_tokens": 6,
+}
+DELTA = TextDelta(prompt_logprobs=[None, LOGPROBS], **OUTPUT)
+STREAM_DELTA = StreamDelta(prompt_logprobs=[ENCODED], prompt_offset=1, **OUTPUT)
 OPENED = StreamOpened(
     stream_id=1,
     request_id=INNER_ID,
@@ -248,7 +237,12 @@ MESSAGES: dict[str, list[Struct]] = {
         FolderReport(1, 0, [b"hash"], [b"other"], [b"hash"], [b"hash"]),
         GrammarCompiled(1, 1, 4096, "no"),
     ],
-    "ToGateway": [TextDeltas([OF_STREAM, OF_STREAM]), FAILED, STATUS, SupervisorReport([PROCESS])],
+    "ToGateway": [
+        TextDeltas([STREAM_DELTA, STREAM_DELTA]),
+        FAILED,
+        STATUS,
+        SupervisorReport([PROCESS]),
+    ],
     "ToSupervisor": [
         SupervisorHeartbeat("fuzz", 2**31 - 1, 1.0, "g", 2, {"messages_sent": 1.0}),
         ProcessesDied([("fuzz", 7)], [b"digest"]),

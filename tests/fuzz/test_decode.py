@@ -111,7 +111,7 @@ def use_accepted(accepted: Request) -> None:
 
 
 def use_texts(message: TextDeltas) -> None:
-    """As the gateway does, which fails a request with bad logprobs; it can submit what it keeps."""
+    """Handle output as the gateway, which fails a request whose logprobs can not be decoded."""
     client = Client((b"c",), codec_of(b"{"), Connection(), Share(""))
     accepted = Request(GenerateRequest(prompt="a"), INNER_ID, client)
     try:

@@ -330,7 +330,7 @@ class Hall(Desk):
 
 
 def test_a_prompt_whose_logprobs_kill_is_given_up() -> None:
-    """Before its first token, and no other stream; later chunks are told after a passed trial."""
+    """Only this stream ends, before its first token. Others get later chunks after their trial."""
     hall = Hall()
     bad, good, silent = hall.open(3, prompt_logprobs=0)
     hall.poison.add(bad.request_id)
@@ -343,8 +343,8 @@ def test_a_prompt_whose_logprobs_kill_is_given_up() -> None:
         hall.compute(sequence, 1, 3, 5)
     hall.settle()
     assert [hall.tokens_of(sequence) for sequence in (good, silent)] == [[5], [5]]
-    told = [each for reader in hall.readers.values() for each in reader.pieces]
-    assert sorted(told) == [(0, [2], []), (0, [2, 3], [5]), (1, [3], [5])]
+    pieces = [piece for reader in hall.readers.values() for piece in reader.pieces]
+    assert sorted(pieces) == [(0, [2], []), (0, [2, 3], [5]), (1, [3], [5])]
 
 
 def started(hall: Hall, number: int) -> list[Sequence]:
