@@ -1,5 +1,7 @@
 """Checks of kernel arguments: on a GPU a wrong shape causes an invalid read, not an exception."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,16 @@ def check_contiguous(name: str, tensor: Tensor) -> None:
     """Raise ValueError unless `tensor` is contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: got strides {list(tensor.stride())}, expected contiguous memory")
+
+
+def check_blocks(names: Iterable[str], tensors: Iterable[Tensor], stride: int) -> None:
+    """Raise ValueError unless the tensors' blocks are contiguous and `stride` elements apart."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if (len(tensor) > 1 and tensor.stride(0) != stride) or not tensor[0].is_contiguous():
+            raise ValueError(
+                f"{name}: got strides {list(tensor.stride())}, expected contiguous blocks, "
+                f"{stride} elements apart"
+            )
 
 
 def _readable(values: tuple[object, ...]) -> str:

@@ -10,12 +10,13 @@ forward pass.
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
-from math import prod
+from math import ceil, lcm, prod
 from typing import Literal, NamedTuple
 
 from penstock.protocol.checkpoint import FULL_ATTENTION, ModelConfig, ModelError
 from penstock.protocol.messages.plan import STATE_WINDOW
 
+STATE_ALIGNMENT = 512  # bytes
 RUN = 4096  # token ids of a run; on GPUs the vocabulary is cut between runs, as the sampler needs
 
 
@@ -171,6 +172,18 @@ class Layer(NamedTuple):
         return [by_module[module] for module in modules]
 
 
+class Packing(NamedTuple):
+    """The smallest number of KV blocks that have room for a sequence's state, and its places.
+
+    The keys, or the values, of a layer with attention are a *plane* of the KV cache, which has a
+    part of each KV block. The parts of the blocks that a state replaces are one piece of memory in
+    each plane.
+    """
+
+    num_blocks: int
+    places: list[tuple[int, int]]  # of each tensor: number of the plane, first byte in the piece
+
+
 class Architecture(NamedTuple):
     """Layers of a model in the order of computation."""
 
@@ -214,10 +227,20 @@ class Architecture(NamedTuple):
         """Return the layers with recurrent state."""
         return [layer for layer in self.layers if layer.state]
 
-    def sequence_bytes(self, ranks: Ranks) -> int:
-        """Return the bytes of a rank's recurrent state per sequence."""
+    def pack_states(self, ranks: Ranks, block_bytes: int) -> Packing:
+        """Return how a rank's state of a sequence lies in the place of KV blocks.
+
+        block_bytes: size of a KV block in a plane, that is of its keys or values in a layer.
+        """
         states = (state for layer in self.layers for state in layer.state)
-        return sum(4 * prod(state.shape_of_rank(ranks)) for state in states)
+        sizes = [4 * prod(state.shape_of_rank(ranks)) for state in states]
+        sizes = [-(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT for size in sizes]
+        num_planes = 2 * len(self.kv_layers)
+        step = lcm(STATE_ALIGNMENT, block_bytes)
+        room = ceil(max(max(sizes), sum(sizes) / num_planes) / step) * step
+        while (places := _first_fit(sizes, num_planes, room)) is None:
+            room += step
+        return Packing(room // block_bytes, places)
 
     def check_ranks(self, num_ranks: int, expert_parallel: bool = False) -> None:
         """Raise ModelError if the model can't be divided among the ranks of a group."""
@@ -230,6 +253,18 @@ class Architecture(NamedTuple):
                     f"tp: got {num_ranks}, expected a divisor of the model's {axis.field}, "
                     f"{axis.units}"
                 )
+
+
+def _first_fit(sizes: list[int], num_planes: int, room: int) -> list[tuple[int, int]] | None:
+    """Return the places of tensors in planes that have `room` bytes each; None: not all fit."""
+    begins, places = [0] * num_planes, {}
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        plane = next((n for n in range(num_planes) if begins[n] + sizes[index] <= room), None)
+        if plane is None:
+            return None
+        places[index] = plane, begins[plane]
+        begins[plane] += sizes[index]
+    return [places[index] for index in range(len(sizes))]
 
 
 def vector(module: str, size: int, fields: str) -> Weight:

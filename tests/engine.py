@@ -47,6 +47,7 @@ class Engine:
             int(number * config.watermark),
             config.enable_prefix_caching,
             states or None,
+            self.runner.blocks_per_state,
         )
         max_model_len = self.model.context(config.max_model_len)
         self.scheduler = Scheduler(config, max_model_len, blocks)

@@ -40,7 +40,7 @@ def attend(
 
     q: [num_tokens, num_heads, head_dim]; the tokens of sequence i are cu_seqlens_q[i] to
     cu_seqlens_q[i + 1], the last tokens of the sequence (causal, aligned at the bottom right).
-    kv_cache: includes this step's tokens; every other slot is finite. cu_seqlens_q: int32
+    kv_cache: includes this step's tokens; other slots have any content. cu_seqlens_q: int32
     [num_seqs + 1]. max_seqlen_q: maximum tokens of one sequence in the step. context_lens: int32
     [num_seqs], tokens of each sequence, including this step's. block_tables: int32 [num_seqs,
     max_blocks]. scale: factor of the scores.
@@ -146,8 +146,10 @@ def _attend_tile(
     _mask_later_keys(scores[:, :, :num_rows].view(by_token), position)
     weights = scores.sub_(scores.amax((0, 3), keepdim=True)).exp_()
     weighted = torch.zeros_like(rows)
-    for tile_weights, pieces in zip(weights.unbind(0), tiles, strict=True):
-        batched_product(tile_weights, values.read(pieces), weighted, add=True)
+    for number, (tile_weights, pieces) in enumerate(zip(weights.unbind(0), tiles, strict=True)):
+        tile = values.read(pieces)
+        tile[:, position + num_tokens - number * KEY_TILE :] = 0  # may be no numbers
+        batched_product(tile_weights, tile, weighted, add=True)
     # cumsum adds in order; the order of sum would depend on the number of tiles.
     total = weights.sum(-1, keepdim=True).cumsum(0)[-1]
     out.copy_((weighted / total)[:, :num_rows].view_as(out))

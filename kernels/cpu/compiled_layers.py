@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.argument_checks import check_contiguous, check_tensor
+from penstock.kernels.argument_checks import check_blocks, check_contiguous, check_tensor
 from penstock.kernels.cpu.compiler import Target, host, load
 from penstock.kernels.cpu.llvm_decoder import KEYS, Kinds, build_module
 from penstock.kernels.cpu.llvm_products import Kind, integer_kind, scratch_words
@@ -171,6 +171,7 @@ class CompiledLayers:
                 check_tensor(name, tensor, (batch.shape.num_rows,), torch.int64)
             self._fields = self._fields._replace(
                 num_decode=int(batch.decode_lens.count_nonzero()),
+                state_stride=step.layers[0][0].stride(0),
                 **{name: tensor.data_ptr() for name, tensor in rows.items()},
             )
         return self._fields
@@ -290,8 +291,8 @@ class CompiledLayers:
                 shapes = shape.delta.state(len(tensors[0]))
                 for name, tensor, size in zip(STATE, tensors, shapes, strict=True):
                     check_tensor(name, tensor, size, torch.float32)
-                    check_contiguous(name, tensor)
                     memory[name] = tensor.data_ptr()
+                check_blocks(STATE, tensors, states[0][0].stride(0))
             else:
                 cache = next(caches)
                 cache.check(torch.float32, self._block_size, shape.kv_heads, shape.head_dim)

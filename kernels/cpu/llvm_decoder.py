@@ -451,7 +451,7 @@ class _Decoder:
                     delta, self.qkv + start * s.width,
                     self.fields.at("gates") + start * 2 * s.value_heads,
                     self.attended + start * s.outputs, *weights, self.eps, *state, self.scratch,
-                    read[row], written[row], windows[row],
+                    self.fields["state_stride"], read[row], written[row], windows[row],
                     is_alone.choose(count, lasts[row] - firsts[row]),
                     is_decoding.choose(k.integer(1), 0), head,
                 )  # fmt: skip

@@ -20,7 +20,8 @@ ARGUMENTS = (
     *(f"f32 {name}" for name in ("qkvz", "gates", "out")),  # from the sequence's first token
     *(f"f32 {name}" for name in ("conv", "a_log", "dt_bias", "norm", "eps")),
     *(f"f32 {name}" for name in (*STATE, "scratch")),
-    *(f"int {name}" for name in ("read", "written", "num_window", "number", "decodes", "head")),
+    *(f"int {name}" for name in ("block_stride", "read", "written", "num_window", "number")),
+    *(f"int {name}" for name in ("decodes", "head")),
 )
 
 
@@ -46,8 +47,9 @@ class _Delta:
         self.k, self.target, self.s = k, target, s
         (self.qkvz, self.gates, self.out, self.conv, self.a_log, self.dt_bias, self.gain, self.eps,
          self.recurrent, self.inputs, self.window_inputs, self.window_gates, scratch,
-         self.read, self.written, self.num_window, self.number, decodes, self.head
+         stride, self.read, self.written, self.num_window, self.number, decodes, self.head
         ) = k.arguments  # fmt: skip
+        self.read_at, self.written_at = self.read * stride, self.written * stride
         self.lanes = target.lanes
         self.width = max(size for size in (16, BLOCK) if s.value_dim % size == 0)
         self.total = self.num_window + self.number
@@ -95,8 +97,8 @@ class _Delta:
     def _move(self, member: Value, column: Value, is_loaded: bool) -> None:
         """Load a block of columns from the block that is read, or store it."""
         k, s, own = self.k, self.s, self._block(member, column)
-        of_head = (self.read if is_loaded else self.written) * s.value_heads
-        place = (of_head + self._value_head(member)) * (s.key_dim * s.value_dim) + column
+        place = self._value_head(member) * (s.key_dim * s.value_dim) + column
+        place = place + (self.read_at if is_loaded else self.written_at)
         with k.range(0, s.key_dim) as row:
             for at in range(0, self.width, self.lanes):
                 here, there = own + (row * self.width + at), row * s.value_dim + place + at
@@ -139,8 +141,8 @@ class _Delta:
         """
         k, s, b = self.k, self.s, self.k.builder
         before = s.kernel - 1
-        old = self.inputs + (self.read * before + index) * s.channels
-        of_window = self.window_inputs + (self.read * s.window + index - before) * s.channels
+        old = self.inputs + (self.read_at + index * s.channels)
+        of_window = self.window_inputs + (self.read_at + (index - before) * s.channels)
         new = self.qkvz + (index - before - self.num_window) * s.width
         is_old, is_zero = index < before, (index < before) & (self.read < 0)
         raw = b.select((index < self.num_window + before).raw, of_window.raw, new.raw)
@@ -174,17 +176,15 @@ class _Delta:
         """Write beta and decay of a token."""
         k, s, head = self.k, self.s, self._value_head(member)
         with k.when(token < self.num_window):
-            place = (self.read * s.value_heads + head) * s.window + token
-            numbers[0] = self.window_gates[place * 2]
-            numbers[1] = self.window_gates[place * 2 + 1]
+            place = self.read_at + (head * s.window + token) * 2
+            numbers[0], numbers[1] = self.window_gates[place], self.window_gates[place + 1]
         with k.when(token >= self.num_window):
             at = (token - self.num_window) * (2 * s.value_heads) + head
             numbers[0] = 1.0 / (exp(0.0 - self.gates[at]) + 1.0)
             a = self.gates[at + s.value_heads] + self.dt_bias[head]
             numbers[1] = (0.0 - exp(self.a_log[head])) * _softplus(a)
             with k.when(self.decodes):
-                place = (self.written * s.value_heads + head) * s.window
-                place = (place + token - self.num_window) * 2
+                place = self.written_at + (head * s.window + token - self.num_window) * 2
                 self.window_gates[place], self.window_gates[place + 1] = numbers[0], numbers[1]
         numbers[1] = exp(numbers[1])
 
@@ -244,11 +244,11 @@ class _Delta:
         for first, size in parts:
             with k.range(0, s.kernel - 1) as index:
                 source, is_zero = self._input(self.kept + index)
-                to = self.inputs + (self.written * (s.kernel - 1) + index) * s.channels
+                to = self.inputs + (self.written_at + index * s.channels)
                 with k.range(first, first + size, lanes) as at:
                     to[at] = is_zero.choose(k.zeros(lanes), source.vector(at, lanes))
             with k.when(self.decodes), k.range(0, self.number) as index:
-                to = self.window_inputs + (self.written * s.window + index) * s.channels
+                to = self.window_inputs + (self.written_at + index * s.channels)
                 source = self.qkvz + index * s.width
                 with k.range(first, first + size, lanes) as at:
                     to[at] = source.vector(at, lanes)

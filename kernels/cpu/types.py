@@ -163,6 +163,7 @@ class StepFields(NamedTuple):
     first: int = 0
     last: int = 0
     window: int = 0
+    state_stride: int = 0  # float32 elements from a state block to the next
     residual: int = 0
     target: int = 0  # receives the sums: the residual stream or memory for a part of it
     num_ranks: int = 1  # ranks that share the memory of the following fields; 1: no other rank

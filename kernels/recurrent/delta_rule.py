@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.argument_checks import check_tensor
+from penstock.kernels.argument_checks import check_blocks, check_tensor
 from penstock.kernels.elementwise import rms_norm
 from penstock.kernels.layouts.forward_batch import ForwardBatch
 
@@ -30,7 +30,10 @@ MAX_SOFTPLUS = 20.0  # as in torch: larger numbers stay as they are
 
 
 class State(NamedTuple):
-    """The state of a layer, float32; the first dimension is the block."""
+    """The state of a layer, float32; the first dimension is the block.
+
+    The blocks of all tensors are equally far apart.
+    """
 
     recurrent: Tensor  # [blocks, value_heads, key_dim, value_dim]
     inputs: Tensor  # [blocks, kernel - 1, channels]: last inputs of the convolution, oldest first
@@ -51,13 +54,11 @@ def gated_delta_rule(
 ) -> Tensor:
     """Return the outputs of a step's tokens, [num_tokens, value_heads, value_dim], in qkv's dtype.
 
-    Updates the state blocks that the step's rows write.
-
-    qkv: [num_tokens, channels], inputs of the convolution: queries and keys [num_key_heads *
-    key_dim] each, values [value_heads * value_dim]. Rows may be apart. gates: [num_tokens, 2 *
-    value_heads]: b, then a; beta = sigmoid(b), g = -exp(a_log) * softplus(a + dt_bias).
-    conv_weight: [channels, kernel]. a_log, dt_bias: float32 [value_heads]. state: tensors of
-    `State`. On a GPU, `value_dim` is `key_dim`, a power of two.
+    Updates the state blocks that the step's rows write. qkv: [num_tokens, channels], inputs of the
+    convolution: queries and keys [num_key_heads * key_dim] each, values [value_heads * value_dim].
+    Rows may be apart. gates: [num_tokens, 2 * value_heads]: b, then a; beta = sigmoid(b), g =
+    -exp(a_log) * softplus(a + dt_bias). conv_weight: [channels, kernel]. a_log, dt_bias: float32
+    [value_heads]. state: tensors of `State`. On a GPU, `value_dim` is `key_dim`, a power of two.
     """
     layer = State(*state)
     num_heads, key_dim, value_dim = layer.recurrent.shape[1:]
@@ -67,6 +68,7 @@ def gated_delta_rule(
     check_tensor("conv_weight", conv_weight, (num_channels, layer.inputs.shape[1] + 1), qkv.dtype)
     check_tensor("a_log", a_log, (num_heads,), torch.float32)
     check_tensor("dt_bias", dt_bias, (num_heads,), torch.float32)
+    check_blocks(State._fields, state, layer.recurrent.stride(0))
     if num_heads % num_key_heads:
         raise ValueError(
             f"num_key_heads: got {num_key_heads}, expected a divisor of {num_heads} value heads"

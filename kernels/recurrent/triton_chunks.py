@@ -80,9 +80,9 @@ def apply_chunks(
     )  # fmt: skip
     values = min(tuning.values, size)
     _walk_kernel[(size // values, num_heads, len(step.read))](
-        inputs.narrow, w, u, weights, sums, recurrent, out, *rows, batch.context_lens,
-        batch.decode_lens, step.read, step.written, batch.shape.num_decode, *sizes, values,
-        num_warps=tuning.num_warps, num_stages=tuning.num_stages, **LAUNCH,
+        inputs.narrow, w, u, weights, sums, recurrent, recurrent.stride(0), out, *rows,
+        batch.context_lens, batch.decode_lens, step.read, step.written, batch.shape.num_decode,
+        *sizes, values, num_warps=tuning.num_warps, num_stages=tuning.num_stages, **LAUNCH,
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def _join(t, a, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_decode"])
 def _walk_kernel(
-    narrow_ptr, w_ptr, u_ptr, weights_ptr, sums_ptr, state_ptr, out_ptr,
+    narrow_ptr, w_ptr, u_ptr, weights_ptr, sums_ptr, state_ptr, block_stride, out_ptr,
     cu_seqlens_q_ptr, positions_ptr, prompt_end_ptr, context_lens_ptr, decode_lens_ptr,
     read_ptr, written_ptr, num_decode,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
@@ -219,7 +219,7 @@ def _walk_kernel(
     read, written = tl.load(read_ptr + row), tl.load(written_ptr + row)
     keys, values = tl.arange(0, SIZE), part * VALUES + tl.arange(0, VALUES)[None, :]
     offsets = head * (SIZE * SIZE) + keys[:, None] * SIZE + values
-    block = tl.maximum(read, 0) * (HEADS * SIZE * SIZE)
+    block = tl.maximum(read, 0) * block_stride
     s = tl.load(state_ptr + block + offsets, read >= 0, 0) / RANGE
     row_of, keys = tl.arange(0, CHUNK), keys[None, :]
     within = row_of[:, None]
@@ -249,4 +249,4 @@ def _walk_kernel(
         u *= tl.exp(tl.where(start + row_of < end, last - g, 0))[:, None]
         s = tl.dot(tl.trans(k), _narrow(u), s * tl.exp(last))
     if written >= 0:
-        tl.store(state_ptr + written * (HEADS * SIZE * SIZE) + offsets, s * RANGE)
+        tl.store(state_ptr + written * block_stride + offsets, s * RANGE)

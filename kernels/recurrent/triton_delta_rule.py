@@ -76,9 +76,9 @@ def apply_tokens(
     channels = inputs.vectors.shape[1]
     window = (len(inputs.vectors) - num_tokens) // shape.num_rows
     _recurrent_kernel[(size // values, num_heads, rows)](
-        inputs.vectors, inputs.gates, recurrent, out, batch.cu_seqlens_q, batch.positions,
-        batch.context_lens, batch.decode_lens, step.read, step.written, step.first, step.last,
-        step.window, step.prompt_end, num_tokens, shape.num_decode,
+        inputs.vectors, inputs.gates, recurrent, recurrent.stride(0), out, batch.cu_seqlens_q,
+        batch.positions, batch.context_lens, batch.decode_lens, step.read, step.written,
+        step.first, step.last, step.window, step.prompt_end, num_tokens, shape.num_decode,
         (channels // size - num_heads) // 2, num_heads, size, window, values, keys, tail,
         num_warps=1, enable_fp_fusion=False, **LAUNCH,
     )  # fmt: skip
@@ -86,9 +86,9 @@ def apply_tokens(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_decode"])
 def _recurrent_kernel(
-    vectors_ptr, gates_ptr, state_ptr, out_ptr, cu_seqlens_q_ptr, positions_ptr, context_lens_ptr,
-    decode_lens_ptr, read_ptr, written_ptr, first_ptr, last_ptr, window_ptr, prompt_end_ptr,
-    num_tokens, num_decode,
+    vectors_ptr, gates_ptr, state_ptr, block_stride, out_ptr, cu_seqlens_q_ptr, positions_ptr,
+    context_lens_ptr, decode_lens_ptr, read_ptr, written_ptr, first_ptr, last_ptr, window_ptr,
+    prompt_end_ptr, num_tokens, num_decode,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr,
     VALUES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
@@ -112,8 +112,8 @@ def _recurrent_kernel(
     keys = tl.arange(0, SIZE // KEYS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
     values = part * VALUES + tl.arange(0, VALUES)
     offsets = keys[:, :, None] * SIZE + values[None, None, :] + head * (SIZE * SIZE)
-    s = tl.load(state_ptr + tl.maximum(read, 0) * (HEADS * SIZE * SIZE) + offsets, read >= 0, 0)
-    new_ptr = state_ptr + tl.maximum(written, 0) * (HEADS * SIZE * SIZE) + offsets
+    s = tl.load(state_ptr + tl.maximum(read, 0) * block_stride + offsets, read >= 0, 0)
+    new_ptr = state_ptr + tl.maximum(written, 0) * block_stride + offsets
     if not TAIL:
         wait()
     end = window + num

@@ -71,9 +71,10 @@ def prepare(
     num_runs = shape.num_decode + shape.num_tiles * (shape.tile_size // RUN)
     _inputs_kernel[(2 * num_key_heads + num_heads, num_runs)](
         qkv, qkv.stride(0), gates, gates.stride(0), conv_weight, a_log, dt_bias, inputs,
-        window_inputs, window_gates, *out, batch.cu_seqlens_q, batch.positions, batch.decode_lens,
-        batch.tiles, step.read, step.written, step.first, step.last, step.window, num_tokens,
-        shape.num_decode, num_key_heads, num_heads, size, window, shape.tile_size, RUN,
+        window_inputs, window_gates, recurrent.stride(0), *out, batch.cu_seqlens_q,
+        batch.positions, batch.decode_lens, batch.tiles, step.read, step.written, step.first,
+        step.last, step.window, num_tokens, shape.num_decode, num_key_heads, num_heads, size,
+        window, shape.tile_size, RUN,
         num_warps=1, enable_fp_fusion=False, **LAUNCH,
     )  # fmt: skip
     return out
@@ -82,9 +83,9 @@ def prepare(
 @triton.jit(do_not_specialize=["num_tokens", "num_decode"])
 def _inputs_kernel(
     qkv_ptr, qkv_stride, gates_ptr, gates_stride, weight_ptr, a_log_ptr, dt_bias_ptr, inputs_ptr,
-    window_ptr, window_gates_ptr, vectors_ptr, gates_out_ptr, narrow_ptr, cu_seqlens_q_ptr,
-    positions_ptr, decode_lens_ptr, tiles_ptr, read_ptr, written_ptr, first_ptr, last_ptr,
-    window_lens_ptr, num_tokens, num_decode,
+    window_ptr, window_gates_ptr, block_stride, vectors_ptr, gates_out_ptr, narrow_ptr,
+    cu_seqlens_q_ptr, positions_ptr, decode_lens_ptr, tiles_ptr, read_ptr, written_ptr, first_ptr,
+    last_ptr, window_lens_ptr, num_tokens, num_decode,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, WINDOW: tl.constexpr,
     TILE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
@@ -103,8 +104,9 @@ def _inputs_kernel(
     channels: tl.constexpr = (2 * KEY_HEADS + HEADS) * SIZE
     columns = group * SIZE + tl.arange(0, SIZE)
     inputs_ptr += columns
-    old_ptr, new_ptr = inputs_ptr + read * (3 * channels), inputs_ptr + written * (3 * channels)
-    old_window_ptr = window_ptr + read * (WINDOW * channels) + columns
+    read_at, written_at = read * block_stride, written * block_stride
+    old_ptr, new_ptr = inputs_ptr + read_at, inputs_ptr + written_at
+    old_window_ptr = window_ptr + read_at + columns
     qkv_ptr += (begin - window).to(tl.int64) * qkv_stride + columns
     is_old, decodes, keeps = (start == 0) & (read >= 0), run < num_decode, written >= 0
     is_key, scale = group < 2 * KEY_HEADS, tl.where(group < KEY_HEADS, SIZE**-0.5, 1.0)
@@ -123,8 +125,8 @@ def _inputs_kernel(
         slot = (tl.where(is_new, begin - window, num_tokens + row * WINDOW) + index).to(tl.int64)
         if not is_key:
             _gates(
-                slot, head, index, window, read, written, keeps & decodes, gates_ptr, gates_stride,
-                rate, bias, window_gates_ptr, gates_out_ptr, HEADS, WINDOW,
+                slot, head, index, window, read_at, written_at, keeps & decodes, gates_ptr,
+                gates_stride, rate, bias, window_gates_ptr, gates_out_ptr, HEADS, WINDOW,
             )  # fmt: skip
         x = tl.fma(x3, w3, tl.fma(x2, w2, tl.fma(x1, w1, x0 * w0)))
         x /= 1 + tl.exp(-x)
@@ -134,7 +136,7 @@ def _inputs_kernel(
         if narrow_ptr is not None:
             to_ptr = narrow_ptr + slot * (2 * KEY_HEADS * SIZE) + columns
             tl.store(to_ptr, x.to(tl.float16), is_key & is_new & ~decodes)
-        kept_ptr = window_ptr + (written * WINDOW - window + index) * channels + columns
+        kept_ptr = window_ptr + written_at + (index - window) * channels + columns
         tl.store(kept_ptr, x3, keeps & decodes & is_new)
         _keep(new_ptr, x0, x1, x2, channels, keeps & decodes & (index == window))
         x0, x1, x2, x3, x4, x5, x6 = x1, x2, x3, x4, x5, x6, x7
@@ -217,13 +219,14 @@ def _keep(to_ptr, x0, x1, x2, CHANNELS: tl.constexpr, keeps):
 
 @triton.jit
 def _gates(
-    slot, head, index, window, read, written, keeps, gates_ptr, gates_stride, rate, bias,
+    slot, head, index, window, read_at, written_at, keeps, gates_ptr, gates_stride, rate, bias,
     window_gates_ptr, out_ptr, HEADS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Write beta and g of a slot: of a token of the step, to be kept, or those of the window."""
     is_new = index >= window
-    block, place = tl.where(is_new, written, read), index - tl.where(is_new, window, 0)
-    kept_ptr = window_gates_ptr + ((block * HEADS + head) * WINDOW + place) * 2
+    place = index - tl.where(is_new, window, 0)
+    kept_ptr = window_gates_ptr + tl.where(is_new, written_at, read_at)
+    kept_ptr += (head * WINDOW + place) * 2
     beta, g = tl.load(kept_ptr, ~is_new, 0), tl.load(kept_ptr + 1, ~is_new, 0)
     if is_new:
         gates_ptr += slot * gates_stride + head

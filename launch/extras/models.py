@@ -31,9 +31,8 @@ OUTER = "embedding", "head"  # kinds of layers outside the decoder layers
 SCALE_BITS = 32  # bits of the scale of a group of integers, including its zero point on GPUs
 INTEGER_GROUP = 64  # columns of a group of integers on CPUs
 TEMPORARIES = 4  # copies of a matrix while it is quantized to integers
-# state blocks of a model with recurrent state: at least those of a sequence and of padded rows, at
-# most those of all rows, in up to half of the memory for KV cache and states
-MIN_STATE_BLOCKS, MAX_STATE_BLOCKS = 4, 3 * DEFAULTS.max_num_seqs + 1
+STATE_BLOCKS = 3  # of a sequence and of padded rows, in the memory of the KV cache
+BLOCK_SIZE = 16  # tokens of a KV block; larger blocks change sizes by less than a block
 # bytes of the driver, compiled kernels and the allocator's rounding in each worker: at most 1,140
 # MiB, measured for 0.6B and 8B on an H200
 GPU_CONTEXT_BYTES = 1200 << 20
@@ -58,11 +57,11 @@ class Listed(Struct, kw_only=True):
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     kv_bytes_of_32k: int = 0
-    state_bytes: int = 0  # bytes of a state block: a sequence's recurrent state or a checkpoint
+    # bytes of KV blocks in whose place a state block lies: a sequence's state or a checkpoint
+    state_bytes: int = 0
     needed_bytes: int = 0  # with 32k tokens of KV cache, and an estimate for the largest step
     available_bytes: int = 0  # bytes of one GPU or of the RAM, by --gpu-memory-utilization
-    max_tokens: int = 0  # tokens that fit into the KV cache
-    max_states: int = 0  # state blocks beside them: two for each running sequence, and checkpoints
+    max_tokens: int = 0  # tokens that fit into the KV cache, of a sequence that runs alone
 
 
 class Layout(NamedTuple):
@@ -91,28 +90,19 @@ class Needs(NamedTuple):
     kv_per_token: int
     step: int  # additional bytes of the largest step
     start: int = 0  # bytes while weights are loaded, before the KV cache exists
-    state: int = 0  # bytes of a sequence's recurrent state
+    state: int = 0  # bytes of a state block
 
     def with_context(self, num_tokens: int) -> int:
         """Return all bytes with a KV cache of `num_tokens` tokens."""
-        kv = self.kv_per_token * num_tokens
-        states = min(MAX_STATE_BLOCKS * self.state, max(kv, MIN_STATE_BLOCKS * self.state))
-        return max(self.start, self.weights + self.step + kv + states)
+        kv = self.kv_per_token * num_tokens + STATE_BLOCKS * self.state
+        return max(self.start, self.weights + self.step + kv)
 
     def num_tokens(self, num_bytes: float) -> int:
         """Return the tokens whose keys and values also fit into `num_bytes`; 0: none."""
         if num_bytes < self.start:
             return 0
-        left = self._left(num_bytes)
-        return int((left - min(MAX_STATE_BLOCKS * self.state, left / 2)) // self.kv_per_token)
-
-    def num_states(self, num_bytes: float) -> int:
-        """Return the state blocks that fit beside `num_tokens`, without that of padded rows."""
-        fitting = self._left(num_bytes) / 2 // self.state if self.state else 0
-        return max(0, min(MAX_STATE_BLOCKS, int(fitting)) - 1)
-
-    def _left(self, num_bytes: float) -> float:
-        return max(0, num_bytes - self.weights - self.step)
+        left = num_bytes - self.weights - self.step - STATE_BLOCKS * self.state
+        return int(max(0, left) // self.kv_per_token)
 
 
 def add_arguments(command: ArgumentParser) -> None:
@@ -255,7 +245,6 @@ def _filled(listed: Listed, need: Needs, tp: int, memory: float) -> Listed:
         needed_bytes=need.with_context(CONTEXT),
         available_bytes=int(memory),
         max_tokens=need.num_tokens(memory),
-        max_states=need.num_states(memory),
     )
 
 
@@ -278,8 +267,6 @@ def as_text(models: list[Listed], machine: Machine) -> str:
 
 def _row(listed: Listed) -> list[str]:
     fits = f"--tp {listed.tp}, {listed.max_tokens:,} tokens" if listed.fits else "no"
-    if listed.fits and listed.max_states:
-        fits += f", {listed.max_states:,} states"
     kv_sizes = listed.kv_bytes_per_token, listed.kv_bytes_of_32k
     sizes = map(_size, (*kv_sizes, listed.state_bytes, listed.needed_bytes))
     return [listed.model, _size(listed.weight_bytes), listed.dtype, *sizes, fits]
@@ -300,12 +287,19 @@ def _size(num_bytes: float) -> str:
 def needs(model: ModelConfig, layout: Layout) -> Needs:
     """Return the needs of each worker, with the default limits of a step."""
     number_bytes, scale_bytes = (1, 4) if layout.fp8_kv_cache else (layout.element_bytes, 0)
+    architecture, state_tokens = describe_model(model), 0
+    kv_per_token = architecture.token_bytes(layout.ranks, number_bytes, scale_bytes)
+    if architecture.state_layers:
+        _, kv_heads = architecture.heads
+        token_bytes = kv_heads.units_of_rank(layout.ranks) * kv_heads.unit_size * number_bytes
+        packing = architecture.pack_states(layout.ranks, BLOCK_SIZE * token_bytes)
+        state_tokens = packing.num_blocks * BLOCK_SIZE
     return Needs(
         weights=weight_bytes(model, layout),
-        kv_per_token=describe_model(model).token_bytes(layout.ranks, number_bytes, scale_bytes),
+        kv_per_token=kv_per_token,
         step=_step_bytes(model, layout),
         start=_start_bytes(model, layout) if layout.integer_bits else 0,
-        state=describe_model(model).sequence_bytes(layout.ranks),
+        state=state_tokens * kv_per_token,
     )
 
 

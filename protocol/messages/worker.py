@@ -43,6 +43,9 @@ class WorkerState(Struct, array_like=True, tag=True):
     step_sizes: list[int] = []
     # tokens of the tiles to which attention pads a chunk, ascending; empty: it does not
     tile_sizes: list[int] = []
+    # state block i lies in the place of this number of KV blocks, from the block i * this number;
+    # 0: state blocks have memory of their own
+    blocks_per_state: int = 0
 
 
 class WorkerAssignment(Struct, array_like=True, tag=True):
@@ -64,7 +67,6 @@ class WorkerAssignment(Struct, array_like=True, tag=True):
     spans_nodes: bool = False  # whether the group's workers are on several machines
     # whether the worker only maps the memory of a running group, to take over after a failure
     standby: bool = False
-    num_state_blocks: int = 0  # as `num_blocks`
 
 
 class CopyBlocks(Struct, PackedLists, array_like=True, tag=True):

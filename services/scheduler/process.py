@@ -308,7 +308,9 @@ class SchedulerProcess:
             checkpoints = BlockRecords.open(f"states.{self.replica}", number, 0, memory_id)
             states = BlockPool(number, records=checkpoints)
         pool, watermark = BlockPool(num_blocks, records=records), int(num_blocks * config.watermark)
-        blocks = BlockManager(pool, block_size, watermark, config.enable_prefix_caching, states)
+        sizes = block_size, watermark, config.enable_prefix_caching
+        per_state = self.group.leader.blocks_per_state
+        blocks = BlockManager(pool, *sizes, states, per_state)
         length = self.model.context(config.max_model_len)
         scheduler = Scheduler(config, length, blocks, self.group.epoch)
         scheduler.step_costs.is_timed = True

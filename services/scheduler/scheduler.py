@@ -568,7 +568,7 @@ class Scheduler:
     def _can_continue(self, sequence: Sequence) -> bool:
         """Return whether a sequence keeps its blocks. A suspect must wait, to run alone."""
         needs_all = sequence.is_suspect or sequence.needs_prompt_logprobs
-        return not needs_all and self.block_manager.num_confirmed_tokens(sequence) > 0
+        return not needs_all and sequence.num_confirmed_tokens > 0
 
     def begin(
         self,

@@ -255,6 +255,17 @@ class Sequence:
         return self.num_prefill_tokens > 0 and (has_output or bool(self.prompt_logprobs))
 
     @property
+    def num_confirmed_tokens(self) -> int:
+        """Number of positions whose KV no plan in flight writes.
+
+        A sequence continues after these positions when its workers die and their memory remains.
+        The number is 0 while the sequence's first plan is in flight.
+        """
+        if self.num_computed_tokens < self.num_prefill_tokens:
+            return self.num_computed_tokens
+        return len(self.token_ids) - 1
+
+    @property
     def num_unplanned_tokens(self) -> int:
         """Tokens of the prefill that are in no plan yet."""
         return self.num_prefill_tokens - self.num_planned_tokens

@@ -61,7 +61,6 @@ class WorkerGroup:
         self._assignments: list[WorkerMessage] = []  # latest assignments of the members
         self._standby_assignments: list[WorkerMessage] = []
         self._num_blocks_before = 0  # number of blocks of the last ready group
-        self._num_state_blocks_before = 0
         # members of the last group, which may still hold its memory
         self.members_before: list[WorkerState] = []
         self._memory_id_before = 0  # `memory_id` of the last ready group
@@ -203,7 +202,6 @@ class WorkerGroup:
         """Dissolve the group, of which a member may be `lost`. Spares form the next group."""
         if self.ready:
             self._num_blocks_before, self._memory_id_before = self.num_blocks, self.memory_id
-            self._num_state_blocks_before = self.num_state_blocks
         self.members_before = [self._states[member] for member in self.members]
         self._forget(lost)
         rest = [member for member in self.members if member != lost]
@@ -313,7 +311,6 @@ class WorkerGroup:
                     replica=self._replica,
                     spans_nodes=len(set(nodes)) > 1,
                     standby=standby,
-                    num_state_blocks=self._num_state_blocks_before,
                 ),
             )
             for rank, (member, node) in enumerate(zip(members, nodes, strict=True))

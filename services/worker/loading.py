@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -208,74 +207,71 @@ def _make_runner(rank: Rank, model: Model, grammars: Grammars | None) -> ModelRu
     config, memory, attention = rank.config, rank.memory, rank.attention
     kv_dtype = FP8 if config.kv_cache_dtype == "fp8" else rank.dtype
     architecture = describe(rank.model_config)
-    states = StateLayout(architecture, rank.tp.size)
-    if states.block_bytes:
+    if architecture.state_layers:
         check_step_size(config, attention.block_size)
     layout = KVLayout(architecture, rank.tp.size, attention.block_size, kv_dtype)
+    layouts = StateLayout(layout, config.max_num_seqs, is_shared=not config.num_blocks)
     facts = layout.tp_size, layout.block_size, str(kv_dtype), attention.name, bool(model.compiled)
     kept = memory.take("kv", *facts)
-    if kept and (
-        kept.manifest.num_blocks < rank.assignment.num_blocks
-        or kept.manifest.num_state_blocks < rank.assignment.num_state_blocks
-    ):
+    if kept and kept.manifest.num_blocks < rank.assignment.num_blocks:
         memory.drop("kv")
         kept = None
 
     def make(
-        num_blocks: int, num_state_blocks: int = 0, region: Region | None = None
+        num_blocks: int, region: Region | None = None, layouts: StateLayout = layouts
     ) -> ModelRunner:
-        vocab_size = rank.model_config.vocab_size
-        sizes = rank.max_blocks, layout.block_size, num_blocks, vocab_size, num_state_blocks
-        batch = PersistentBatch(config.max_num_seqs, *sizes)
-        if region:
-            rest = region.memory[num_blocks * layout.block_bytes :]
-        else:
-            rest = zeros((states.num_bytes(num_state_blocks),), torch.uint8, rank.device)
+        sizes = rank.max_blocks, layout.block_size, num_blocks, rank.model_config.vocab_size
+        batch = PersistentBatch(config.max_num_seqs, *sizes, layouts.num_states(num_blocks))
+        held = region.memory if region else zeros(layouts.num_bytes(num_blocks), rank.device)
+        kv = layout.allocate(layouts.num_allocated(num_blocks), held)
         return ModelRunner(
             model,
             batch,
-            layout.allocate(num_blocks, rank.device, region),
+            kv,
             config.max_num_batched_tokens,
             grammars,
             memory_id=region.manifest.number if region else 0,
             take_over=memory.take_over,
-            states=states.allocate(num_state_blocks, rest) if states.block_bytes else None,
+            states=layouts.allocate(num_blocks, kv, held),
             max_drafts=config.num_speculative_tokens,
+            blocks_per_state=layouts.is_shared * layouts.blocks_per_state,
         )
 
     if kept:
-        return make(kept.manifest.num_blocks, kept.manifest.num_state_blocks, kept)
+        return make(kept.manifest.num_blocks, kept)
     num_blocks = rank.assignment.num_blocks or config.num_blocks
-    num_bytes = math.inf
     if not num_blocks:
-        num_bytes = _kv_bytes(rank, model, make, layout.block_bytes + states.num_bytes(0))
-    num_state_blocks = rank.assignment.num_state_blocks or states.num_fitting_blocks(
-        config.max_num_seqs, num_bytes
-    )
-    state_bytes = states.num_bytes(num_state_blocks)
-    num_blocks = num_blocks or layout.num_fitting_blocks(num_bytes - state_bytes)
-    new = memory.allocate("kv", num_blocks * layout.block_bytes + state_bytes, *facts)
+        trial = layouts._replace(num_rows=0, is_shared=False)  # without states, as nothing is kept
+        make_trial = partial(make, 1, layouts=trial)
+        num_bytes = _kv_bytes(rank, model, make_trial, trial.num_bytes(1))
+        num_blocks = layouts.num_fitting_blocks(num_bytes)
+    new = memory.allocate("kv", layouts.num_bytes(num_blocks), *facts)
     if new is None:
-        return make(num_blocks, num_state_blocks)
+        return make(num_blocks)
     new.region.manifest.num_blocks = num_blocks
-    new.region.manifest.num_state_blocks = num_state_blocks
     new.keep()
-    return make(num_blocks, num_state_blocks, new.region)
+    return make(num_blocks, new.region)
 
 
-def _kv_bytes(
-    rank: Rank, model: Model, make: Callable[[int], ModelRunner], trial_bytes: int
-) -> float:
+def _kv_bytes(rank: Rank, model: Model, make: Callable[[], ModelRunner], trial_bytes: int) -> float:
     """Return the size of the KV cache: the configured size, or the free memory of a GPU.
 
-    make: makes a runner with a number of blocks, to measure the memory of its largest steps.
-    trial_bytes: size of the KV cache and states of such a runner with a single block.
+    make: makes a runner with few KV blocks, to measure the memory of its largest steps.
+    trial_bytes: size of the KV cache and states of such a runner.
     """
     config = rank.config
     if config.kv_cache_gib or rank.device.type == "cpu":
         return config.kv_cache_gib * 2**30 or CPU_KV_BYTES
+    return _free_bytes(rank, model, make, trial_bytes)
+
+
+def _free_bytes(
+    rank: Rank, model: Model, make: Callable[[], ModelRunner], trial_bytes: int
+) -> float:
+    """Return the free memory of a GPU, as `_kv_bytes` does."""
+    config = rank.config
     torch.cuda.empty_cache()  # small buffers would keep large segments from the KV cache
-    trial = make(1)
+    trial = make()
     shapes = graph_shapes(config, model, rank.num_positions)
     most = max((shape.num_tokens for shape in shapes), default=1)
     of_graphs = replace(config, max_num_batched_tokens=most)

@@ -111,14 +111,17 @@ class ModelRunner:
         take_over: Callable[[], None],
         states: States | None = None,
         max_drafts: int = 0,
+        blocks_per_state: int = 0,
     ) -> None:
         """Allocate the step's buffers.
 
         max_tokens: maximum number of tokens in a step. grammars: None on all ranks but rank 0.
         memory_id: as `WorkerState.memory_id`. take_over: as `PersistentMemory.take_over`.
         states: state blocks of a model with recurrent state. max_drafts: maximum number of drafts
-        of a sequence in a step, by multi-token prediction.
+        of a sequence in a step, by multi-token prediction. blocks_per_state: as
+        `WorkerState.blocks_per_state`.
         """
+        self.blocks_per_state = blocks_per_state
         self.states, self.num_state_blocks = states, batch.num_state_blocks
         self.num_blocks, self.block_size = batch.num_blocks, batch.block_size
         self.kv, self.memory_id, self.take_over = kv, memory_id, take_over

@@ -202,6 +202,7 @@ class Worker:
             state.tile_sizes = self._runner.tile_sizes
             if states := self._runner.states:
                 state.num_state_blocks = self._runner.num_state_blocks
+                state.blocks_per_state = self._runner.blocks_per_state
                 state.kept_states = b"" if self._next_step else kept_states(states)
             if offload := self._runner.offload:
                 state.host_slots, state.host_memory_id = offload.num_slots, offload.memory_id

@@ -75,11 +75,12 @@ def memory() -> str:
         model = config_of(name)
         weights = [needs(quantized(model, one), Layout()).weights for one in ("none", "fp8")]
         cells = [name, *map(_gib, weights)]
+        state = needs(model, Layout()).state
         for fp8_kv_cache in (False, True):
             need = needs(model, Layout(fp8_kv_cache=fp8_kv_cache))
             cells.append(f"{need.kv_per_token / 1024:.0f} KiB")
             cells.append(_gib(need.kv_per_token * CONTEXT))
-        cells.append(f"{need.state / 2**20:.0f} MiB" if need.state else "none")
+        cells.append(f"{state / 2**20:.0f} MiB" if state else "none")
         sizes.append(" | ".join(cells))
     fits = [
         " | ".join([name, *(_options(config_of(name), gpu) for gpu in GPUS.values())])
@@ -92,8 +93,7 @@ def memory() -> str:
         "model: the KV cache is exact, weights are within 2 % (experts of integers at `--tp 8`: "
         "6 %). On CPUs numbers have four bytes instead of two. A running sequence of a model with "
         "recurrent state has two [state blocks](../architecture/sequence-state.md#state-blocks), "
-        "and a checkpoint is one; together they take at most half of the memory that weights and "
-        "the largest step leave.",
+        "and a checkpoint is one; they lie in the memory of the KV cache.",
         table(
             "model | weights, bfloat16 | `--quantization fp8` | KV a token | KV of 32k tokens | "
             "`--kv-cache-dtype fp8`: KV a token | of 32k tokens | state block",
@@ -101,8 +101,8 @@ def memory() -> str:
         ),
         "## GPUs",
         "The fewest GPUs with which a model fits, and whether it needs `--quantization fp8` there. "
-        "A model fits if weights, one sequence of 32,768 tokens, as much for state blocks (four or "
-        "more) and an estimated largest step take at most 0.9 of the memory "
+        "A model fits if weights, one sequence of 32,768 tokens with its state, and an estimated "
+        "largest step take at most 0.9 of the memory "
         "(`--gpu-memory-utilization`). The table is computed and counts memory only: measurements "
         "were made on H200.",
         table(" | ".join(["model", *GPUS]), fits),

@@ -9,7 +9,7 @@ import pytest
 from tests.models.hybrid import EXPERTS, save_hybrid
 from tests.models.toy.family import registered
 from tests.models.toy.model import save_checkpoint
-from tests.models.toy.test_state import engine_of, outputs
+from tests.models.toy.test_state import engine_of, outputs, scarce_engine
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 OPTIONS = {"device": "cuda", "deterministic": True, "enable_cuda_graphs": False, "block_size": 128}
@@ -31,10 +31,14 @@ def test_the_tokens_of_a_plain_run_of_qwen3_5(tmp_path: Path, experts: dict[str,
     prompts = [shared[:n] for n in (1, 127, 128, 129, 300)]
     prompts += [[*shared[:150], *shared[:20] * 3], shared[:20] * 5]
     expected = outputs(engine_of(tmp_path, enable_prefix_caching=False, **OPTIONS), prompts)
-    drafts = {"speculative_method": "ngram", "num_blocks": 8}
-    engine = engine_of(tmp_path, max_num_seqs=6, max_num_batched_tokens=140, **OPTIONS | drafts)
+    scarce = {"speculative_method": "ngram", "max_num_batched_tokens": 140}
+    engine = engine_of(tmp_path, num_blocks=8, max_num_seqs=6, **OPTIONS | scarce)
     for _ in range(2):
         assert outputs(engine, prompts) == expected
+    for more in (0, 5):
+        engine = scarce_engine(tmp_path, prompts, more, **OPTIONS | scarce)
+        for _ in range(2):
+            assert outputs(engine, prompts) == expected
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from penstock.models.parallel import with_integers
 from penstock.models.tensor_parallel import TensorParallel
 from penstock.models.weights import load_weights, with_own_head
 from penstock.protocol.checkpoint import read_model_config
+from tests.kernels.state_tensors import state_tensors
 
 
 def load_model(
@@ -116,10 +117,7 @@ def allocate_states(model: Model, num_blocks: int) -> States:
     return States(
         torch.zeros(num_blocks + 1, 2, dtype=torch.int32),
         [
-            [
-                torch.full((num_blocks + 1, *state.shape_of_rank(ranks)), torch.nan)
-                for state in layer.state
-            ]
+            state_tensors(num_blocks + 1, (state.shape_of_rank(ranks) for state in layer.state))
             for layer in layers
         ],
     )

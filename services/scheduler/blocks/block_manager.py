@@ -53,26 +53,25 @@ class BlockManager:
         watermark: int = 0,
         caching: bool = True,
         states: BlockPool | None = None,
+        blocks_per_state: int = 0,
     ) -> None:
         """Manage the blocks of `pool`. states: state blocks of a model with recurrent state."""
         self.pool = pool
-        self.block_size = block_size
-        self.watermark = watermark
-        # what is left of BLOCKS_PER_PLAN for the current plan
-        self.budget = BLOCKS_PER_PLAN
+        self.block_size, self.watermark = block_size, watermark
+        self.budget = BLOCKS_PER_PLAN  # what is left of it for the current plan
         self._caching = caching
         self.records = pool.records if caching else None
         # index of the host tier; `pool.offload` is None while the workers have no host tier
         self.offload: OffloadIndex | None = None
-        self.states = StateBlocks(states, block_size) if states else None
+        self.states = StateBlocks(states, block_size, pool, blocks_per_state) if states else None
 
     @property
     def num_blocks(self) -> int:
-        return self.pool.num_blocks
+        return self.pool.capacity
 
     @property
     def num_state_blocks(self) -> int:
-        return self.states.pool.num_blocks if self.states else 0
+        return self.states.pool.capacity if self.states else 0
 
     @property
     def _pools(self) -> list[BlockPool]:
@@ -85,15 +84,21 @@ class BlockManager:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum length of a sequence that has the whole pool."""
-        return self.pool.num_blocks * self.block_size
+        """Maximum length of a sequence that has the whole memory."""
+        in_states = 2 * self.states.blocks_per_state if self.states else 0
+        return (self.pool.capacity - in_states) * self.block_size
+
+    @property
+    def _num_released(self) -> int:
+        """Number of blocks that became free."""
+        return self.pool.num_released + (self.states.num_released if self.states else 0)
 
     # ---- allocate ------------------------------------------------------------------------------
 
     def has_room(self, keep_watermark: bool) -> bool:
         """Return whether `allocate` may succeed. It needs at least one unshared block."""
-        has_state = self.states is None or self.states.has_room
-        return has_state and self.pool.num_free_blocks > (self.watermark if keep_watermark else 0)
+        least, has_state = self.watermark * keep_watermark, not self.states or self.states.has_room
+        return has_state and self.pool.num_free_blocks > least
 
     def allocate(self, sequence: Sequence, keep_watermark: bool) -> bool:
         """Allocate blocks for all tokens, and room for the state.
@@ -102,17 +107,27 @@ class BlockManager:
         sequences run, which `keep_watermark` says. A try that lacks blocks is remembered, so the
         next tries cost nothing until enough blocks may have come.
         """
-        least = self.watermark if keep_watermark else 0
-        if (self.states and not self.states.has_room) or not self._may_fit(sequence, least):
+        least = self.watermark * keep_watermark
+        if not self._may_fit(sequence, least):
             return False
-        cached = self._find_cached(sequence, is_alone=not keep_watermark)
+        allocate = self._allocate_with_state if self.states else self._allocate
+        return allocate(sequence, least, not keep_watermark)
+
+    def _allocate_with_state(self, sequence: Sequence, least: int, is_alone: bool) -> bool:
+        if self.states is None or not self.states.reserve():
+            return False
+        if not (is_allocated := self._allocate(sequence, least, is_alone)):
+            self.states.cancel()
+        return is_allocated
+
+    def _allocate(self, sequence: Sequence, least: int, is_alone: bool) -> bool:
+        cached = self._find_cached(sequence, is_alone)
         found = None if cached is None else self._find_prefix(sequence, cached)
         if cached is None or found is None:
             return False
         matched, loads, num_tokens = found.matched, found.loads, len(sequence.token_ids)
         num_found = len(found.full_blocks)
-        is_whole = num_found == len(sequence.full_blocks)
-        num_own = sequence.num_kept_blocks if is_whole else 0
+        num_own = sequence.num_kept_blocks if num_found == len(sequence.full_blocks) else 0
         last, num_kept = (-1, 0) if loads else self._match_recovered(sequence, matched)
         shared = matched[: num_found - num_own]
         tail = [*matched[len(shared) :], *([last] if num_kept else [])]
@@ -121,32 +136,31 @@ class BlockManager:
         num_left = self.pool.num_free_without(shared + tail) - num_new
         if num_left < least:
             num_left = self.pool.num_free_without(cached) + len(cached) - num_needed
-            sequence.tried = len(cached), num_left - self.pool.num_released
+            sequence.tried = len(cached), num_left - self._num_released
             return False
         self.budget -= len(matched)
         sequence.awaited, sequence.has_fetched = b"", False
         if self.pool.offload:
             self.pool.offload.pin(loads)
+        sequence.published_content = self.pool.share(shared)
+        sequence.num_published_blocks = len(shared)
+        for block in tail:
+            self.pool.adopt(block)
         places: list[int] = []  # to which the checkpoint is copied
         if self.states:
             num_seen = min(found.num_seen, self._num_publishable(sequence, num_tokens))
             prefix = found.full_blocks, num_seen * self.block_size, num_own > 0
             places = self.states.allocate(sequence, *prefix, self._caching)
-        sequence.published_content = self.pool.share(shared)
-        sequence.num_published_blocks = len(shared)
-        for block in tail:
-            self.pool.adopt(block)
         sequence.block_table = shared + tail + [self.pool.take() for _ in range(num_new)]
         sequence.capacity = len(sequence.block_table) * self.block_size
         places = sequence.block_table[len(matched) : num_found] + places
         sequence.loads.extend(zip(loads, places, strict=True))
-        sequence.num_prefill_tokens = num_tokens
+        sequence.num_prefill_tokens, sequence.num_computed_tokens = num_tokens, 0
         sequence.num_planned_tokens = num_found * self.block_size + num_kept
-        if num_own:
-            sequence.num_planned_tokens = min(sequence.num_kept_tokens, num_tokens - 1)
         if sequence.num_kept_blocks:
+            if num_own:
+                sequence.num_planned_tokens = min(sequence.num_kept_tokens, num_tokens - 1)
             self._drop_kept(sequence)
-        sequence.num_computed_tokens = 0
         self._record_tail(sequence, sequence.num_planned_tokens)
         sequence.record_place = 0
         return True
@@ -165,7 +179,7 @@ class BlockManager:
         following = self._lookups(sequence, num_matched, self._num_matchable(sequence))
         num_more = sum(1 for _ in takewhile(self.pool.has, following))
         sequence.tried = num_matched + num_more, num_left + num_more
-        return num_left + num_more + self.pool.num_released >= least
+        return num_left + num_more + self._num_released >= least
 
     def _find_cached(self, sequence: Sequence, is_alone: bool) -> list[int] | None:
         """Return the longest prefix in the pool; None if hashes are missing.
@@ -455,22 +469,8 @@ class BlockManager:
     # ---- rollback, and recovery from worker failures -------------------------------------------
 
     def roll_back(self, sequence: Sequence, num_tokens: int) -> None:
-        """Plan a sequence again from a position.
-
-        Later KV is overwritten in place, and recurrent state does not contain later tokens yet.
-        """
+        """Plan a sequence again from a position. Later KV is overwritten in place."""
         sequence.num_planned_tokens = num_tokens
-
-    @staticmethod
-    def num_confirmed_tokens(sequence: Sequence) -> int:
-        """Return the number of positions whose KV no plan in flight writes.
-
-        A sequence continues after these positions when its workers die and their memory remains.
-        The number is 0 while the sequence's first plan is in flight.
-        """
-        if sequence.num_computed_tokens < sequence.num_prefill_tokens:
-            return sequence.num_computed_tokens
-        return len(sequence.token_ids) - 1
 
     def restore(self, sequence: Sequence, first_lost: int) -> None:
         """Keep the block table and the confirmed positions. Prefill all later positions again.
@@ -479,7 +479,7 @@ class BlockManager:
         """
         if self.states:
             self.states.restore(sequence, first_lost)
-        confirmed = self.num_confirmed_tokens(sequence)
+        confirmed = sequence.num_confirmed_tokens
         self.roll_back(sequence, confirmed)
         sequence.num_computed_tokens = confirmed
         sequence.num_prefill_tokens = len(sequence.token_ids)
@@ -514,14 +514,14 @@ class BlockManager:
         """Forget the copies of plans in flight. No sequence may still wait for such a copy."""
         if self.pool.offload:
             self.pool.offload.lose()
-        for pool in self._pools:  # files that were to be written may be missing
-            pool.forget_files()
+        for pool in self._pools:
+            pool.forget_files()  # files that were to be written may be missing
 
     def forget(self, memory_id: int) -> None:
         """Clear the cache after the KV memory was replaced. No sequence may have blocks."""
         self.pool = self.pool.emptied(memory_id)
         if self.states:
-            self.states.pool = self.states.pool.emptied(memory_id)
+            self.states.forget(self.pool, memory_id)
 
     # ---- the host tier -------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """The pool of KV blocks, with the prefix cache."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from itertools import count, islice
 
 from penstock.services.scheduler.blocks.block_records import (
     ROOT,
@@ -31,7 +32,13 @@ class BlockPool:
         records: BlockRecords | None = None,
     ) -> None:
         """Make a pool with the recorded blocks that workers computed for earlier schedulers."""
-        self.num_blocks = num_blocks
+        self.capacity = self.num_blocks = num_blocks  # at most, and now
+        self.num_reserved = 0  # state blocks that running sequences may need at any time
+        # Of a pool that shares its memory with another (`Places`): called before a block is taken;
+        # returns the number of blocks that the other pool can give.
+        self.before_take: Callable[[], object] = int
+        self.num_lent: Callable[[], int] = int
+        self.clock = count(1)  # of releases
         self.hash_block = hash_block
         self.records = records
         self.offload: OffloadIndex | None = None  # index of the tier for evicted content
@@ -43,7 +50,8 @@ class BlockPool:
         self._cached: dict[bytes, int] = {}  # hash → block, for all `_contents`
         self._unsaved: dict[int, None] = {}  # blocks whose content may have no file
         self._num_contents = ROOT
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        # free block → time of its release; 0: it was not used yet
+        self._free: OrderedDict[int, int] = OrderedDict.fromkeys(range(num_blocks), 0)
         self.num_released = 0  # blocks that became free
         found = recover(records) if records else []
         # blocks that an earlier scheduler has recorded and that were not taken or hidden since
@@ -51,6 +59,7 @@ class BlockPool:
         for block, record in found:
             self._free.move_to_end(block)
             if isinstance(record, Content):
+                self._free[block] = next(self.clock)
                 self._num_contents = max(self._num_contents, record.number)
                 self._contents[block] = record
                 self._cached[record.hash] = block
@@ -60,7 +69,7 @@ class BlockPool:
         """Return a pool of as many blocks in new memory, `BlockRecords.begin`'s `memory_id`."""
         if self.records:
             self.records.begin(memory_id)
-        pool = BlockPool(self.num_blocks, self.hash_block, self.records)
+        pool = BlockPool(self.capacity, self.hash_block, self.records)
         pool.offload, pool.has_states = self.offload, self.has_states
         pool.num_released = self.num_released
         return pool
@@ -68,7 +77,43 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Number of blocks without references; some of them may hold a cached prefix."""
+        return len(self._free) + self.num_lent()
+
+    @property
+    def num_own_free(self) -> int:
+        """Number of free blocks without those that another pool can give."""
         return len(self._free)
+
+    @property
+    def next_used(self) -> float:
+        """Time of the last use of the content that is evicted next; infinite without free blocks.
+
+        0 if there is a free block without content.
+        """
+        block, used = next(iter(self._free.items()), (-1, math.inf))
+        return used if block < 0 or block in self._contents else 0
+
+    def free_blocks(self) -> Iterable[tuple[int, int]]:
+        """Return all free blocks with the times of their last use, in the order of taking."""
+        return self._free.items()
+
+    def has_content(self, block: int) -> bool:
+        """Return whether others may find the content of a block."""
+        return block in self._contents
+
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Evict free blocks, and give their memory to another pool."""
+        for block in blocks:
+            del self._free[block]
+            self._evict(block)
+            self.num_blocks -= 1
+
+    def take_up(self, blocks: Iterable[int]) -> None:
+        """Take up withdrawn blocks again, to be taken first."""
+        for block in blocks:
+            self._free[block] = 0
+            self._free.move_to_end(block, last=False)
+            self.num_blocks += 1
 
     def match(self, full_blocks: Iterable[tuple[bytes, bytes]]) -> list[int]:
         """Return the cached blocks of the longest cached prefix. The caller must `share` them next.
@@ -100,7 +145,7 @@ class BlockPool:
 
     def num_free_without(self, matched: Sequence[int]) -> int:
         """Return the number of free blocks that remain after `share(matched)`."""
-        return len(self._free) - sum(not self._ref_counts[block] for block in matched)
+        return self.num_free_blocks - sum(not self._ref_counts[block] for block in matched)
 
     def share(self, matched: Sequence[int]) -> int:
         """Add a reference to each matched block. Return the number of the last block's content."""
@@ -125,15 +170,19 @@ class BlockPool:
 
     def take(self) -> int:
         """Allocate a block and evict its content. Raises KeyError if no block is free."""
+        self.before_take()
         block, _ = self._free.popitem(last=False)
+        self._evict(block)
+        self._ref_counts[block] = 1
+        return block
+
+    def _evict(self, block: int) -> None:
         if content := self._contents.get(block):
             self._must_store |= self._store(block, content.hash)
         if content or self.recovered:
             self.hide([block])
-        self._ref_counts[block] = 1
         if self.records:
             self.records.clear(block)
-        return block
 
     def store_ahead(self, offload: OffloadIndex) -> None:
         """If content was evicted, copy the next while the step runs, so that no step must wait."""
@@ -179,9 +228,8 @@ class BlockPool:
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
                 self.num_released += 1
-                self._free[block] = None
-                if block not in self._contents:
-                    self._free.move_to_end(block, last=False)
+                self._free[block] = next(self.clock)
+                self._free.move_to_end(block, last=block in self._contents)
 
     def publish(self, block: int, parent: int, hash_: bytes, token_ids: bytes) -> int:
         """Publish a full block to other sequences. Return the number of its content.

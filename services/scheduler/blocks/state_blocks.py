@@ -14,6 +14,7 @@ from math import lcm
 from penstock.protocol.messages.plan import STATE_CHUNK
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import ROOT
+from penstock.services.scheduler.blocks.places import Places
 from penstock.services.scheduler.sequence import Sequence
 
 NONE = -1
@@ -31,19 +32,53 @@ class StateBlocks:
     the least recently used is evicted.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
-        """Use the blocks of `pool`; block_size: tokens of a KV block."""
+    _places: Places | None = None  # if KV blocks and state blocks share their memory
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, kv: BlockPool, blocks_per_state: int
+    ) -> None:
+        """Use the blocks of `pool`, which may share memory with the KV blocks in `kv`.
+
+        block_size: tokens of a KV block. blocks_per_state: as `WorkerState.blocks_per_state`.
+        """
         self.pool = pool
         pool.has_states = True
         # positions of checkpoints are multiples of this number of tokens
         self.unit = lcm(STATE_CHUNK, block_size)
-        self._block_size = block_size
-        self._num_sequences = 0
+        self._block_size, self.blocks_per_state = block_size, blocks_per_state
+        self._share_places(kv)
+
+    def _share_places(self, kv: BlockPool) -> None:
+        if self.blocks_per_state:
+            self._places = Places(kv, self.pool, self.blocks_per_state)
+
+    def forget(self, kv: BlockPool, memory_id: int) -> None:
+        """Clear the cache after the memory was replaced. No sequence may have blocks."""
+        self.pool = self.pool.emptied(memory_id)
+        self._share_places(kv)
+
+    @property
+    def num_released(self) -> int:
+        """Number of KV blocks in whose places state blocks became free."""
+        return self.blocks_per_state * self.pool.num_released
 
     @property
     def has_room(self) -> bool:
-        """True if another sequence may run."""
-        return 2 * (self._num_sequences + 1) <= self.pool.num_blocks
+        """Whether another sequence may run, unless no place is free."""
+        return self._places is not None or self.pool.num_reserved + 2 <= self.pool.num_blocks
+
+    def reserve(self) -> bool:
+        """Reserve two blocks for another sequence. Return False if there are none."""
+        pool = self.pool
+        while pool.num_reserved + 2 > pool.num_blocks:
+            if not (self._places and self._places.give_states()):
+                return False
+        pool.num_reserved += 2
+        return True
+
+    def cancel(self) -> None:
+        """Cancel a reservation."""
+        self.pool.num_reserved -= 2
 
     def num_restorable(self, full_blocks: list[tuple[bytes, bytes]], in_files: bool) -> int:
         """Return the number of full blocks before the last checkpoint among `full_blocks`.
@@ -84,6 +119,8 @@ class StateBlocks:
     ) -> list[int]:
         """Let a sequence begin at the checkpoint after `full_blocks`, or with a state of zeros.
 
+        Its blocks are reserved.
+
         is_own: the state was kept for this sequence.
 
         The sequence will leave checkpoints where its prefix leaves the `num_seen` tokens that are
@@ -91,7 +128,6 @@ class StateBlocks:
         message of a long chat.
         Return the places to which the caller must plan copies of what is `missing`.
         """
-        self._num_sequences += 1
         hash_ = full_blocks[-1][0] if full_blocks else b""
         block, plan, places = self._find(hash_), NONE, []
         if block != NONE:
@@ -119,8 +155,9 @@ class StateBlocks:
 
     def free(self, sequence: Sequence) -> None:
         """Release the blocks of a sequence that was allocated."""
-        self._num_sequences -= 1
         self._release(sequence.state_blocks)
+        self.pool.num_reserved -= 2
+        self.pool.num_released += 2  # which may be lent from now on
         sequence.state_blocks, sequence.checkpoints = (NONE, NONE), []
 
     def chunk_end(self, sequence: Sequence, most: int) -> int:

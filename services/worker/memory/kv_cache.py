@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,6 @@ from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import MAX_BLOCKS, BatchPlan, RowAdded, RowExtras
 from penstock.protocol.messages.structured import StructuredOutputs
-from penstock.services.worker.memory.persistent_memory import Region
 
 log = logging.getLogger(__name__)
 # memory of a standby worker's CUDA context, with kernels, cuBLAS and NCCL
@@ -79,32 +79,30 @@ class KVLayout(NamedTuple):
             )
         return min(int(num_bytes / self.block_bytes), MAX_BLOCKS)
 
-    def allocate(
-        self, num_blocks: int, device: torch.device, region: Region | None = None
-    ) -> KVMemory:
-        """Return a rank's KV cache, in `region` or in new memory filled with zeros."""
+    def allocate(self, num_blocks: int, memory: Tensor) -> KVMemory:
+        """Return a rank's KV cache in `memory`, uint8, zeros or that of a last worker."""
         gib = num_blocks * self.block_bytes / 2**30
         log.info("KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, self.block_size, gib)
         block_size, num_kv_heads, head_dim = self.block_shape
         size = (len(self.architecture.kv_layers), 2, num_blocks)
-        values = (*size, block_size, num_kv_heads, head_dim), self.dtype
-        kv = region.view(0, *values) if region else zeros(*values, device)
+        shape = *size, block_size, num_kv_heads, head_dim
+        begin, end = prod(shape) * self.dtype.itemsize, num_blocks * self.block_bytes
+        kv = memory[:begin].view(self.dtype).view(shape)
         if self.dtype != FP8:
             return KVMemory(kv, None)
-        scales = (*size, num_kv_heads, block_size), torch.float32
-        return KVMemory(kv, region.view(kv.nbytes, *scales) if region else zeros(*scales, device))
+        scales = memory[begin:end].view(torch.float32)
+        return KVMemory(kv, scales.view(*size, num_kv_heads, block_size))
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros for KV cache or state blocks. Raises ModelError."""
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+def zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """Return memory of zeros for a KV cache, uint8. Raises ModelError."""
     if device.type == "cpu":
         try:  # numpy's zeros take memory only when they are written
             zeros = np.zeros(num_bytes, "u1")
         except MemoryError as error:
             raise ModelError(f"KV cache: {error}; lower --kv-cache-gib or --num-blocks") from error
-        return torch.from_numpy(zeros).view(dtype).view(shape)
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
+        return torch.from_numpy(zeros)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 def free_gpu_bytes(

@@ -47,7 +47,6 @@ class Manifest(msgspec.Struct, array_like=True):
     num_bytes: int
     num_blocks: int = 0  # number of blocks of a KV cache
     tensors: list[Placed] = []
-    num_state_blocks: int = 0  # number of state blocks after the KV cache
 
 
 class Region(NamedTuple):

@@ -1,7 +1,11 @@
-"""Size and allocation of a rank's state blocks: the recurrent state of sequences."""
+"""Size and places of a rank's state blocks: the recurrent state of sequences.
+
+State blocks lie in the memory of the KV cache, so that both kinds have one budget: a state block
+takes the place of some KV blocks that follow each other (`Architecture.pack_states`). The KV cache
+stays as it is, and the parts of all state blocks are equally far apart.
+"""
 
 import logging
-import math
 from math import lcm, prod
 from typing import NamedTuple
 
@@ -9,77 +13,100 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.layouts.states import MAX_STATE_BLOCKS, States
-from penstock.models.architecture import Architecture, Ranks
+from penstock.models.architecture import Packing, Ranks
 from penstock.protocol.checkpoint import ModelError
 from penstock.protocol.config import Config
 from penstock.protocol.messages.packed import pack
-from penstock.protocol.messages.plan import STATE_CHUNK
+from penstock.protocol.messages.plan import MAX_BLOCKS, STATE_CHUNK
+from penstock.services.worker.memory.kv_cache import KVLayout, KVMemory
 
 log = logging.getLogger(__name__)
-BLOCKS_PER_ROW = 3  # two for a running sequence, and one for a checkpoint
-MAX_SHARE = 0.5  # of the memory for KV cache and state blocks
-ALIGNMENT = 512  # bytes
+BLOCKS_PER_ROW = 3  # beside a given number of KV blocks: two of a running sequence, a checkpoint
+MIN_PLACES = 3  # two state blocks and the KV blocks of a sequence
+POSITION_BYTES = 2 * torch.int32.itemsize  # of a state block
 
 
 class StateLayout(NamedTuple):
-    """The layout of a rank's state blocks, of which there are none without recurrent state."""
+    """The layout of a rank's KV blocks and state blocks in one memory.
 
-    architecture: Architecture
-    tp_size: int
+    There are no state blocks without recurrent state. The last one takes padded rows' writes.
+    """
+
+    kv: KVLayout
+    num_rows: int  # maximum number of running sequences
+    is_shared: bool  # whether each place may have a state or KV; otherwise states follow the KV
 
     @property
-    def block_bytes(self) -> int:
-        """Size of a state block in bytes, in all layers and with its positions."""
-        size = self.architecture.sequence_bytes(Ranks(self.tp_size))
-        return size + 2 * torch.int32.itemsize if size else 0
+    def _packing(self) -> Packing:
+        plane_bytes = prod(self.kv.block_shape) * self.kv.dtype.itemsize
+        return self.kv.architecture.pack_states(Ranks(self.kv.tp_size), plane_bytes)
 
-    def num_fitting_blocks(self, num_rows: int, num_bytes: float) -> int:
-        """Return the number of blocks for `num_rows`, in up to MAX_SHARE of `num_bytes`.
+    @property
+    def blocks_per_state(self) -> int:
+        """Number of KV blocks in whose place a state block lies; 0 without recurrent state."""
+        return self._packing.num_blocks if self.kv.architecture.state_layers else 0
 
-        num_bytes: infinite if the number of KV blocks is given.
-        Raises ModelError if not even a single sequence could run.
-        """
-        if not self.block_bytes:
-            return 0
-        if num_bytes == math.inf:
-            return min(BLOCKS_PER_ROW * num_rows, MAX_STATE_BLOCKS)
-        fitting = int(MAX_SHARE * num_bytes / self.block_bytes) - 1
-        if fitting < BLOCKS_PER_ROW:
-            raise ModelError(
-                f"recurrent state: got {num_bytes / 2**30:.2f} GiB, expected "
-                f"{(BLOCKS_PER_ROW + 1) * self.block_bytes / MAX_SHARE / 2**30:.2f} or more for "
-                "one sequence; raise --gpu-memory-utilization or --kv-cache-gib, or use more GPUs"
-            )
-        return min(BLOCKS_PER_ROW * num_rows, fitting, MAX_STATE_BLOCKS)
+    def num_states(self, num_blocks: int) -> int:
+        """Return the number of state blocks for a number of KV blocks."""
+        size = self.blocks_per_state
+        fitting = num_blocks // max(size, 1) if self.is_shared else BLOCKS_PER_ROW * self.num_rows
+        return min(fitting, MAX_STATE_BLOCKS) if size else 0
+
+    def _num_before(self, num_blocks: int) -> int:
+        """Return the number of places before the first state block."""
+        return 0 if self.is_shared else -(-num_blocks // self.blocks_per_state)
+
+    def num_allocated(self, num_blocks: int) -> int:
+        """Return the number of KV blocks in the memory, with those in whose places are states."""
+        if not (size := self.blocks_per_state):
+            return num_blocks
+        return (self._num_before(num_blocks) + self.num_states(num_blocks) + 1) * size
 
     def num_bytes(self, num_blocks: int) -> int:
-        """Return the size of the memory for this number of blocks, and for padded rows."""
-        return (num_blocks + 1) * self.block_bytes + ALIGNMENT if self.block_bytes else 0
+        """Return the size of the memory."""
+        positions = self.num_states(num_blocks) + 1 if self.blocks_per_state else 0
+        return self.num_allocated(num_blocks) * self.kv.block_bytes + positions * POSITION_BYTES
 
-    def allocate(self, num_blocks: int, memory: Tensor) -> States:
-        """Return the state blocks in `memory`, uint8 [num_bytes], zeros or those of a last worker.
+    def num_fitting_blocks(self, num_bytes: float) -> int:
+        """Return the number of KV blocks that fit into `num_bytes`.
 
-        A padded row writes to the last block.
+        Raises ModelError if not even a single sequence could run.
         """
-        log.info("recurrent state: %d blocks, %.2f GiB", num_blocks, len(memory) / 2**30)
-        begin = -memory.data_ptr() % ALIGNMENT
+        if not (size := self.blocks_per_state):
+            return self.kv.num_fitting_blocks(num_bytes)
+        place_bytes = size * self.kv.block_bytes + POSITION_BYTES
+        places = min(int(num_bytes / place_bytes) - 1, MAX_STATE_BLOCKS, MAX_BLOCKS // size)
+        if places < MIN_PLACES:
+            least = (MIN_PLACES + 1) * place_bytes / 2**30
+            raise ModelError(
+                f"KV cache and recurrent state: got {num_bytes / 2**30:.2f} GiB, expected "
+                f"{least:.2f} or more for one sequence; raise --gpu-memory-utilization or "
+                "--kv-cache-gib, or use more GPUs"
+            )
+        return places * size
 
-        def view(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            nonlocal begin
-            end = begin + prod(shape) * dtype.itemsize
-            part = memory[begin:end].view(dtype).view(shape)
-            begin = end
-            return part
+    def allocate(self, num_blocks: int, kv: KVMemory, memory: Tensor) -> States | None:
+        """Return the state blocks in the memory of `kv`, if there are any."""
+        if not (size := self.blocks_per_state):
+            return None
+        first, number = self._num_before(num_blocks), self.num_states(num_blocks) + 1
+        tokens = size * self.kv.block_size
+        log.info("recurrent state: %d state blocks, each in place of %d tokens", number - 1, tokens)
+        planes = kv.values.view(torch.uint8).flatten(3).flatten(0, 1)
+        rows = planes.view(len(planes), -1, size * planes.shape[2])[:, first:]
+        places, ranks = iter(self._packing.places), Ranks(self.kv.tp_size)
 
-        ranks = Ranks(self.tp_size)
+        def place(shape: tuple[int, ...]) -> Tensor:
+            plane, begin = next(places)
+            part = rows[plane, :, begin : begin + 4 * prod(shape)]
+            return part.view(torch.float32).view(number, *shape)
+
         layers = [
-            [
-                view((num_blocks + 1, *state.shape_of_rank(ranks)), torch.float32)
-                for state in layer.state
-            ]
-            for layer in self.architecture.state_layers
+            [place(state.shape_of_rank(ranks)) for state in layer.state]
+            for layer in self.kv.architecture.state_layers
         ]
-        return States(view((num_blocks + 1, 2), torch.int32), layers)
+        positions = memory[-number * POSITION_BYTES :].view(torch.int32).view(number, 2)
+        return States(positions, layers)
 
 
 def check_step_size(config: Config, block_size: int) -> None:

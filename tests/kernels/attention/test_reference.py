@@ -26,15 +26,15 @@ class Sequence(NamedTuple):
 
 
 class Cache:
-    """A paged cache that holds old numbers, and hands out its blocks in a random order."""
+    """A paged cache that holds no numbers yet, and hands out its blocks in a random order."""
 
     def __init__(self, block_size: int, sequences: list[Sequence], *, fp8: bool = False) -> None:
         num_kv_heads, head_dim = sequences[0].k.shape[1:]
         max_blocks = max(-(-len(s.k) // block_size) for s in sequences)
         shape = (len(sequences) * max_blocks + 3, block_size, num_kv_heads, head_dim)
         self.block_size = block_size
-        numbers = torch.randn(2, *shape) * 100
-        scales = torch.rand(2, shape[0], num_kv_heads, block_size)
+        numbers = torch.full((2, *shape), torch.nan)
+        scales = torch.full((2, shape[0], num_kv_heads, block_size), torch.nan)
         self.kv = KVCache(*numbers.to(FP8), tuple(scales)) if fp8 else KVCache(*numbers)
         order = torch.randperm(shape[0])[: len(sequences) * max_blocks]
         self.block_tables = order.view(len(sequences), max_blocks).int()

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from penstock.kernels.layouts.forward_batch import SMALL_TILE, BatchShape, ForwardBatch
 from penstock.kernels.layouts.states import States, pack_states
+from tests.kernels.state_tensors import state_tensors
 
 TAPS, WINDOW = 4, 8
 
@@ -138,9 +139,7 @@ class Layer:
             (heads, WINDOW, 2),
         ]
         self.device = weights.conv_weight.device
-        state = [
-            torch.full((num_blocks + 1, *shape), torch.nan, device=self.device) for shape in shapes
-        ]
+        state = state_tensors(num_blocks + 1, shapes, self.device)
         positions = torch.zeros(num_blocks + 1, 2, dtype=torch.int32, device=self.device)
         self.states = States(positions, [state])
 

@@ -65,7 +65,7 @@ def plain(folder: Path, prompts: list[list[int]], num_out: int = NUM_OUT) -> lis
 
 
 def engine_of(folder: Path, **options: object) -> Engine:
-    given = {"device": "cpu", "num_threads": 1, "block_size": 16, "num_blocks": 200} | options
+    given = {"device": "cpu", "num_threads": 1, "block_size": 16, "kv_cache_gib": 0.02} | options
     return Engine(Config(model=str(folder), **given))  # type: ignore[arg-type]
 
 
@@ -158,6 +158,47 @@ def test_preempted_sequences_continue_with_a_host_tier(
     assert engine.scheduler.num_recomputed_tokens <= 32
 
 
+def scarce_engine(folder: Path, prompts: list[list[int]], more: int, **options: object) -> Engine:
+    """Return an engine with few places for KV or states, which hold no numbers yet.
+
+    more: places beyond those of the longest prompt.
+    """
+    options["max_num_seqs"] = 6
+    ample = engine_of(folder, **options)
+    num_bytes = sum(tensor.nbytes for tensor in ample.runner.kv.tensors)
+    place_bytes = num_bytes / (ample.runner.num_state_blocks + 1)
+    size = ample.runner.blocks_per_state * ample.runner.block_size
+    num_places = 2 + -(-(max(map(len, prompts)) + NUM_OUT) // size) + more
+    gib = (num_places + 1.1) * place_bytes / 2**30
+    engine = engine_of(folder, **options | {"kv_cache_gib": gib})
+    assert engine.runner.num_state_blocks == num_places
+    engine.runner.kv.values.view(torch.uint8).fill_(0xFF)
+    return engine
+
+
+@pytest.mark.parametrize("more", [0, 1, 5])
+@pytest.mark.parametrize("host_gib", [0, 0.1])
+def test_kv_and_states_have_one_budget(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]], more: int, host_gib: float
+) -> None:
+    """more: places beyond those of the longest prompt."""
+    engine = scarce_engine(
+        folder, prompts, more, max_num_batched_tokens=70, kv_offload_gib=host_gib
+    )
+    states = engine.scheduler.block_manager.states
+    assert states
+    assert not states.pool.num_blocks
+    random, length = Random(2), engine.scheduler.block_manager.max_tokens - NUM_OUT
+    long = [random.randrange(1, 264) for _ in range(length)]
+    of_long = outputs(engine_of(folder), [long])
+    for _ in range(2):
+        assert outputs(engine, prompts) == expected
+        assert states.pool.num_blocks > 2 or not more
+        assert outputs(engine, [long]) == of_long
+        assert states.pool.num_blocks == 2
+    assert num_state_blocks_in_use(engine) == 0
+
+
 def test_a_hit_needs_blocks_and_a_checkpoint(folder: Path) -> None:
     engine = engine_of(folder)
     sampling = SamplingParams(temperature=0.0, max_tokens=1)
@@ -219,14 +260,10 @@ class LateSteps:
     def die(self, random: Random) -> None:
         """Run some of the waiting steps, and a part of another."""
         self.run(number=random.randrange(3))
-        before = [tensor.clone() for layer in self._states.layers for tensor in layer]
         positions = self._states.positions.clone()
         self.run(number=1)
-        after = [tensor for layer in self._states.layers for tensor in layer]
-        changed = (self._states.positions != positions).any(1)
-        for old, new in zip(before, after, strict=True):
-            changed |= ~old.isclose(new, 0, 0, equal_nan=True).flatten(1).all(1)
-        for tensor in after:
+        changed = (self._states.positions != positions).any(1)  # others may have KV in their place
+        for tensor in (tensor for layer in self._states.layers for tensor in layer):
             tensor[changed] = torch.nan
         self._states.positions[changed] = 0
         self._waiting.clear()

@@ -15,7 +15,25 @@ if TYPE_CHECKING:
     from tests.services.scheduler.simulation import Simulation
 
 
-def check_blocks(pool: BlockPool, sequences: list[Sequence], block_size: int) -> None:
+def check_places(kv: BlockPool, states: StateBlocks, blocks_per_state: int) -> set[int]:
+    """Check that each place is of one kind. Return the KV blocks in whose places are states."""
+    if not blocks_per_state:
+        return set()
+    pool = states.pool
+    places = {*pool._free, *(n for n, count in enumerate(pool._ref_counts) if count)}
+    assert pool.num_blocks == len(places) >= pool.num_reserved
+    size = blocks_per_state
+    lent = {block for n in places for block in range(n * size, (n + 1) * size)}
+    assert kv.num_blocks == kv.capacity - len(lent)
+    for pool in (kv, states.pool):
+        used = [time for block, time in pool._free.items() if block in pool._contents]
+        assert used == sorted(used), "the free list is not in the order of releases"
+    return lent
+
+
+def check_blocks(
+    pool: BlockPool, sequences: list[Sequence], block_size: int, lent: set[int]
+) -> None:
     """Check references, the free list and the cache against the block tables."""
     holders: defaultdict[int, list[tuple[Sequence, int]]] = defaultdict(list)
     for sequence in sequences:
@@ -23,8 +41,9 @@ def check_blocks(pool: BlockPool, sequences: list[Sequence], block_size: int) ->
             assert sequence.num_planned_tokens <= len(sequence.block_table) * block_size
         for index, block in enumerate(sequence.block_table):
             holders[block].append((sequence, index))
-    assert pool._ref_counts == [len(holders[block]) for block in range(pool.num_blocks)]
-    assert set(pool._free) == {b for b in range(pool.num_blocks) if not holders[b]}
+    assert pool._ref_counts == [len(holders[block]) for block in range(pool.capacity)]
+    assert not lent.intersection(block for block, found in holders.items() if found)
+    assert set(pool._free) == {b for b in range(pool.capacity) if not holders[b]} - lent
     for shared in holders.values():
         if len(shared) > 1:
             check_shared(shared, block_size)
@@ -34,7 +53,7 @@ def check_blocks(pool: BlockPool, sequences: list[Sequence], block_size: int) ->
 def check_states(states: StateBlocks, sequences: list[Sequence]) -> None:
     """Check references of state blocks, and that every sequence has at most two."""
     held = Counter(block for s in sequences for block in s.state_blocks if block >= 0)
-    assert states.pool._ref_counts == [held[block] for block in range(states.pool.num_blocks)]
+    assert states.pool._ref_counts == [held[block] for block in range(states.pool.capacity)]
     check_cache(states.pool)
 
 

@@ -134,6 +134,7 @@ class ReferenceWorker:
         computes_once: bool,
         num_state_blocks: int = 0,
         num_pieces: int = 1,
+        blocks_per_state: int = 0,
     ) -> None:
         self.config = config
         self.states = ReferenceStates(num_state_blocks)
@@ -145,6 +146,7 @@ class ReferenceWorker:
         self.rows: dict[int, Row] = {}
         self.memory: Cells = [None] * (num_blocks * config.block_size)
         self.host = ReferenceHost(self.memory, config.block_size, self.states, num_pieces)
+        self.host.cells_per_state = blocks_per_state * config.block_size
         self._numbers: dict[tuple[int, int], int] = {}
         self._writes: list[tuple[set[int], set[int]]] = []
         """cells and known blocks that each plan has written"""
@@ -182,7 +184,8 @@ class ReferenceWorker:
         tokens = SampledTokens(plan.epoch, plan.step, b"", [], self._prompt_logprobs(plan), [])
         work = self._work(plan)
         self._compute(work)
-        self.states.end()
+        size, (cells, _) = self.host.cells_per_state, self._writes[-1]
+        self.states.end({cell // size for cell in cells} if size else set())
         sampled: list[int] = []
         drafts: list[int] = []
         for row in [row for row, _ in work if is_done(row)]:
@@ -276,11 +279,13 @@ class ReferenceWorker:
                 assert cells[position] not in written, "two rows write to one block"
                 written.add(cells[position])
                 self.memory[cells[position]] = row.prefixes[position]
+                self.host.spoil_state(cells[position])
                 self._check_once(row, position)
             start = row.num_computed
             row.num_computed += num_tokens
             decodes = num_tokens == 1 or start >= row.num_given
-            self.states.step(row.slot, start, row.prefixes[: row.num_computed], decodes)
+            block = self.states.step(row.slot, start, row.prefixes[: row.num_computed], decodes)
+            self.host.spoil_cells(block)
         self._read()
 
     def _check_once(self, row: Row, position: int) -> None:

@@ -27,6 +27,7 @@ class ReferenceHost:
     ) -> None:
         """Make a host with one slot; num_pieces: slots of a state block."""
         self.memory = memory
+        self.cells_per_state = 0  # cells in whose place a state block lies; 0: it has its own
         self._block_size = block_size
         self._states, self._num_pieces = states, num_pieces
         self.slots: list[Copied] = [[None] * block_size]
@@ -168,10 +169,22 @@ class ReferenceHost:
         if block >= 0:
             assert isinstance(content, list), "a piece of a state is copied to a KV block"
             self.memory[self._cells(block)] = content
+            self.spoil_state(block * self._block_size)
             return
         state, index = divmod(-1 - block, self._num_pieces)
         piece = (None, index) if isinstance(content, list) else content
         self._states.load(state, index, piece, self._num_pieces)
+        self.spoil_cells(state)
+
+    def spoil_state(self, cell: int) -> None:
+        """Lose the state in whose place a cell was written."""
+        if self.cells_per_state:
+            self._states.spoil(cell // self.cells_per_state)
+
+    def spoil_cells(self, state: int) -> None:
+        """Lose the cells in whose place a state was written."""
+        for cell in range(state * self.cells_per_state, (state + 1) * self.cells_per_state):
+            self.memory[cell] = GARBAGE
 
     def _copy(self, block: int, slot: int) -> None:
         if slot >= 0:

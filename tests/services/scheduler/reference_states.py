@@ -46,10 +46,13 @@ class ReferenceStates:
         for slot, read, written in zip(numbers, numbers, numbers, strict=True):
             self._pairs[slot] = read, written
 
-    def step(self, slot: int, start: int, prefixes: list[int], decodes: bool) -> None:
-        """Compute the tokens from `start`; prefixes: numbers of all prefixes up to the last."""
+    def step(self, slot: int, start: int, prefixes: list[int], decodes: bool) -> int:
+        """Compute the tokens from `start`; prefixes: numbers of all prefixes up to the last.
+
+        Return the block that is written; -1 without state blocks.
+        """
         if not self.blocks:
-            return
+            return -1
         numbers = [0, *prefixes]
         read, written = self._pairs[slot]
         if read < 0:
@@ -67,9 +70,17 @@ class ReferenceStates:
         self.blocks[written] = StateContent(first, numbers[first:])
         self._loaded[written] = {}
         self._pairs[slot] = written, read
+        return written
 
-    def end(self) -> None:
+    def spoil(self, block: int) -> None:
+        """Lose a block's state, as something else was written to its memory."""
+        self.blocks[block] = None
+        self._loaded[block] = {}
+
+    def end(self, spoiled: set[int]) -> None:
+        """End a plan; spoiled: blocks that lie where the plan has written something else."""
         assert not self._read & self._written, "a row reads what another row writes"
+        assert not spoiled & (self._read | self._written), "KV and a state in one place"
 
     def inherit(self, dead: "ReferenceStates", num_confirmed: int, is_whole: bool) -> None:
         """Take the blocks of a dead worker, as `ReferenceWorker.inherit` does.

@@ -25,6 +25,7 @@ from tests.services.scheduler.invariants import (
     check_logprobs,
     check_offload,
     check_output,
+    check_places,
     check_slots,
     check_states,
 )
@@ -56,21 +57,21 @@ class Simulation:
         num_host_slots: int = 0,
         num_state_blocks: int = 0,
         num_pieces: int = 1,
+        blocks_per_state: int = 0,
         machine: Callable[[StepShape], float] = lambda _: 0.0,
         **options: object,
     ) -> None:
-        defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-        defaults["num_plans_in_flight"] = 2
-        self.config = msgspec.convert(defaults | options, Config)
+        sizes = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+        self.config = msgspec.convert(sizes | {"num_plans_in_flight": 2} | options, Config)
         block_size = self.config.block_size
-        self.limit = min(max_model_len, num_blocks * block_size)
-        self.num_blocks = num_blocks
-        self.num_watermark_blocks, self.num_host_slots = num_watermark_blocks, num_host_slots
+        num_blocks = num_state_blocks * blocks_per_state or num_blocks
+        self.limit = min(max_model_len, (num_blocks - 2 * blocks_per_state) * block_size)
+        self.num_blocks, self.num_watermark_blocks = num_blocks, num_watermark_blocks
+        self.blocks_per_state, self.num_host_slots = blocks_per_state, num_host_slots
         self.num_state_blocks, self.num_pieces = num_state_blocks, num_pieces
-        sizes = num_blocks, num_host_slots, num_state_blocks, num_pieces
-        self.kept = PersistentTables(self.config, *sizes, hash_block)
-        self.kv = 1
-        """id of the worker's memory"""
+        numbers = num_blocks, num_host_slots, num_state_blocks, num_pieces
+        self.kept = PersistentTables(self.config, *numbers, hash_block)
+        self.kv = 1  # id of the worker's memory
         self.life = Life()
         self.num_confirmed = 0
         """plans of this epoch whose result has come"""
@@ -105,7 +106,7 @@ class Simulation:
         """of workers while a sequence was at risk, since its last token"""
 
     def _new_worker(self, epoch: int) -> ReferenceWorker:
-        sizes = self.computes_once, self.num_state_blocks, self.num_pieces
+        sizes = self.computes_once, self.num_state_blocks, self.num_pieces, self.blocks_per_state
         worker = ReferenceWorker(self.config, self.num_blocks, epoch, *sizes)
         worker.host.slots *= self.num_host_slots
         return worker
@@ -115,7 +116,8 @@ class Simulation:
         block_size, caching = self.config.block_size, self.config.enable_prefix_caching
         pool = self.kept.pool(self.kv, self.life)
         states = self.kept.state_pool(self.kv, self.life)
-        blocks = BlockManager(pool, block_size, self.num_watermark_blocks, caching, states)
+        sizes = block_size, self.num_watermark_blocks, caching
+        blocks = BlockManager(pool, *sizes, states, self.blocks_per_state)
         scheduler = Scheduler(self.config, self.limit, blocks, epoch)
         self.kept.use_host(scheduler, self.kv, self.life)
         self.added: dict[int, list[int]] = {}
@@ -356,10 +358,12 @@ class Simulation:
     def check(self) -> None:
         """At any time."""
         assert len(self.scheduler.in_flight) <= self.config.num_plans_in_flight
-        check_blocks(self.pool, self.sequences, self.config.block_size)
+        states = self.scheduler.block_manager.states
+        lent = check_places(self.pool, states, self.blocks_per_state) if states else set()
+        check_blocks(self.pool, self.sequences, self.config.block_size, lent)
         check_slots(self.scheduler, self.config)
         check_offload(self.pool, self.sequences)
-        if states := self.scheduler.block_manager.states:
+        if states:
             check_states(states, self.sequences)
         for sequence in self.sequences:
             assert self.received[sequence] == sequence.output_token_ids
@@ -378,6 +382,7 @@ class Simulation:
         assert not any(s.sampled or s.chunks for s in self.scheduler.in_flight), "no flush came"
         assert self.scheduler.block_manager.pool.num_free_blocks == self.num_blocks
         if states := self.scheduler.block_manager.states:
-            assert states.pool.num_free_blocks == self.num_state_blocks
+            assert states.pool.num_free_blocks == states.pool.num_blocks
+            assert self.blocks_per_state or states.pool.num_blocks == self.num_state_blocks
         for sequence in self.sequences:
             check_output(self, sequence)

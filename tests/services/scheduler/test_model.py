@@ -63,15 +63,19 @@ def simulations(
     num_plans: int,
     num_host_slots: st.SearchStrategy[int] = NONE,
     num_state_blocks: st.SearchStrategy[int] = NONE,
+    blocks_per_state: st.SearchStrategy[int] = NONE,
 ) -> Simulation:
     """Pools from one that barely holds the longest sequence to one with room for all."""
     block_size = draw(st.sampled_from([1, 2, 3, 4, 16]))
     max_model_len = draw(st.integers(2, 40))
     least = -(-max_model_len // block_size)
     states, max_num_seqs = draw(num_state_blocks), draw(st.integers(1, 6) | st.just(24))
+    if size := draw(blocks_per_state):  # at least two states and the longest sequence, or less
+        states = max(3, 1 + -(-least // size) + states // 2)
     least_tokens = max_num_seqs + lcm(state_blocks.STATE_CHUNK, block_size) if states else 1
     return Simulation(
         num_state_blocks=states,
+        blocks_per_state=size,
         num_blocks=max(1, least + draw(st.integers(-1, 3) | st.integers(0, 3 * least))),
         max_model_len=max_model_len,
         num_watermark_blocks=draw(st.integers(0, 3)),
@@ -124,10 +128,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     num_plans = 1
     num_host_slots: st.SearchStrategy[int] = NONE
     num_state_blocks: st.SearchStrategy[int] = NONE
+    blocks_per_state: st.SearchStrategy[int] = NONE
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        sizes = simulations(self.num_plans, self.num_host_slots, self.num_state_blocks)
+        states = self.num_state_blocks, self.blocks_per_state
+        sizes = simulations(self.num_plans, self.num_host_slots, *states)
         self.sim = data.draw(sizes)
 
     def pick(self, index: int) -> Sequence:
@@ -286,7 +292,10 @@ def _tries_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
             cached = blocks.pool.match(blocks._lookups(sequence, 0, number))
             num_needed = -(-len(sequence.token_ids) // blocks.block_size)
             num_new = max(num_needed, number) - len(cached)  # wrong drafts may have kept blocks
-            assert blocks.pool.num_free_without(cached) - num_new < least
+            reserved = blocks.states is None or blocks.states.reserve()
+            assert not reserved or blocks.pool.num_free_without(cached) - num_new < least
+            if blocks.states and reserved:
+                blocks.states.cancel()
         return result
 
     monkeypatch.setattr(BlockManager, "_may_fit", checked)
@@ -312,6 +321,7 @@ class StateMachine(SchedulerMachine):
 
     num_host_slots = st.sampled_from([0, 0, 2, 5, 12, 60])
     num_state_blocks = st.integers(2, 4) | st.integers(2, 24)
+    blocks_per_state = st.sampled_from([0, 1, 2, 3, 7])
 
     @rule(
         base=st.sampled_from(BASES),

@@ -4,7 +4,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.protocol.messages.packed import unpack
-from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.sequence import Status
 from tests.services.scheduler.builders import long_prompt
 from tests.services.scheduler.simulation import Simulation
@@ -52,7 +51,7 @@ def test_published_blocks_are_published_again_where_they_are_unknown() -> None:
     sequence = sim.add(long_prompt(9), max_tokens=8, ignore_eos=True)
     for _ in range(3):
         sim.step()
-    manager, confirmed = sim.scheduler.block_manager, BlockManager.num_confirmed_tokens(sequence)
+    manager, confirmed = sim.scheduler.block_manager, sequence.num_confirmed_tokens
     assert manager.is_published(sequence, confirmed)
     assert not manager.is_published(sequence, 7)  # the second block of 4 tokens is in flight
     manager.pool.hide(sequence.block_table[:2])
@@ -69,7 +68,7 @@ def test_a_prefill_continues_after_its_confirmed_chunks() -> None:
     sim.send()
     sim.receive()
     sim.send()
-    assert (BlockManager.num_confirmed_tokens(sequence), sequence.num_planned_tokens) == (4, 12)
+    assert (sequence.num_confirmed_tokens, sequence.num_planned_tokens) == (4, 12)
     sim.restart(keeps_memory=True)
     plan = sim.send()
     assert plan and plan.added[0].num_computed_tokens == 4

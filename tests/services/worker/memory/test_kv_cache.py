@@ -13,7 +13,12 @@ from penstock.models.architecture import describe
 from penstock.protocol.checkpoint import ModelError, read_model_config
 from penstock.protocol.config import Config
 from penstock.protocol.messages.sampling import SamplingParams
-from penstock.services.worker.memory.kv_cache import STANDBY_BYTES, KVLayout, free_gpu_bytes
+from penstock.services.worker.memory.kv_cache import (
+    STANDBY_BYTES,
+    KVLayout,
+    free_gpu_bytes,
+    zeros,
+)
 from tests.engine import Engine
 from tests.tools.demo.tasks import TASK_NAMES, Sizes, is_right, make_example
 
@@ -27,7 +32,7 @@ def test_is_as_large_as_asked_for(
 ) -> None:
     model = read_model_config(folder)
     layout = KVLayout(describe(model), tp_size, block_size, dtype)
-    memory = layout.allocate(7, torch.device("cpu"))
+    memory = layout.allocate(7, zeros(7 * layout.block_bytes, torch.device("cpu")))
     kv_caches = memory.layers
     assert len(kv_caches) == 2
     num_bytes = 0
@@ -111,7 +116,7 @@ def answers(*, preempt: bool = False, **options: object) -> tuple[list[list[int]
 def test_memory_that_the_machine_does_not_have(folder: Path) -> None:
     layout = KVLayout(describe(read_model_config(folder)), 1, 16, torch.float32)
     with pytest.raises(ModelError, match=r"KV cache: Unable to allocate .*lower --kv-cache-gib"):
-        layout.allocate(1 << 45, torch.device("cpu"))
+        zeros((1 << 45) * layout.block_bytes, torch.device("cpu"))
 
 
 @pytest.mark.slow

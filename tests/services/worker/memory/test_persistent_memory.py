@@ -17,12 +17,13 @@ from penstock.protocol.messages.packed import pack
 from penstock.protocol.messages.plan import BatchPlan, RowAdded
 from penstock.protocol.messages.worker import WorkerAssignment
 from penstock.protocol.transport.socket_pairs import MemoryClient, Taken
+from penstock.services.worker import loading
 from penstock.services.worker.loading import load
 from penstock.services.worker.memory import persistent_memory
 from penstock.services.worker.memory.persistent_memory import SharedMemoryError
 from penstock.services.worker.model_runner import ModelRunner
 from tests.models.checkpoints import save_checkpoint
-from tests.models.hybrid import save_hybrid
+from tests.models.hybrid import add_mtp, save_hybrid
 from tests.models.stored_formats import awq, gptq, quantize_checkpoint
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
@@ -77,13 +78,13 @@ def start(
     num_blocks: int = 0,
     *,
     standby: bool = False,
-    num_state_blocks: int = 0,
+    in_blocks: int = 9,
     **options: object,
 ) -> ModelRunner:
-    config = Config(model=str(folder), device="cpu", num_threads=1, num_blocks=9)
+    """Start a worker. num_blocks: of the last one. in_blocks: `--num-blocks`."""
+    config = Config(model=str(folder), device="cpu", num_threads=1, num_blocks=in_blocks)
     config = replace(config, **options)
     place = WorkerAssignment(1, "g", 0, 1, "", num_blocks, standby=standby)
-    place.num_state_blocks = num_state_blocks
     return load(config, place, lambda: None)
 
 
@@ -134,17 +135,52 @@ def test_what_was_loaded_in_part_is_not_kept(
 
 
 @pytest.mark.usefixtures("keeper")
-def test_memory_with_too_few_state_blocks_is_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["none", "mtp"])
+def test_the_largest_steps_of_a_model_with_states_can_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """As on a GPU, but for the driver's figures."""
+    held: list[int] = []
+    make_zeros = loading.zeros
+
+    def zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
+        held.append(num_bytes)
+        return make_zeros(num_bytes, device)
+
+    def measure(
+        worst_cases: list[Callable[[], object]], *_: object, trial_bytes: int, **__: object
+    ) -> int:
+        assert held == [trial_bytes]
+        for worst_case in worst_cases:
+            worst_case()
+        return 1 << 22
+
+    add_mtp(tmp_path, save_hybrid(tmp_path))
+    monkeypatch.setattr(loading, "_kv_bytes", loading._free_bytes)
+    monkeypatch.setattr(loading, "free_gpu_bytes", measure)
+    monkeypatch.setattr(loading, "zeros", zeros)
+    runner = start(tmp_path, in_blocks=0, speculative_method=method)
+    place_bytes = sum(tensor.nbytes for tensor in runner.kv.tensors) // (
+        runner.num_state_blocks + 1
+    )
+    assert runner.num_state_blocks == (1 << 22) // (place_bytes + 8) - 1
+
+
+@pytest.mark.usefixtures("keeper")
+def test_memory_with_states_is_as_large_as_before(tmp_path: Path) -> None:
     save_hybrid(tmp_path)
-    first = start(tmp_path)
-    number, num_state_blocks = first.memory_id, first.num_state_blocks
+    first = start(tmp_path, num_blocks=0, in_blocks=0, kv_cache_gib=0.001)
+    sizes = first.num_blocks, first.num_state_blocks, first.blocks_per_state
+    assert sizes[0] == sizes[1] * sizes[2] > 0
+    number = first.memory_id
     del first
-    again = start(tmp_path, 9, num_state_blocks=num_state_blocks)
-    assert (again.memory_id, again.num_state_blocks) == (number, num_state_blocks)
+    again = start(tmp_path, sizes[0], in_blocks=0, kv_cache_gib=0.001)
+    assert again.memory_id == number
+    assert (again.num_blocks, again.num_state_blocks, again.blocks_per_state) == sizes
     del again
-    other = start(tmp_path, 9, num_state_blocks=num_state_blocks + 1)
+    other = start(tmp_path, sizes[0] + sizes[2], in_blocks=0, kv_cache_gib=0.001)
     assert other.memory_id != number
-    assert other.num_state_blocks == num_state_blocks + 1
+    assert other.num_state_blocks == sizes[1] + 1
 
 
 @pytest.mark.parametrize(

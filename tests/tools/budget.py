@@ -1,0 +1,93 @@
+"""What one memory for KV and recurrent state saves, by the scheduler alone.
+
+`python -m tests.tools.budget`: conversations with 27B in 70 GiB, once with memory for three states
+of each of 64 rows, at most a half (as before), and once with places that both kinds share. All
+tokens are divided by 16, with blocks of 8 tokens instead of 128. Prints the prompts' tokens, how
+many of them were computed, and the steps.
+"""
+
+import random
+from collections import deque
+from typing import NamedTuple
+from unittest.mock import patch
+
+from penstock.services.scheduler.blocks import state_blocks
+from penstock.services.scheduler.sequence import Sequence
+from tests.services.scheduler.reference import EOS, ReferenceWorker
+from tests.services.scheduler.simulation import Simulation
+
+MEMORY, STATE, BLOCK, PLACE = 70 << 10, 165, 8, 192  # MiB
+ROWS = 64
+
+
+class Load(NamedTuple):
+    """Conversations; tokens are drawn from half to three halves of the given numbers."""
+
+    conversations: int
+    turns: int
+    at_once: int
+    message: int  # tokens that each turn adds to the prompt
+    answer: int = 30
+
+
+LOADS = {
+    "6 of long documents": Load(6, 12, 4, 900),
+    "12 agents": Load(12, 20, 12, 200),
+    "30 agents": Load(30, 20, 16, 200),
+    "200 short chats": Load(200, 4, 48, 40),
+}
+
+
+def simulation(is_shared: bool) -> Simulation:
+    options = {"block_size": 8, "max_model_len": 16000, "max_num_seqs": ROWS}
+    options |= {"max_num_batched_tokens": 256, "num_plans_in_flight": 1}
+    if is_shared:
+        places = {"num_state_blocks": MEMORY // PLACE - 1, "blocks_per_state": PLACE // BLOCK}
+        return Simulation(**places, **options)  # type: ignore[arg-type]
+    states = min(3 * ROWS, MEMORY // 2 // STATE - 1)
+    sizes = {"num_state_blocks": states, "num_blocks": (MEMORY - (states + 1) * STATE) // BLOCK}
+    return Simulation(**sizes, **options)  # type: ignore[arg-type]
+
+
+def converse(sim: Simulation, load: Load) -> tuple[int, int, int]:
+    """Return the prompts' tokens, how many of them were computed, and the number of steps."""
+    draw = random.Random(1)
+
+    def around(number: int) -> int:
+        return draw.randint(number // 2, 3 * number // 2)
+
+    texts: list[list[int]] = [[] for _ in range(load.conversations)]
+    turns = deque(index for _ in range(load.turns) for index in range(load.conversations))
+    running: dict[Sequence, int] = {}  # with the number of the conversation
+    given = computed = steps = 0
+    while turns or running:
+        while turns and len(running) < load.at_once and turns[0] not in running.values():
+            index = turns.popleft()
+            text = texts[index]
+            # smaller tokens are poison for the reference worker
+            text += [draw.randrange(2 * 10**6, 10**7) for _ in range(around(load.message))] + [EOS]
+            sequence = sim.add([*text], max_tokens=around(load.answer), ignore_eos=True)
+            running[sequence] = index
+            given += len(text)
+        sim.step()
+        steps += 1
+        for sequence in [sequence for sequence in running if sequence.finish_reason]:
+            text = texts[running.pop(sequence)]
+            computed += len(text) - sequence.num_cached_tokens
+            text += sequence.output_token_ids
+        sim.sequences[:] = running
+    return given, computed, steps
+
+
+def main() -> None:
+    sizes = {"STATE_CHUNK": 8, "MIN_SAVED": 64, "MAX_MESSAGE": 512}
+    checks = patch.object(Simulation, "check"), patch.object(ReferenceWorker, "_read")
+    with patch.multiple(state_blocks, **sizes), checks[0], checks[1]:
+        for name, load in LOADS.items():
+            for is_shared in (False, True):
+                found = converse(simulation(is_shared), load)
+                print(f"{name:20} {'one budget' if is_shared else 'apart':10}", *found, flush=True)
+
+
+if __name__ == "__main__":
+    main()
