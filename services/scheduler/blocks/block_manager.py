@@ -114,7 +114,7 @@ class BlockManager:
         return allocate(sequence, least, not keep_watermark)
 
     def _allocate_with_state(self, sequence: Sequence, least: int, is_alone: bool) -> bool:
-        if self.states is None or not self.states.reserve():
+        if self.states is None or not self.states.reserve(is_alone):
             return False
         if not (is_allocated := self._allocate(sequence, least, is_alone)):
             self.states.cancel()

@@ -1,6 +1,7 @@
 """The pool of KV blocks, with the prefix cache."""
 
 import math
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
@@ -45,13 +46,13 @@ class BlockPool:
         # True if content must be copied to the host before the step of the current plan
         self._must_store = False
         self.has_states = False  # True if these are state blocks, which are copied in pieces
-        self._ref_counts = [0] * num_blocks
+        self._ref_counts = array("i", bytes(4 * num_blocks))
+        self.used = array("q", bytes(8 * num_blocks))  # times of release; 0: not used yet
         self._contents: dict[int, Content] = {}
         self._cached: dict[bytes, int] = {}  # hash → block, for all `_contents`
         self._unsaved: dict[int, None] = {}  # blocks whose content may have no file
         self._num_contents = ROOT
-        # free block → time of its release; 0: it was not used yet
-        self._free: OrderedDict[int, int] = OrderedDict.fromkeys(range(num_blocks), 0)
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.num_released = 0  # blocks that became free
         found = recover(records) if records else []
         # blocks that an earlier scheduler has recorded and that were not taken or hidden since
@@ -59,7 +60,7 @@ class BlockPool:
         for block, record in found:
             self._free.move_to_end(block)
             if isinstance(record, Content):
-                self._free[block] = next(self.clock)
+                self.used[block] = next(self.clock)
                 self._num_contents = max(self._num_contents, record.number)
                 self._contents[block] = record
                 self._cached[record.hash] = block
@@ -90,12 +91,19 @@ class BlockPool:
 
         0 if there is a free block without content.
         """
-        block, used = next(iter(self._free.items()), (-1, math.inf))
-        return used if block < 0 or block in self._contents else 0
+        block = next(iter(self._free), -1)
+        if block < 0:
+            return math.inf
+        return self.used[block] if block in self._contents else 0
 
-    def free_blocks(self) -> Iterable[tuple[int, int]]:
-        """Return all free blocks with the times of their last use, in the order of taking."""
-        return self._free.items()
+    def free_blocks(self) -> Iterable[int]:
+        """Return all free blocks, in the order of taking."""
+        return self._free
+
+    def is_free(self, blocks: range) -> bool:
+        """Return whether none of some blocks in a row has a reference."""
+        counts = memoryview(self._ref_counts).cast("B")[4 * blocks.start : 4 * blocks.stop]
+        return counts == bytes(len(counts))
 
     def has_content(self, block: int) -> bool:
         """Return whether others may find the content of a block."""
@@ -111,7 +119,7 @@ class BlockPool:
     def take_up(self, blocks: Iterable[int]) -> None:
         """Take up withdrawn blocks again, to be taken first."""
         for block in blocks:
-            self._free[block] = 0
+            self._free[block], self.used[block] = None, 0
             self._free.move_to_end(block, last=False)
             self.num_blocks += 1
 
@@ -228,7 +236,7 @@ class BlockPool:
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
                 self.num_released += 1
-                self._free[block] = next(self.clock)
+                self._free[block], self.used[block] = None, next(self.clock)
                 self._free.move_to_end(block, last=block in self._contents)
 
     def publish(self, block: int, parent: int, hash_: bytes, token_ids: bytes) -> int:

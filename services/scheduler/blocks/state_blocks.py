@@ -14,13 +14,13 @@ from math import lcm
 from penstock.protocol.messages.plan import STATE_CHUNK
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import ROOT
-from penstock.services.scheduler.blocks.places import Places
+from penstock.services.scheduler.blocks.places import MOVES_PER_PLAN, Places
 from penstock.services.scheduler.sequence import Sequence
 
 NONE = -1
 LOADED = -2  # in place of a plan's number: the block gets a checkpoint from the host
 # tokens before the last message that are worth a checkpoint, which takes the memory of the KV of
-# 2,304 tokens of 27B
+# 3,072 tokens of 27B
 MIN_SAVED = 1024
 MAX_MESSAGE = 8192  # tokens at the end of a prompt among which its last message is searched
 
@@ -67,11 +67,14 @@ class StateBlocks:
         """Whether another sequence may run, unless no place is free."""
         return self._places is not None or self.pool.num_reserved + 2 <= self.pool.num_blocks
 
-    def reserve(self) -> bool:
-        """Reserve two blocks for another sequence. Return False if there are none."""
+    def reserve(self, is_alone: bool) -> bool:
+        """Reserve two blocks for another sequence. Return False if there are none for this plan.
+
+        is_alone: no other sequence runs.
+        """
         pool = self.pool
         while pool.num_reserved + 2 > pool.num_blocks:
-            if not (self._places and self._places.give_states()):
+            if not (self._places and self._places.give_states(is_alone=is_alone)):
                 return False
         pool.num_reserved += 2
         return True
@@ -174,6 +177,8 @@ class StateBlocks:
         number: that of the plan.
         """
         named: list[int] = []
+        if self._places:
+            self._places.num_moves = MOVES_PER_PLAN
         for sequence in sequences:
             (read, written), (read_plan, plan) = sequence.state_blocks, sequence.state_plans
             if written != NONE and not self.pool.may_be_written(written):

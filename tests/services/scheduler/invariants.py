@@ -26,7 +26,7 @@ def check_places(kv: BlockPool, states: StateBlocks, blocks_per_state: int) -> s
     lent = {block for n in places for block in range(n * size, (n + 1) * size)}
     assert kv.num_blocks == kv.capacity - len(lent)
     for pool in (kv, states.pool):
-        used = [time for block, time in pool._free.items() if block in pool._contents]
+        used = [pool.used[block] for block in pool._free if block in pool._contents]
         assert used == sorted(used), "the free list is not in the order of releases"
     return lent
 
@@ -41,7 +41,7 @@ def check_blocks(
             assert sequence.num_planned_tokens <= len(sequence.block_table) * block_size
         for index, block in enumerate(sequence.block_table):
             holders[block].append((sequence, index))
-    assert pool._ref_counts == [len(holders[block]) for block in range(pool.capacity)]
+    assert list(pool._ref_counts) == [len(holders[block]) for block in range(pool.capacity)]
     assert not lent.intersection(block for block, found in holders.items() if found)
     assert set(pool._free) == {b for b in range(pool.capacity) if not holders[b]} - lent
     for shared in holders.values():
@@ -53,7 +53,7 @@ def check_blocks(
 def check_states(states: StateBlocks, sequences: list[Sequence]) -> None:
     """Check references of state blocks, and that every sequence has at most two."""
     held = Counter(block for s in sequences for block in s.state_blocks if block >= 0)
-    assert states.pool._ref_counts == [held[block] for block in range(states.pool.capacity)]
+    assert list(states.pool._ref_counts) == [held[block] for block in range(states.pool.capacity)]
     check_cache(states.pool)
 
 

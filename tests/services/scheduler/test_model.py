@@ -292,7 +292,7 @@ def _tries_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
             cached = blocks.pool.match(blocks._lookups(sequence, 0, number))
             num_needed = -(-len(sequence.token_ids) // blocks.block_size)
             num_new = max(num_needed, number) - len(cached)  # wrong drafts may have kept blocks
-            reserved = blocks.states is None or blocks.states.reserve()
+            reserved = blocks.states is None or blocks.states.reserve(is_alone=True)
             assert not reserved or blocks.pool.num_free_without(cached) - num_new < least
             if blocks.states and reserved:
                 blocks.states.cancel()
