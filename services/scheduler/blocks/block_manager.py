@@ -107,16 +107,13 @@ class BlockManager:
         sequences run, which `keep_watermark` says. A try that lacks blocks is remembered, so the
         next tries cost nothing until enough blocks may have come.
         """
-        least = self.watermark * keep_watermark
-        if not self._may_fit(sequence, least):
+        least, is_alone = self.watermark * keep_watermark, not keep_watermark
+        if not self._may_fit(sequence, least) or (
+            self.states and not self.states.reserve(is_alone)
+        ):
             return False
-        allocate = self._allocate_with_state if self.states else self._allocate
-        return allocate(sequence, least, not keep_watermark)
-
-    def _allocate_with_state(self, sequence: Sequence, least: int, is_alone: bool) -> bool:
-        if self.states is None or not self.states.reserve(is_alone):
-            return False
-        if not (is_allocated := self._allocate(sequence, least, is_alone)):
+        is_allocated = self._allocate(sequence, least, is_alone)
+        if self.states and not is_allocated:
             self.states.cancel()
         return is_allocated
 
@@ -151,8 +148,10 @@ class BlockManager:
             num_seen = min(found.num_seen, self._num_publishable(sequence, num_tokens))
             prefix = found.full_blocks, num_seen * self.block_size, num_own > 0
             places = self.states.allocate(sequence, *prefix, self._caching)
-        sequence.block_table = shared + tail + [self.pool.take() for _ in range(num_new)]
+        sequence.block_table = shared + tail
         sequence.capacity = len(sequence.block_table) * self.block_size
+        for _ in range(num_new):
+            self.append(sequence)
         places = sequence.block_table[len(matched) : num_found] + places
         sequence.loads.extend(zip(loads, places, strict=True))
         sequence.num_prefill_tokens, sequence.num_computed_tokens = num_tokens, 0
@@ -273,7 +272,7 @@ class BlockManager:
 
     def append(self, sequence: Sequence) -> int:
         """Append a block to the block table. Raises KeyError if no block is free."""
-        block = self.pool.take()
+        block = self.pool.take(*sequence.block_table[-1:])
         sequence.block_table.append(block)
         sequence.capacity += self.block_size
         return block

@@ -3,8 +3,8 @@
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from itertools import count, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, count, islice
 
 from penstock.services.scheduler.blocks.block_records import (
     ROOT,
@@ -18,12 +18,12 @@ from penstock.services.scheduler.blocks.offload_index import OffloadIndex
 
 
 class BlockPool:
-    """Reference counts, the free list, and the prefix cache over `num_blocks` blocks.
+    """Reference counts, the free lists, and the prefix cache over `num_blocks` blocks.
 
-    A free block keeps its content until the block is allocated again. The free list is in order of
-    last use, after blocks without content. The last blocks of a sequence come before its first
-    blocks. So a block is not evicted before the blocks that follow it. Every operation takes O(1)
-    per block.
+    A free block keeps its content until the block is allocated again. Blocks without content are
+    taken first, then others in order of last use. The last blocks of a sequence come before its
+    first blocks. So a block is not evicted before the blocks that follow it. Every operation takes
+    O(1) per block.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class BlockPool:
         self.before_take: Callable[[], object] = int
         self.num_lent: Callable[[], int] = int
         self.clock = count(1)  # of releases
+        self.run = 1  # blocks in a row that are for one sequence, while there are others
         self.hash_block = hash_block
         self.records = records
         self.offload: OffloadIndex | None = None  # index of the tier for evicted content
@@ -52,13 +53,16 @@ class BlockPool:
         self._cached: dict[bytes, int] = {}  # hash → block, for all `_contents`
         self._unsaved: dict[int, None] = {}  # blocks whose content may have no file
         self._num_contents = ROOT
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        # free blocks: with nothing to lose, the next one last; and others, in order of last use
+        self._empty = OrderedDict[int, None].fromkeys(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
         self.num_released = 0  # blocks that became free
         found = recover(records) if records else []
         # blocks that an earlier scheduler has recorded and that were not taken or hidden since
-        self.recovered = RecoveredBlocks(found, self._free) if found else None
+        self.recovered = RecoveredBlocks(found, self._evictable) if found else None
         for block, record in found:
-            self._free.move_to_end(block)
+            del self._empty[block]
+            self._evictable[block] = None
             if isinstance(record, Content):
                 self.used[block] = next(self.clock)
                 self._num_contents = max(self._num_contents, record.number)
@@ -78,27 +82,26 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Number of blocks without references; some of them may hold a cached prefix."""
-        return len(self._free) + self.num_lent()
+        return self.num_own_free + self.num_lent()
 
     @property
     def num_own_free(self) -> int:
         """Number of free blocks without those that another pool can give."""
-        return len(self._free)
+        return len(self._empty) + len(self._evictable)
 
     @property
     def next_used(self) -> float:
-        """Time of the last use of the content that is evicted next; infinite without free blocks.
+        """Time of the last use of the block that is evicted next; infinite without free blocks.
 
-        0 if there is a free block without content.
+        0 if there is a free block with nothing to lose.
         """
-        block = next(iter(self._free), -1)
-        if block < 0:
-            return math.inf
-        return self.used[block] if block in self._contents else 0
+        if self._empty or not self._evictable:
+            return 0 if self._empty else math.inf
+        return self.used[next(iter(self._evictable))]
 
-    def free_blocks(self) -> Iterable[int]:
+    def free_blocks(self) -> Iterator[int]:
         """Return all free blocks, in the order of taking."""
-        return self._free
+        return chain(reversed(self._empty), self._evictable)
 
     def is_free(self, blocks: range) -> bool:
         """Return whether none of some blocks in a row has a reference."""
@@ -112,15 +115,14 @@ class BlockPool:
     def withdraw(self, blocks: Iterable[int]) -> None:
         """Evict free blocks, and give their memory to another pool."""
         for block in blocks:
-            del self._free[block]
             self._evict(block)
+            del self._empty[block]
             self.num_blocks -= 1
 
     def take_up(self, blocks: Iterable[int]) -> None:
-        """Take up withdrawn blocks again, to be taken first."""
+        """Take up withdrawn blocks again."""
         for block in blocks:
-            self._free[block], self.used[block] = None, 0
-            self._free.move_to_end(block, last=False)
+            self._empty[block], self.used[block] = None, 0
             self.num_blocks += 1
 
     def match(self, full_blocks: Iterable[tuple[bytes, bytes]]) -> list[int]:
@@ -147,8 +149,8 @@ class BlockPool:
 
     def adopt(self, block: int) -> None:
         """Take a free block whose first tokens are kept. Hide its content, as it will change."""
-        del self._free[block]
         self.hide([block])
+        del self._empty[block]
         self._ref_counts[block] = 1
 
     def num_free_without(self, matched: Sequence[int]) -> int:
@@ -159,7 +161,7 @@ class BlockPool:
         """Add a reference to each matched block. Return the number of the last block's content."""
         for block in matched:
             if not self._ref_counts[block]:
-                del self._free[block]
+                del self._evictable[block]
             self._ref_counts[block] += 1
         return self.last_number(matched)
 
@@ -176,12 +178,28 @@ class BlockPool:
         """Return whether a block has one holder and no content that others may find."""
         return block not in self._contents and self._ref_counts[block] == 1
 
-    def take(self) -> int:
-        """Allocate a block and evict its content. Raises KeyError if no block is free."""
+    def take(self, before: int = -1) -> int:
+        """Allocate a block and evict its content. Raises KeyError if no block is free.
+
+        before: the sequence's block before it; -1: none.
+        """
         self.before_take()
-        block, _ = self._free.popitem(last=False)
+        block = before + 1
+        if block % self.run == 0 or block not in self._empty:
+            block = self._begin_run()
         self._evict(block)
+        del self._empty[block]
         self._ref_counts[block] = 1
+        return block
+
+    def _begin_run(self) -> int:
+        """Return the block to be taken next. Other sequences get the rest of its run last."""
+        block = next(self.free_blocks(), -1)
+        if block < 0:
+            raise KeyError("no block is free")
+        for following in range(block + 1, (block // self.run + 1) * self.run):
+            if following in self._empty:
+                self._empty.move_to_end(following, last=False)
         return block
 
     def _evict(self, block: int) -> None:
@@ -194,7 +212,8 @@ class BlockPool:
 
     def store_ahead(self, offload: OffloadIndex) -> None:
         """If content was evicted, copy the next while the step runs, so that no step must wait."""
-        next_blocks = islice(self._free, 2 * offload.copies_per_step if self._must_store else 0)
+        num_next = 2 * offload.copies_per_step - len(self._empty)
+        next_blocks = islice(self._evictable, max(num_next, 0) if self._must_store else 0)
         self._must_store = False
         for block in next_blocks:
             if not offload.has_overlap_room:
@@ -236,8 +255,8 @@ class BlockPool:
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
                 self.num_released += 1
-                self._free[block], self.used[block] = None, next(self.clock)
-                self._free.move_to_end(block, last=block in self._contents)
+                self.used[block] = next(self.clock)
+                (self._evictable if block in self._contents else self._empty)[block] = None
 
     def publish(self, block: int, parent: int, hash_: bytes, token_ids: bytes) -> int:
         """Publish a full block to other sequences. Return the number of its content.
@@ -282,6 +301,9 @@ class BlockPool:
                 self._unsaved.pop(block, None)
                 if self.records:
                     self.records.clear(block)
+            if block in self._evictable:
+                del self._evictable[block]
+                self._empty[block] = None
 
     def confirm(self, published: Iterable[tuple[int, int]]) -> None:
         """Record the computed blocks in `published`: (block, number of its content)."""

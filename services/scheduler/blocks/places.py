@@ -23,6 +23,7 @@ class Places:
     def __init__(self, kv: BlockPool, states: BlockPool, size: int) -> None:
         """Share the memory of both pools, of which no block has a holder."""
         self._kv, self._states, self._size = kv, states, size
+        kv.run = size
         self._least_used = 0  # no free state block was released before
         self.num_moves = MOVES_PER_PLAN  # that are left for the current plan
         kv.clock = states.clock = count(1 + kv.capacity + states.capacity)

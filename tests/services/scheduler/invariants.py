@@ -20,13 +20,13 @@ def check_places(kv: BlockPool, states: StateBlocks, blocks_per_state: int) -> s
     if not blocks_per_state:
         return set()
     pool = states.pool
-    places = {*pool._free, *(n for n, count in enumerate(pool._ref_counts) if count)}
+    places = {*pool.free_blocks(), *(n for n, count in enumerate(pool._ref_counts) if count)}
     assert pool.num_blocks == len(places) >= pool.num_reserved
     size = blocks_per_state
     lent = {block for n in places for block in range(n * size, (n + 1) * size)}
     assert kv.num_blocks == kv.capacity - len(lent)
     for pool in (kv, states.pool):
-        used = [pool.used[block] for block in pool._free if block in pool._contents]
+        used = [pool.used[block] for block in pool._evictable]
         assert used == sorted(used), "the free list is not in the order of releases"
     return lent
 
@@ -43,7 +43,9 @@ def check_blocks(
             holders[block].append((sequence, index))
     assert list(pool._ref_counts) == [len(holders[block]) for block in range(pool.capacity)]
     assert not lent.intersection(block for block, found in holders.items() if found)
-    assert set(pool._free) == {b for b in range(pool.capacity) if not holders[b]} - lent
+    assert set(pool.free_blocks()) == {b for b in range(pool.capacity) if not holders[b]} - lent
+    assert not pool._contents.keys() & pool._empty
+    assert pool.recovered or pool._contents.keys() >= pool._evictable.keys()
     for shared in holders.values():
         if len(shared) > 1:
             check_shared(shared, block_size)

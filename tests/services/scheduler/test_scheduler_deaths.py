@@ -132,7 +132,7 @@ def test_a_block_with_a_tail_is_given_to_others_after_empty_ones() -> None:
     sim.restart_scheduler()
     assert sim.pool.recovered
     [tail] = sim.pool.recovered.blocks
-    assert list(sim.pool._free)[-1] == tail
+    assert list(sim.pool.free_blocks())[-1] == tail
     sim.add(long_prompt(15, 50), max_tokens=1)
     sim.run()
     assert sim.add([1, 2, 3], max_tokens=1).num_cached_tokens == 0
@@ -185,12 +185,12 @@ def test_blocks_are_reused_in_the_same_order() -> None:
     for first in (300, 100, 200):
         sim.add(long_prompt(13, first), max_tokens=1)
         sim.run()
-    order = list(sim.pool._free)
+    order = list(sim.pool.free_blocks())
     sim.restart_scheduler()
     full = [block for block in order if block in sim.pool._contents]
     assert len(full) == 9
-    assert [block for block in sim.pool._free if block in sim.pool._contents] == full
-    assert set(sim.pool._free) == set(order)
+    assert [block for block in sim.pool.free_blocks() if block in sim.pool._contents] == full
+    assert set(sim.pool.free_blocks()) == set(order)
 
 
 def test_a_record_is_whole_or_none() -> None:

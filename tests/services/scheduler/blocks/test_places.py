@@ -65,6 +65,17 @@ def test_a_sequence_waits_for_two_places_without_kv_in_use() -> None:
     assert (len(first.output_token_ids), len(second.output_token_ids)) == (15, 2)
 
 
+def test_sequences_that_run_side_by_side_fill_places_of_their_own() -> None:
+    sim = shared(14, max_num_seqs=2)
+    running = [sim.add(long_prompt(5, first), max_tokens=30, ignore_eos=True) for first in (10, 20)]
+    while len(running[1].block_table) < 2 * SIZE + 1:
+        sim.step()
+    places = [{block // SIZE for block in sequence.block_table} for sequence in running]
+    assert [len(found) for found in places] == [3, 3]
+    assert places[0].isdisjoint(places[1])
+    sim.run()
+
+
 @pytest.mark.parametrize("loses_worker", [False, True])
 def test_checkpoints_keep_their_places_when_the_scheduler_dies(loses_worker: bool) -> None:
     sim = shared(12)
