@@ -1,4 +1,4 @@
-"""What one memory for KV and recurrent state saves, by the scheduler alone.
+"""Tokens that one memory for KV and recurrent state saves, by the scheduler alone.
 
 `python -m tests.tools.budget`: conversations with 27B in 70 GiB, once with memory for three states
 of each of 64 rows, at most a half (as before), and once with places that both kinds share. All

@@ -193,7 +193,7 @@ def test_kv_and_states_have_one_budget(
     of_long = outputs(engine_of(folder), [long])
     for _ in range(2):
         assert outputs(engine, prompts) == expected
-        assert states.pool.num_blocks > 2 or not more
+        assert states.pool.num_blocks > 2 or more < 5
         assert outputs(engine, [long]) == of_long
         assert states.pool.num_blocks == 2
     assert num_state_blocks_in_use(engine) == 0
