@@ -39,7 +39,7 @@ class ChunkTuning(NamedTuple):
 
     num_stages: int = 2  # chunks that are loaded at the same time
     values: int = 64  # values of a head in a program that walks over the chunks
-    num_warps: int = 8
+    num_warps: int = 4
     chunk_warps: int = 4  # of a program for one chunk
 
     def shared_bytes(self, size: int) -> int:
@@ -50,7 +50,7 @@ class ChunkTuning(NamedTuple):
         return self.num_stages * chunk * loaded + products
 
 
-TUNINGS = ChunkTuning(), ChunkTuning(num_stages=1)
+TUNINGS = ChunkTuning(), ChunkTuning(num_stages=1, num_warps=8)
 
 
 def apply_chunks(
