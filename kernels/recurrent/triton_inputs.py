@@ -150,8 +150,10 @@ def _tokens_of(
     run, num_decode, cu_seqlens_q_ptr, positions_ptr, decode_lens_ptr, tiles_ptr, written_ptr,
     first_ptr, last_ptr, prompt_end_ptr, TILE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Return a run's row, its place in the row, its first token, the number of its tokens, how many
-    of them are computed in chunks (or more), and True if it ends a chunk of prefill.
+    """Return a run's row, place in the row, first token, numbers of tokens, and whether it is last.
+
+    The second number is of tokens that are computed in chunks, also of those after the run. Last: a
+    run that ends a chunk of prefill.
 
     A run: window and tokens of a sequence that decodes, or RUN tokens of a chunk after its window.
     """

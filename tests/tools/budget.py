@@ -3,7 +3,8 @@
 `python -m tests.tools.budget`: conversations with 27B in 70 GiB, once with memory for three states
 of each of 64 rows, at most a half (as before), and once with places that both kinds share. All
 tokens are divided by 16, with blocks of 8 tokens instead of 128. Prints the prompts' tokens, how
-many of them were computed, and the steps.
+many of them were computed, and the steps. Then in 11 GiB, how many sequences run on average: short
+requests after eight long answers side by side, of which seven have ended.
 """
 
 import random
@@ -38,14 +39,14 @@ LOADS = {
 }
 
 
-def simulation(is_shared: bool) -> Simulation:
+def simulation(is_shared: bool, memory: int = MEMORY) -> Simulation:
     options = {"block_size": 8, "max_model_len": 16000, "max_num_seqs": ROWS}
     options |= {"max_num_batched_tokens": 256, "num_plans_in_flight": 1}
     if is_shared:
-        places = {"num_state_blocks": MEMORY // PLACE - 1, "blocks_per_state": PLACE // BLOCK}
+        places = {"num_state_blocks": memory // PLACE - 1, "blocks_per_state": PLACE // BLOCK}
         return Simulation(**places, **options)  # type: ignore[arg-type]
-    states = min(3 * ROWS, MEMORY // 2 // STATE - 1)
-    sizes = {"num_state_blocks": states, "num_blocks": (MEMORY - (states + 1) * STATE) // BLOCK}
+    states = min(3 * ROWS, memory // 2 // STATE - 1)
+    sizes = {"num_state_blocks": states, "num_blocks": (memory - (states + 1) * STATE) // BLOCK}
     return Simulation(**sizes, **options)  # type: ignore[arg-type]
 
 
@@ -79,6 +80,26 @@ def converse(sim: Simulation, load: Load) -> tuple[int, int, int]:
     return given, computed, steps
 
 
+def crowd(sim: Simulation) -> float:
+    """Return how many sequences run on average after seven of eight long ones have ended."""
+    draw = random.Random(1)
+
+    def ask(number: int, answer: int) -> Sequence:
+        tokens = [draw.randrange(2 * 10**6, 10**7) for _ in range(number)]
+        return sim.add(tokens, max_tokens=answer, ignore_eos=True)
+
+    last, *others = [ask(32, 10_000), *(ask(32, 1200) for _ in range(7))]
+    while not all(sequence.finish_reason for sequence in others):
+        sim.step()
+    short = [ask(16, 16) for _ in range(200)]
+    running = []
+    while not all(sequence.finish_reason for sequence in short):
+        sim.step()
+        running.append(len(sim.scheduler.running))
+    assert not last.finish_reason
+    return sum(running) / len(running)
+
+
 def main() -> None:
     sizes = {"STATE_CHUNK": 8, "MIN_SAVED": 64, "MAX_MESSAGE": 512}
     checks = patch.object(Simulation, "check"), patch.object(ReferenceWorker, "_read")
@@ -87,6 +108,10 @@ def main() -> None:
             for is_shared in (False, True):
                 found = converse(simulation(is_shared), load)
                 print(f"{name:20} {'one budget' if is_shared else 'apart':10}", *found, flush=True)
+        for is_shared in (False, True):
+            number = crowd(simulation(is_shared, 11 << 10))
+            kind = "one budget" if is_shared else "apart"
+            print(f"{'200 after 8 long':20} {kind:10} {number:.1f} run", flush=True)
 
 
 if __name__ == "__main__":

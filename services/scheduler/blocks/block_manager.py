@@ -272,7 +272,7 @@ class BlockManager:
 
     def append(self, sequence: Sequence) -> int:
         """Append a block to the block table. Raises KeyError if no block is free."""
-        block = self.pool.take(*sequence.block_table[-1:])
+        block = self.pool.take(sequence.block_table)
         sequence.block_table.append(block)
         sequence.capacity += self.block_size
         return block

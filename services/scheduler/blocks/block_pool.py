@@ -35,12 +35,15 @@ class BlockPool:
         """Make a pool with the recorded blocks that workers computed for earlier schedulers."""
         self.capacity = self.num_blocks = num_blocks  # at most, and now
         self.num_reserved = 0  # state blocks that running sequences may need at any time
-        # Of a pool that shares its memory with another (`Places`): called before a block is taken;
-        # returns the number of blocks that the other pool can give.
+        # Of a pool that shares its memory with another (`Places`): called before a block is taken,
+        # with a block that gets its first holder, and with one that loses the last; returns the
+        # number of blocks that the other pool can give.
         self.before_take: Callable[[], object] = int
+        self.on_hold: Callable[[int], object] = int
+        self.on_free: Callable[[int], object] = int
         self.num_lent: Callable[[], int] = int
         self.clock = count(1)  # of releases
-        self.run = 1  # blocks in a row that are for one sequence, while there are others
+        self.run = 1  # blocks in a row that are for one long sequence, while there are others
         self.hash_block = hash_block
         self.records = records
         self.offload: OffloadIndex | None = None  # index of the tier for evicted content
@@ -103,11 +106,6 @@ class BlockPool:
         """Return all free blocks, in the order of taking."""
         return chain(reversed(self._empty), self._evictable)
 
-    def is_free(self, blocks: range) -> bool:
-        """Return whether none of some blocks in a row has a reference."""
-        counts = memoryview(self._ref_counts).cast("B")[4 * blocks.start : 4 * blocks.stop]
-        return counts == bytes(len(counts))
-
     def has_content(self, block: int) -> bool:
         """Return whether others may find the content of a block."""
         return block in self._contents
@@ -122,8 +120,16 @@ class BlockPool:
     def take_up(self, blocks: Iterable[int]) -> None:
         """Take up withdrawn blocks again."""
         for block in blocks:
-            self._empty[block], self.used[block] = None, 0
+            self._empty[block] = None
             self.num_blocks += 1
+
+    def order_as(self, other: "BlockPool") -> None:
+        """Let recovered contents have been used when those of `other` with their hashes were."""
+        for block, content in self._contents.items():
+            same = other._cached.get(content.hash, -1)
+            self.used[block] = other.used[same] if same >= 0 else 0
+        for block in sorted(self._evictable, key=self.used.__getitem__):
+            self._evictable.move_to_end(block)
 
     def match(self, full_blocks: Iterable[tuple[bytes, bytes]]) -> list[int]:
         """Return the cached blocks of the longest cached prefix. The caller must `share` them next.
@@ -152,6 +158,7 @@ class BlockPool:
         self.hide([block])
         del self._empty[block]
         self._ref_counts[block] = 1
+        self.on_hold(block)
 
     def num_free_without(self, matched: Sequence[int]) -> int:
         """Return the number of free blocks that remain after `share(matched)`."""
@@ -162,6 +169,7 @@ class BlockPool:
         for block in matched:
             if not self._ref_counts[block]:
                 del self._evictable[block]
+                self.on_hold(block)
             self._ref_counts[block] += 1
         return self.last_number(matched)
 
@@ -178,26 +186,27 @@ class BlockPool:
         """Return whether a block has one holder and no content that others may find."""
         return block not in self._contents and self._ref_counts[block] == 1
 
-    def take(self, before: int = -1) -> int:
+    def take(self, table: Sequence[int] = ()) -> int:
         """Allocate a block and evict its content. Raises KeyError if no block is free.
 
-        before: the sequence's block before it; -1: none.
+        table: the sequence's blocks before it. A long sequence gets the next one if it is empty.
         """
         self.before_take()
-        block = before + 1
+        block = table[-1] + 1 if table else 0
         if block % self.run == 0 or block not in self._empty:
-            block = self._begin_run()
+            block = self._begin_run(is_long=4 * len(table) >= self.run)
         self._evict(block)
         del self._empty[block]
         self._ref_counts[block] = 1
+        self.on_hold(block)
         return block
 
-    def _begin_run(self) -> int:
-        """Return the block to be taken next. Other sequences get the rest of its run last."""
+    def _begin_run(self, is_long: bool) -> int:
+        """Return the block to be taken next. Others get the rest of a long sequence's run last."""
         block = next(self.free_blocks(), -1)
         if block < 0:
             raise KeyError("no block is free")
-        for following in range(block + 1, (block // self.run + 1) * self.run):
+        for following in range(block + 1, (block // self.run + 1) * self.run if is_long else 0):
             if following in self._empty:
                 self._empty.move_to_end(following, last=False)
         return block
@@ -257,6 +266,7 @@ class BlockPool:
                 self.num_released += 1
                 self.used[block] = next(self.clock)
                 (self._evictable if block in self._contents else self._empty)[block] = None
+                self.on_free(block)
 
     def publish(self, block: int, parent: int, hash_: bytes, token_ids: bytes) -> int:
         """Publish a full block to other sequences. Return the number of its content.

@@ -5,6 +5,8 @@ free block, or instead of evicting content that was used later than that place.
 """
 
 import math
+from array import array
+from collections import OrderedDict
 from itertools import count
 
 from penstock.services.scheduler.blocks.block_pool import BlockPool
@@ -17,23 +19,34 @@ MOVES_PER_PLAN = 1
 class Places:
     """The places that two pools share: state block i lies in the place of `size` KV blocks.
 
-    At first all places have KV blocks, except those with recorded checkpoints.
+    At first all places have KV blocks, except those with recorded checkpoints. Every operation
+    takes O(1) per block.
     """
 
     def __init__(self, kv: BlockPool, states: BlockPool, size: int) -> None:
         """Share the memory of both pools, of which no block has a holder."""
         self._kv, self._states, self._size = kv, states, size
-        kv.run = size
-        self._least_used = 0  # no free state block was released before
         self.num_moves = MOVES_PER_PLAN  # that are left for the current plan
-        kv.clock = states.clock = count(1 + kv.capacity + states.capacity)
-        kv.before_take, states.before_take = self._before_kv, self._before_state
-        kv.num_lent = self._num_lent
         recorded = {n for n in range(states.capacity) if states.has_content(n)}
-        self._with_kv = set(range(states.capacity)) - recorded
-        states.withdraw(self._with_kv)
+        states.order_as(kv)
+        kv.run, kv.clock = size, count(1 + kv.capacity)
+        states.clock = kv.clock
+        kv.before_take, states.before_take = self._before_kv, self._before_state
+        kv.on_hold, kv.on_free, kv.num_lent = self._hold, self._free, self._num_lent
+        self._num_held = array("i", bytes(4 * states.capacity))  # KV blocks of each place
+        # places with KV that nobody holds → time of the last use, ascending; 0: nothing to lose
+        self._unused: OrderedDict[int, int] = OrderedDict()
+        of_kv = [n for n in range(states.capacity) if n not in recorded]
+        states.withdraw(of_kv)
+        for used, place in sorted((max(kv.used[b] for b in self._blocks(n)), n) for n in of_kv):
+            self._add_unused(place, used)
         for place in recorded:
             kv.withdraw(self._blocks(place))
+
+    @property
+    def num_unused(self) -> int:
+        """Number of places with KV that nobody holds."""
+        return len(self._unused)
 
     def give_states(self, before: float = math.inf, is_alone: bool = False) -> bool:
         """Let the states have the place of KV blocks that was used least recently.
@@ -41,27 +54,34 @@ class Places:
         before: it must have been used before. is_alone: no other sequence waits for copies of its
         content to the host. Return False if no place is free.
         """
-        if not (self.num_moves or is_alone):
+        place, used = next(iter(self._unused.items()), (-1, math.inf))
+        if used >= before or not (self.num_moves or is_alone):
             return False
-        kv = self._kv
-        free = (n for n in self._with_kv if kv.is_free(self._blocks(n)))
-        used, place = min(((self._last_use(n), n) for n in free), default=(math.inf, -1))
-        if place < 0 or used >= before:
-            return False
-        self.num_moves -= kv.offload is not None and used > 0 and not is_alone
-        self._with_kv.remove(place)
-        kv.withdraw(self._blocks(place))
+        self.num_moves -= self._kv.offload is not None and used > 0 and not is_alone
+        del self._unused[place]
+        self._kv.withdraw(self._blocks(place))
         self._states.take_up([place])
-        self._least_used = 0
         return True
 
     def _blocks(self, place: int) -> range:
         return range(place * self._size, (place + 1) * self._size)
 
-    def _last_use(self, place: int) -> int:
-        """Return about when a place's KV was used last: its first or its last block."""
-        used, blocks = self._kv.used, self._blocks(place)
-        return max(used[blocks[0]], used[blocks[-1]])
+    def _add_unused(self, place: int, used: int) -> None:
+        has_content = any(map(self._kv.has_content, self._blocks(place)))
+        self._unused[place] = used * has_content
+        self._unused.move_to_end(place, last=has_content)
+
+    def _hold(self, block: int) -> None:
+        place = block // self._size
+        if not self._num_held[place]:
+            del self._unused[place]
+        self._num_held[place] += 1
+
+    def _free(self, block: int) -> None:
+        place = block // self._size
+        self._num_held[place] -= 1
+        if not self._num_held[place]:
+            self._add_unused(place, self._kv.used[block])
 
     def _num_lent(self) -> int:
         """Return the number of KV blocks in whose places are state blocks that nobody needs."""
@@ -69,14 +89,12 @@ class Places:
         return self._size * min(states.num_own_free, states.num_blocks - states.num_reserved)
 
     def _before_kv(self) -> None:
-        used = self._kv.next_used
-        if used <= self._least_used or not self._num_lent():
-            return
-        self._least_used, place = min((self._states.used[n], n) for n in self._states.free_blocks())
-        if self._least_used < used:
-            self._states.withdraw([place])
-            self._kv.take_up(self._blocks(place))
-            self._with_kv.add(place)
+        states = self._states
+        if (used := self._kv.next_used) and states.next_used < used and self._num_lent():
+            place = next(states.free_blocks())
+            states.withdraw([place])
+            self._kv.take_up(self._blocks(place)[::-1])
+            self._add_unused(place, 0)
 
     def _before_state(self) -> None:
         if used := self._states.next_used:

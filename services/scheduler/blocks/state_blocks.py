@@ -64,8 +64,9 @@ class StateBlocks:
 
     @property
     def has_room(self) -> bool:
-        """Whether another sequence may run, unless no place is free."""
-        return self._places is not None or self.pool.num_reserved + 2 <= self.pool.num_blocks
+        """Whether another sequence may run."""
+        num_more = self._places.num_unused if self._places else 0
+        return self.pool.num_reserved + 2 <= self.pool.num_blocks + num_more
 
     def reserve(self, is_alone: bool) -> bool:
         """Reserve two blocks for another sequence. Return False if there are none for this plan.
@@ -177,8 +178,6 @@ class StateBlocks:
         number: that of the plan.
         """
         named: list[int] = []
-        if self._places:
-            self._places.num_moves = MOVES_PER_PLAN
         for sequence in sequences:
             (read, written), (read_plan, plan) = sequence.state_blocks, sequence.state_plans
             if written != NONE and not self.pool.may_be_written(written):
@@ -188,6 +187,8 @@ class StateBlocks:
                 written, plan = self.pool.take(), number
                 named.extend((sequence.slot, read, written))
             sequence.state_blocks, sequence.state_plans = (written, read), (plan, read_plan)
+        if self._places:
+            self._places.num_moves = MOVES_PER_PLAN  # of the next plan
         return named
 
     def publish_loaded(self, sequence: Sequence, hash_: bytes) -> list[tuple[int, int]]:

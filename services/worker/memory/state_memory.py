@@ -79,8 +79,8 @@ class StateLayout(NamedTuple):
         if places < MIN_PLACES:
             least = (MIN_PLACES + 1) * place_bytes / 2**30
             raise ModelError(
-                f"KV cache and recurrent state: got {num_bytes / 2**30:.2f} GiB, expected "
-                f"{least:.2f} or more for one sequence; raise --gpu-memory-utilization or "
+                f"KV cache and recurrent state: got {num_bytes / 2**30:.3g} GiB, expected "
+                f"{least:.3g} or more for one sequence; raise --gpu-memory-utilization or "
                 "--kv-cache-gib, or use more GPUs"
             )
         return places * size

@@ -25,10 +25,23 @@ def check_places(kv: BlockPool, states: StateBlocks, blocks_per_state: int) -> s
     size = blocks_per_state
     lent = {block for n in places for block in range(n * size, (n + 1) * size)}
     assert kv.num_blocks == kv.capacity - len(lent)
+    check_unused(kv, states, places, size)
     for pool in (kv, states.pool):
         used = [pool.used[block] for block in pool._evictable]
         assert used == sorted(used), "the free list is not in the order of releases"
     return lent
+
+
+def check_unused(kv: BlockPool, states: StateBlocks, of_states: set[int], size: int) -> None:
+    """Check the order of the places that nobody holds. of_states: places with a state block."""
+    assert states._places
+    held = Counter(block // size for block, count in enumerate(kv._ref_counts) if count)
+    assert list(states._places._num_held) == [held[n] for n in range(states.pool.capacity)]
+    unused = states._places._unused
+    assert unused.keys() == {n for n in range(states.pool.capacity) if not held[n]} - of_states
+    assert list(unused.values()) == sorted(unused.values())
+    empty = {n for n, used in unused.items() if not used}
+    assert empty.isdisjoint(block // size for block in kv._contents)
 
 
 def check_blocks(

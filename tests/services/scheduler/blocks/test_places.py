@@ -1,5 +1,7 @@
 """KV blocks and state blocks in one memory: which place has what."""
 
+from itertools import pairwise
+
 import pytest
 
 from penstock.services.scheduler.blocks import state_blocks
@@ -52,6 +54,82 @@ def test_the_least_recently_used_of_both_kinds_is_evicted() -> None:
     assert [ask(sim, 9, first) for first in range(19, 9, -1)] == [8] * 5 + [0] * 5
 
 
+def test_a_place_with_nothing_to_lose_goes_first() -> None:
+    """Sampled tokens, and states that are no checkpoints, are of use to nobody."""
+    sim, prompts = shared(24, max_num_seqs=6), (100, 200, 300, 400)
+    for first in prompts:
+        ask(sim, 21, first)
+    ask(sim, 5, 500, max_tokens=50)
+    for first in range(600, 900, 50):
+        ask(sim, 5, first)
+    assert [ask(sim, 21, first) for first in prompts] == [20] * 4
+    many = [sim.add(long_prompt(3, first), max_tokens=9) for first in range(10, 70, 10)]
+    sim.run()
+    assert all(sequence.finish_reason for sequence in many)
+    assert len(states_of(sim)._empty) > 8
+    ask(sim, 12 * SIZE * UNIT, 1000)
+    assert len(states_of(sim)._empty) < 4
+    assert ask(sim, 21, prompts[-1]) == 20
+
+
+@pytest.mark.parametrize("num_host_slots", [0, 300])
+def test_a_plan_moves_one_place_while_the_host_copies_it_and_others_run(
+    num_host_slots: int,
+) -> None:
+    sim = shared(24, max_num_seqs=4, num_host_slots=num_host_slots, num_plans_in_flight=1)
+    ask(sim, sim.limit - 1, 100)
+    running = sim.add(long_prompt(5, 10), max_tokens=30, ignore_eos=True)
+    sim.step()
+    waiting = [
+        sim.add(long_prompt(5, first), max_tokens=30, ignore_eos=True) for first in (20, 30, 40)
+    ]
+    numbers = [states_of(sim).num_blocks]
+    while not all(sequence.block_table for sequence in waiting):
+        sim.step()
+        numbers.append(states_of(sim).num_blocks)
+        assert running.block_table
+    most = max(after - before for before, after in pairwise(numbers))
+    assert most == 1 if num_host_slots else most > 4
+    sim.run()
+
+
+def test_old_kv_goes_before_newer_checkpoints() -> None:
+    sim, prompts = shared(20), range(200, 700, 100)
+    ask(sim, 8 * SIZE * UNIT, 1000)
+    for first in prompts:
+        ask(sim, 9, first)
+    ask(sim, 4 * SIZE * UNIT, 2000)
+    assert [ask(sim, 9, first) for first in prompts] == [8] * 5
+
+
+def test_a_place_was_used_when_any_of_its_blocks_was() -> None:
+    sim = shared(9)
+    ask(sim, 5, 10)  # so that the next prompt begins in the middle of a place
+    for first in range(100, 1500, 100):
+        ask(sim, 9, 50)
+        ask(sim, 5, first)
+    assert ask(sim, 9, 50) == 8
+
+
+def cached_after(restarts: bool) -> list[int]:
+    """Return the cached tokens of prompts, the first one first, after others have come."""
+    sim = shared(24)
+    for first in range(100, 900, 100):
+        ask(sim, 13, first)
+    if restarts:
+        sim.restart_scheduler()
+    for first in range(1000, 1400, 100):
+        ask(sim, 13, first)
+    return [ask(sim, 13, first) for first in range(800, 0, -100)]
+
+
+def test_content_keeps_its_order_when_the_scheduler_dies() -> None:
+    found = cached_after(restarts=False)
+    assert found[0]
+    assert not found[-1]
+    assert cached_after(restarts=True) == found
+
+
 def test_a_sequence_waits_for_two_places_without_kv_in_use() -> None:
     sim = shared(4, max_num_seqs=3)
     first = sim.add(long_prompt(5, 10), max_tokens=15, ignore_eos=True)
@@ -72,7 +150,7 @@ def test_sequences_that_run_side_by_side_fill_places_of_their_own() -> None:
         sim.step()
     places = [{block // SIZE for block in sequence.block_table} for sequence in running]
     assert [len(found) for found in places] == [3, 3]
-    assert places[0].isdisjoint(places[1])
+    assert len(places[0] & places[1]) == 1, "that of the prompts"
     sim.run()
 
 
