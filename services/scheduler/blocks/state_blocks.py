@@ -64,7 +64,7 @@ class StateBlocks:
 
     @property
     def has_room(self) -> bool:
-        """Whether another sequence may run."""
+        """True if another sequence may run."""
         num_more = self._places.num_unused if self._places else 0
         return self.pool.num_reserved + 2 <= self.pool.num_blocks + num_more
 
