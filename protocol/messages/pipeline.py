@@ -25,7 +25,7 @@ from penstock.protocol.messages.structured import Reasoning
 from penstock.protocol.messages.supervisor import SupervisorReport
 
 log = logging.getLogger(__name__)
-PROTOCOL_VERSION = 17  # version of this folder's messages; registrations contain the version
+PROTOCOL_VERSION = 18  # version of this folder's messages; registrations contain the version
 
 
 class Heartbeat(Struct, tag=True):

@@ -74,7 +74,7 @@ def test_a_stream_that_moves_tells_all_known_logprobs_of_its_prompt(delivered: b
 
 @pytest.mark.parametrize("delivered", [True, False])
 def test_a_stream_that_ends_within_its_prompt_is_closed(delivered: bool) -> None:
-    """Its client aborts. `Reader` fails if a stream is closed that it has not opened."""
+    """The client aborts it. `Reader` raises if a stream is closed that was not opened."""
     desk = Desk("a")
     sequence = make_sequence((1, 2, 3, 4), prompt_logprobs=0)
     desk.streams.open(sequence)

@@ -139,7 +139,7 @@ def test_what_was_loaded_in_part_is_not_kept(
 def test_the_largest_steps_of_a_model_with_states_can_be_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """As on a GPU, but for the driver's figures."""
+    """The code that measures a GPU's memory runs here, with a given number of free bytes."""
     held: list[int] = []
     make_zeros = loading.zeros
 
