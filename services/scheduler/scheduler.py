@@ -11,8 +11,10 @@ confirmed positions, as soon as `begin` is called for the next workers.
 
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 from heapq import heappop, heappush
+from itertools import chain
 from operator import attrgetter
 
 from penstock.protocol.config import Config
@@ -244,29 +246,30 @@ class Scheduler:
         """Continue prefill. If a step has no time for all of the first prompt, all take turns.
 
         In one of NUM_TURNS the first prompt comes first, in another one the others that have begun.
-        Otherwise short ones that have begun come first, then new ones, then the rest. So short ones
-        seldom wait for long ones, and long ones advance.
+        Otherwise short ones that have begun come first, then new ones, then long ones, also at
+        their end. So short ones seldom wait for long ones, and long ones advance.
         """
         first = prefilling[0]
         is_enough = self._most_tokens(first, builder) >= min(budget, first.num_unplanned_tokens)
         turn = builder.plan.number % NUM_TURNS
         if is_enough or turn == 0:
             return self._continue_prefill(prefilling, builder, budget)
-        builder.cut += prefilling
         shape = builder.plan.shape
         limits = [SHORT * self.step_costs.most_tokens(shape, 0, has) for has in (False, True)]
 
         def is_long(sequence: Sequence) -> bool:
-            return sequence.num_unplanned_tokens > limits[sequence.needs_prompt_logprobs]
+            num_new = sequence.num_prefill_tokens - sequence.num_cached_tokens
+            return num_new > limits[sequence.needs_prompt_logprobs]
 
         prefilling.sort(key=lambda sequence: (is_long(sequence), sequence.num_unplanned_tokens))
         num_early = len(prefilling) - sum(map(is_long, prefilling))
         if turn == NUM_TURNS // 2:
             num_early = len(prefilling) - 1
             prefilling.append(prefilling.pop(prefilling.index(first)))
+        late = prefilling[num_early:]
         budget = self._continue_prefill(prefilling[:num_early], builder, budget)
-        budget = self._admit(builder, budget)
-        return self._continue_prefill(prefilling[num_early:], builder, budget)
+        budget = self._admit(builder, budget, late, limits[False])
+        return self._continue_prefill(late, builder, budget)
 
     def _continue_prefill(
         self, prefilling: list[Sequence], builder: PlanBuilder, budget: int
@@ -322,13 +325,21 @@ class Scheduler:
             return not overlapped
         return True
 
-    def _admit(self, builder: PlanBuilder, budget: int) -> int:
+    def _admit(
+        self, builder: PlanBuilder, budget: int, late: SequenceOf[Sequence] = (), short: int = 0
+    ) -> int:
+        """Admit waiting sequences, unless running ones will compute what they may share.
+
+        late: prompts that come later in this step, if there is time. Prompts of up to `short`
+        tokens do not wait for them.
+        """
         may_admit = budget and self._free_slots and self.block_manager.has_room(bool(self.running))
         for sequence in self.waiting.candidates() if may_admit else ():
             if self._must_wait(sequence) or not sequence.may_run:
                 break
-            if any(self.block_manager.will_share(sequence, other) for other in builder.cut):
-                self.waiting.hold(sequence)
+            others = chain(builder.cut, late if len(sequence.token_ids) > short else ())
+            if any(self.block_manager.will_share(sequence, other) for other in others):
+                self.waiting.hold(sequence, awaits=True)
                 continue
             most = min(budget, self._most_tokens(sequence, builder))
             if not self.block_manager.is_chunk(sequence, most):

@@ -1,5 +1,6 @@
 """The order in which waiting sequences join the running batch. No I/O, no clock."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import count, islice
@@ -20,6 +21,7 @@ class WaitingQueue:
     3. Held sequences, at most one per client: the client's first sequence without enough blocks.
        Other sequences may pass a held sequence until their tokens add up to the held sequence's
        own length. Then freed blocks are reserved for the held sequence, so no sequence starves.
+       If it waits for a running one to compute blocks that it may share, any may pass it.
     4. New sequences: round-robin over clients, by (priority, arrival) within a client.
 
     The number of candidates in a step does not depend on the length of the queue.
@@ -28,8 +30,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._suspects: OrderedDict[Sequence, None] = OrderedDict()
         self._preempted: OrderedDict[Sequence, None] = OrderedDict()
-        # held sequence → number of tokens of the sequences that have passed it
-        self._held: OrderedDict[Sequence, int] = OrderedDict()
+        # held sequence → number of tokens of the sequences that have passed it; -inf: any may pass
+        self._held: OrderedDict[Sequence, float] = OrderedDict()
         self._holding: set[str] = set()  # clients of held sequences
         self._new: FairQueue[Sequence] = FairQueue()
         self._admissions = count()
@@ -105,12 +107,17 @@ class WaitingQueue:
         if sequence.admission < 0:
             sequence.admission = next(self._admissions)
 
-    def hold(self, sequence: Sequence) -> None:
-        """Hold a candidate without enough blocks, unless its client has a held sequence."""
+    def hold(self, sequence: Sequence, awaits: bool = False) -> None:
+        """Hold a candidate without enough blocks, unless its client has a held sequence.
+
+        awaits: it awaits blocks that a running sequence computes, and any number may pass it.
+        """
         if sequence in self._new and sequence.client not in self._holding:
             self._new.remove(sequence)
             self._held[sequence] = 0
             self._holding.add(sequence.client)
+        if sequence in self._held:
+            self._held[sequence] = -math.inf if awaits else max(0, self._held[sequence])
 
     def _may_pass(self, before: Sequence | None = None) -> bool:
         """Return whether all retried held sequences ahead of `before` may be passed."""

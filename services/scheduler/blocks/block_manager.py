@@ -203,14 +203,19 @@ class BlockManager:
         return min((num_tokens - 1) // self.block_size, self._num_publishable(sequence, num_tokens))
 
     def will_share(self, sequence: Sequence, other: Sequence) -> bool:
-        """Return whether `other` will compute the next block that a waiting sequence may share."""
-        if sequence.num_kept_blocks:
+        """Return whether `other` will compute the next block that a waiting sequence may share.
+
+        True if another plan must say, as this one may hash no more blocks.
+        """
+        size, number = self.block_size, other.num_planned_tokens // self.block_size
+        block = slice(number * size, (number + 1) * size)
+        most = min(self._num_matchable(sequence) * size, other.num_prefill_tokens)
+        is_equal = sequence.token_ids[block] == other.token_ids[block]
+        if sequence.num_kept_blocks or block.stop > most or not is_equal:
             return False
-        end = (other.num_planned_tokens // self.block_size + 1) * self.block_size
-        near = slice(max(0, end - 64), end)  # a difference before is possible, and costs some time
-        is_equal = sequence.token_ids[near] == other.token_ids[near]
-        most = min(self._num_matchable(sequence) * self.block_size, other.num_prefill_tokens)
-        return is_equal and end <= most and sequence.cache_salt == other.cache_salt
+        self.budget = max(0, self.budget - max(0, number - len(sequence.full_blocks)))
+        is_equal = self._hash_before(sequence, number) == self._hash_before(other, number)
+        return is_equal or not self.budget
 
     def _lookups(self, sequence: Sequence, begin: int, end: int) -> Iterator[tuple[bytes, bytes]]:
         """Yield (hash, token ids) of the full blocks [begin, end). Hash each when it is needed."""

@@ -227,6 +227,60 @@ def test_a_prompt_that_shares_no_blocks_does_not_wait_for_them(
     sim.finish(stream, "abort")
 
 
+def test_a_prompt_with_another_beginning_does_not_wait() -> None:
+    """Though its tokens at the long prompt's next block are equal."""
+    sim = timed(target_itl_ms=100)
+    stream = learn(sim)
+    first = sim.add(long_prompt(1900), max_tokens=1)
+    sim.step()
+    second = sim.add([7, *long_prompt(1900)[1:]], max_tokens=1)
+    sim.step()
+    assert second.num_planned_tokens > 0
+    assert not first.finish_reason
+    sim.finish(stream, "abort")
+
+
+def test_a_short_prompt_does_not_wait_for_the_blocks_of_a_long_one() -> None:
+    """The long one waits for short ones. A long prompt waits for it, and others pass that."""
+    sim = timed(target_itl_ms=100)
+    stream = learn(sim)
+    first = sim.add(long_prompt(1900), max_tokens=1)
+    for _ in range(2):
+        sim.step()
+    known = first.num_planned_tokens
+    short = sim.add([*long_prompt(known + 20), 5], max_tokens=1)
+    longer = sim.add([*long_prompt(500), 5], max_tokens=1)
+    while sim.scheduler.num_steps % NUM_TURNS in (0, NUM_TURNS // 2):
+        sim.step()
+    sim.step()
+    assert short.num_planned_tokens == known + 21
+    for number in range(6):  # more tokens than the prompt that waits
+        other = sim.add(long_prompt(120, 20_000 + 200 * number), max_tokens=1)
+        while not other.finish_reason:
+            sim.step()
+        assert longer in sim.scheduler.waiting
+    while not longer.finish_reason:
+        sim.step()
+    assert longer.num_cached_tokens == 500
+    sim.finish(stream, "abort")
+
+
+def test_the_end_of_a_long_prompt_waits_for_new_short_ones() -> None:
+    sim = timed(target_itl_ms=100)
+    stream = learn(sim)
+    long = sim.add(long_prompt(1900), max_tokens=1)
+    sim.step()
+    while long.num_unplanned_tokens > 150 or sim.scheduler.num_steps % NUM_TURNS == NUM_TURNS // 2:
+        sim.step()
+    before = long.num_planned_tokens
+    assert sim.scheduler.num_steps % NUM_TURNS and before < 1850, "it takes more steps"
+    short = sim.add(long_prompt(200, 90_000), max_tokens=1)
+    sim.step()
+    assert short.num_planned_tokens > 30
+    assert long.num_planned_tokens == before
+    sim.finish(stream, "abort")
+
+
 def test_after_a_worker_s_death_chunks_are_short_again() -> None:
     sim = timed()
     learn(sim)
