@@ -5,20 +5,28 @@ of each of 64 rows, at most a half (as before), and once with places that both k
 tokens are divided by 16, with blocks of 8 tokens instead of 128. Prints the prompts' tokens, how
 many of them were computed, and the steps. Then in 11 GiB, how many sequences run on average: short
 requests after eight long answers side by side, of which seven have ended.
+
+`python -m tests.tools.budget agent`: 40 turns of an agent with tool results, to 100,000 tokens,
+with the real sizes, and answers of 20, 60 and 200 tokens. Prints the tokens of all prompts, how
+many were computed, how many of these had been part of an earlier prompt, and those of answers.
 """
 
 import random
+import sys
 from collections import deque
+from itertools import product
 from typing import NamedTuple
 from unittest.mock import patch
 
 from penstock.services.scheduler.blocks import state_blocks
 from penstock.services.scheduler.sequence import Sequence
+from tests.services.scheduler.builders import long_prompt
 from tests.services.scheduler.reference import EOS, ReferenceWorker
 from tests.services.scheduler.simulation import Simulation
 
 MEMORY, STATE, BLOCK, PLACE = 70 << 10, 165, 8, 192  # MiB
 ROWS = 64
+ASK = 3, 4, 5  # for an answer
 
 
 class Load(NamedTuple):
@@ -100,7 +108,31 @@ def crowd(sim: Simulation) -> float:
     return sum(running) / len(running)
 
 
+def agent(answer: int, block_size: int) -> tuple[int, int, int, int]:
+    """Return the tokens of prompts, computed, computed again, and of answers."""
+    sizes = {"num_blocks": 280_000 // block_size, "num_state_blocks": 60, "block_size": block_size}
+    options = {"max_model_len": 140_000, "max_num_batched_tokens": 2048, "num_plans_in_flight": 1}
+    sim, draw, turns = Simulation(**sizes, **options), random.Random(1), 40  # type: ignore[arg-type]
+    given = computed = again = num_known = 0
+    text = [*long_prompt(3000, 2 * 10**6), EOS]
+    for turn in range(turns):
+        number = draw.randint(1200, 3600) - answer
+        text += [*long_prompt(number, 3 * 10**6 + 10_000 * turn), EOS, *ASK]
+        sequence = sim.add([*text], max_tokens=1)
+        sim.run()
+        given, computed = given + len(text), computed + len(text) - sequence.num_cached_tokens
+        again += max(0, num_known - sequence.num_cached_tokens)
+        num_known = len(text)
+        text += [*long_prompt(answer, 9 * 10**6 + 1000 * turn), EOS]
+    return given, computed, again, turns * answer
+
+
 def main() -> None:
+    with patch.object(Simulation, "check"):
+        for answer, block_size in product((20, 60, 200), (64, 128)) if "agent" in sys.argv else ():
+            print(f"answers of {answer:3}, blocks of {block_size:3}", *agent(answer, block_size))
+    if "agent" in sys.argv:
+        return
     sizes = {"STATE_CHUNK": 8, "MIN_SAVED": 64, "MAX_MESSAGE": 512}
     checks = patch.object(Simulation, "check"), patch.object(ReferenceWorker, "_read")
     with patch.multiple(state_blocks, **sizes), checks[0], checks[1]:
