@@ -41,7 +41,12 @@ class FairQueue(Generic[Item]):
 
     def add(self, item: Item, client: str, priority: int = 0) -> None:
         """Append an item; a client without items gets the last turn."""
-        entry = self._entries[item] = (priority, next(self._numbers), item, client)
+        self.put_back((priority, next(self._numbers), item, client))
+
+    def put_back(self, entry: Entry[Item]) -> None:
+        """Put a removed item to its old place among those of its client."""
+        *_, item, client = entry
+        self._entries[item] = entry
         clients = self._turns.setdefault(_address(client), OrderedDict())
         insort(clients.setdefault(client, []), entry)
 
@@ -58,11 +63,11 @@ class FairQueue(Generic[Item]):
             self.remove(item)
         return item
 
-    def remove(self, item: Item) -> bool:
-        """Remove an item. Return False if it is not in the queue."""
+    def remove(self, item: Item) -> Entry[Item] | None:
+        """Remove an item. Return its entry, or None if it is not in the queue."""
         entry = self._entries.pop(item, None)
         if entry is None:
-            return False
+            return None
         client = entry[-1]
         clients = self._turns[_address(client)]
         own = clients[client]
@@ -71,7 +76,7 @@ class FairQueue(Generic[Item]):
             del clients[client]
         if not clients:
             del self._turns[_address(client)]
-        return True
+        return entry
 
     def end_turn(self, client: str) -> None:
         clients = self._turns.get(_address(client), OrderedDict())

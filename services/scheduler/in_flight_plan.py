@@ -17,7 +17,7 @@ from penstock.protocol.messages.plan import (
 )
 from penstock.protocol.messages.sampling import LOGITS_NUMBERS
 from penstock.services.scheduler.sequence import Sequence
-from penstock.services.scheduler.step_costs import StepShape
+from penstock.services.scheduler.step_costs import MANY, StepShape
 
 MIN_PLANS = 2  # minimum number of plans in flight; with fewer, the GPU waits for the host
 # Worst-case seconds from the end of a step to the launch of a plan that depends on its tokens: 1.1
@@ -94,8 +94,13 @@ class PlanBuilder:
         self.appended: list[int] = []
         # sequences whose prefill has too little time in the step; others may wait for their blocks
         self.cut: list[Sequence] = []
+        self.limits = [MANY, MANY]  # tokens of short prompts, without and with rows of logits
         self.states: list[int] = []  # `BatchPlan.states`
         self._chunks: list[int] = []
+
+    def is_long(self, sequence: Sequence, has_logits: bool = False) -> bool:
+        """Return whether the prefill of a sequence has more tokens than that of a short prompt."""
+        return len(sequence.token_ids) - sequence.prefill_begin > self.limits[has_logits]
 
     def append_block(self, slot: int, block: int) -> None:
         self.appended.append(slot << BLOCK_BITS | block)

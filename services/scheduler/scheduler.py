@@ -249,26 +249,22 @@ class Scheduler:
         Otherwise short ones that have begun come first, then new ones, then long ones, also at
         their end. So short ones seldom wait for long ones, and long ones advance.
         """
+        costs, shape = self.step_costs, builder.plan.shape
+        builder.limits = [SHORT * costs.most_tokens(shape, 0, has) for has in (False, True)]
         first = prefilling[0]
         is_enough = self._most_tokens(first, builder) >= min(budget, first.num_unplanned_tokens)
         turn = builder.plan.number % NUM_TURNS
         if is_enough or turn == 0:
             return self._continue_prefill(prefilling, builder, budget)
-        shape = builder.plan.shape
-        limits = [SHORT * self.step_costs.most_tokens(shape, 0, has) for has in (False, True)]
-
-        def is_long(sequence: Sequence) -> bool:
-            num_new = sequence.num_prefill_tokens - sequence.num_cached_tokens
-            return num_new > limits[sequence.needs_prompt_logprobs]
-
-        prefilling.sort(key=lambda sequence: (is_long(sequence), sequence.num_unplanned_tokens))
-        num_early = len(prefilling) - sum(map(is_long, prefilling))
+        is_late = {each: builder.is_long(each, each.needs_prompt_logprobs) for each in prefilling}
+        prefilling.sort(key=lambda each: (is_late[each], each.num_unplanned_tokens))
+        num_early = len(prefilling) - sum(is_late.values())
         if turn == NUM_TURNS // 2:
             num_early = len(prefilling) - 1
             prefilling.append(prefilling.pop(prefilling.index(first)))
         late = prefilling[num_early:]
         budget = self._continue_prefill(prefilling[:num_early], builder, budget)
-        budget = self._admit(builder, budget, late, limits[False])
+        budget = self._admit(builder, budget, late)
         return self._continue_prefill(late, builder, budget)
 
     def _continue_prefill(
@@ -325,21 +321,22 @@ class Scheduler:
             return not overlapped
         return True
 
-    def _admit(
-        self, builder: PlanBuilder, budget: int, late: SequenceOf[Sequence] = (), short: int = 0
-    ) -> int:
+    def _admit(self, builder: PlanBuilder, budget: int, late: SequenceOf[Sequence] = ()) -> int:
         """Admit waiting sequences, unless running ones will compute what they may share.
 
-        late: prompts that come later in this step, if there is time. Prompts of up to `short`
-        tokens do not wait for them.
+        A short one does not wait for a long one. late: those that come later in this step.
         """
         may_admit = budget and self._free_slots and self.block_manager.has_room(bool(self.running))
         for sequence in self.waiting.candidates() if may_admit else ():
             if self._must_wait(sequence) or not sequence.may_run:
                 break
-            others = chain(builder.cut, late if len(sequence.token_ids) > short else ())
-            if any(self.block_manager.will_share(sequence, other) for other in others):
-                self.waiting.hold(sequence, awaits=True)
+            others = (
+                (other, self.block_manager.shared_end(sequence, other))
+                for other in chain(builder.cut, late)
+                if builder.is_long(sequence) or not builder.is_long(other)
+            )
+            if awaited := next((pair for pair in others if pair[1]), None):
+                self.waiting.await_blocks(sequence, *awaited)
                 continue
             most = min(budget, self._most_tokens(sequence, builder))
             if not self.block_manager.is_chunk(sequence, most):

@@ -53,9 +53,10 @@ class Sequence:
 
     - `Scheduler`: status, finish_reason, slot, token_ids, last_step, num_deaths, num_lost_tokens,
       num_preemptions, num_planned_tokens, logprobs, may_have_drafts
-    - `BlockManager`: block_table, capacity, num_prefill_tokens, num_planned_tokens,
-      num_computed_tokens, num_published_blocks, published_content, record_place, loads,
-      has_fetched, full_blocks, num_kept_blocks, num_kept_tokens, tried, awaited
+    - `BlockManager`: block_table, capacity, num_prefill_tokens, prefill_begin,
+      num_planned_tokens, num_computed_tokens, num_published_blocks, published_content,
+      record_place, loads, has_fetched, block_hashes, num_kept_blocks, num_kept_tokens, tried,
+      awaited
     - `StateBlocks`: state_blocks, state_plans, checkpoints
     - `OffloadIndex`: has_fetched, loads, awaited
     - `DraftScheduler`: proposer, num_planned_tokens, last_step
@@ -112,6 +113,7 @@ class Sequence:
     last_step: int = -1  # number of the last plan that includes this sequence
     # tokens known at the last admission: these are prefilled, later tokens are decoded
     num_prefill_tokens: int = 0
+    prefill_begin: int = 0  # position at which this prefill began
     # positions whose KV is computed by the plans sent so far, drafts included, or was found in the
     # prefix cache
     num_planned_tokens: int = 0
@@ -141,10 +143,10 @@ class Sequence:
     # of the last try that lacked blocks: the number of cached blocks, and of blocks that would have
     # been left (negative), less `BlockPool.num_released`
     tried: tuple[int, int] | None = None
-    # (hash, token ids) of the first full blocks, computed when needed
-    full_blocks: list[tuple[bytes, bytes]] = field(default_factory=list)
-    # blocks that were kept when the sequence was preempted, the last of `full_blocks`, by random
-    # hashes; and the number of tokens that were planned until then
+    # of the first full blocks, computed when needed
+    block_hashes: list[bytes] = field(default_factory=list)
+    # number of blocks that were kept when the sequence was preempted, which have the last hashes,
+    # random ones; and of the tokens that were planned until then
     num_kept_blocks: int = 0
     num_kept_tokens: int = 0
     detokenizer: bytes | None = None  # identity of the detokenizer
@@ -196,6 +198,14 @@ class Sequence:
         end, own = len(self.token_ids) if end is None else end, self.num_prompt_tokens
         prompt = self.packed_prompt[TOKEN_BYTES * begin : TOKEN_BYTES * end]
         return prompt + pack(self.token_ids[max(begin, own) : end]) if end > own else prompt
+
+    def equals(self, other: "Sequence", begin: int, end: int) -> bool:
+        """Return whether the token ids [begin, end) of both sequences are equal."""
+        return self.packed_token_ids(begin, end) == other.packed_token_ids(begin, end)
+
+    def packed_block(self, index: int, size: int) -> bytes:
+        """Return the packed token ids of a full block of `size` tokens."""
+        return self.packed_token_ids(index * size, (index + 1) * size)
 
     def is_stopped(self) -> bool:
         """Return whether the last token ends the output.
@@ -320,7 +330,7 @@ class Sequence:
     def admit(self, slot: int) -> None:
         """Admit the sequence, which already has blocks, to the running batch at this slot."""
         self.status = Status.RUNNING
-        self.slot = slot
+        self.slot, self.prefill_begin = slot, self.num_planned_tokens
         self.scheduled_at = self.scheduled_at or monotonic()
         if not self.num_preemptions:
             self.num_cached_tokens = min(self.num_planned_tokens, self.num_prompt_tokens)

@@ -49,6 +49,7 @@ clients = st.sampled_from(["a", "b", "c\n1", "c\n2", "c\n3"])
 moves = st.one_of(
     st.tuples(st.just("add"), clients, st.integers(-1, 1)),
     st.tuples(st.just("remove"), st.integers(0, 60)),
+    st.tuples(st.just("put back"), st.integers(0, 60)),
     st.tuples(st.just("take")),
     st.tuples(st.just("first"), st.sets(clients)),
 )
@@ -61,8 +62,15 @@ def test_as_the_reference(moves: list[tuple[object, ...]]) -> None:
     reference = Reference()
     for number, (name, *arguments) in enumerate(moves):
         arguments = [number, *arguments] if name == "add" else arguments
-        results = [getattr(one, str(name))(*arguments) for one in (queue, reference)]
-        assert results[0] == results[1]
+        if name == "put back":
+            if entry := queue.remove(arguments[0]):
+                queue.put_back(entry)
+                reference.remove(item := entry[2])
+                reference.add(item, entry[3], entry[0])
+        else:
+            results = [getattr(one, str(name))(*arguments) for one in (queue, reference)]
+            found = bool(results[0]) if name == "remove" else results[0]
+            assert found == results[1]
         assert list(queue) == [item for _, item, _ in reference.items]
         assert len(queue) == len(reference.items)
     while reference.items:

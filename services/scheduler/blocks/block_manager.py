@@ -6,6 +6,7 @@ the position after which a sequence continues.
 """
 
 import logging
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from secrets import token_bytes
@@ -18,6 +19,7 @@ from penstock.services.scheduler.blocks.block_records import (
     HASH_BYTES,
     ROOT,
     BlockRecords,
+    hash_block,
     hash_root,
 )
 from penstock.services.scheduler.blocks.offload_index import FolderIndex, OffloadIndex
@@ -34,8 +36,8 @@ BLOCKS_PER_PLAN = 2048
 class _Prefix(NamedTuple):
     """The prefix of a sequence that is in the pool and its tiers."""
 
-    full_blocks: list[tuple[bytes, bytes]]  # (hash, token ids)
-    matched: list[int]  # cached blocks of the first `full_blocks`
+    hashes: list[bytes]  # of its full blocks
+    matched: list[int]  # the first blocks, as far as they are cached
     loads: list[bytes]  # keys of the other blocks, and of the pieces of a checkpoint, on the host
     num_seen: int  # number of full blocks that were found, with a checkpoint or not
 
@@ -79,7 +81,6 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks without references; some of them may hold a cached prefix."""
         return self.pool.num_free_blocks
 
     @property
@@ -90,7 +91,6 @@ class BlockManager:
 
     @property
     def _num_released(self) -> int:
-        """Number of blocks that became free."""
         return self.pool.num_released + (self.states.num_released if self.states else 0)
 
     # ---- allocate ------------------------------------------------------------------------------
@@ -123,8 +123,8 @@ class BlockManager:
         if cached is None or found is None:
             return False
         matched, loads, num_tokens = found.matched, found.loads, len(sequence.token_ids)
-        num_found = len(found.full_blocks)
-        num_own = sequence.num_kept_blocks if num_found == len(sequence.full_blocks) else 0
+        num_found = len(found.hashes)
+        num_own = sequence.num_kept_blocks if num_found == len(sequence.block_hashes) else 0
         last, num_kept = (-1, 0) if loads else self._match_recovered(sequence, matched)
         shared = matched[: num_found - num_own]
         tail = [*matched[len(shared) :], *([last] if num_kept else [])]
@@ -135,7 +135,7 @@ class BlockManager:
             num_left = self.pool.num_free_without(cached) + len(cached) - num_needed
             sequence.tried = len(cached), num_left - self._num_released
             return False
-        self.budget -= len(matched)
+        self.budget = max(0, self.budget - len(matched))
         sequence.awaited, sequence.has_fetched = b"", False
         if self.pool.offload:
             self.pool.offload.pin(loads)
@@ -146,7 +146,7 @@ class BlockManager:
         places: list[int] = []  # to which the checkpoint is copied
         if self.states:
             num_seen = min(found.num_seen, self._num_publishable(sequence, num_tokens))
-            prefix = found.full_blocks, num_seen * self.block_size, num_own > 0
+            prefix = found.hashes, num_seen * self.block_size, num_own > 0
             places = self.states.allocate(sequence, *prefix, self._caching)
         sequence.block_table = shared + tail
         sequence.capacity = len(sequence.block_table) * self.block_size
@@ -185,45 +185,45 @@ class BlockManager:
 
         The budget limits the hashes of a plan, except for a sequence that runs alone.
         """
-        num_hashed, num_matchable = len(sequence.full_blocks), self._num_matchable(sequence)
+        num_hashed, num_matchable = len(sequence.block_hashes), self._num_matchable(sequence)
         end = num_matchable if is_alone else min(num_matchable, num_hashed + self.budget)
         cached = self.pool.match(self._lookups(sequence, 0, end))
         if self.pool.offload:
             self._hash_blocks(sequence, end)
-        self.budget -= len(sequence.full_blocks) - num_hashed
-        return None if len(sequence.full_blocks) == end < num_matchable else cached
+        self.budget -= len(sequence.block_hashes) - num_hashed
+        return None if len(sequence.block_hashes) == end < num_matchable else cached
 
     def _num_matchable(self, sequence: Sequence) -> int:
         """Return the number of full blocks that a waiting sequence may share."""
         if sequence.needs_prompt_logprobs:
             return 0  # prompt logprobs are computed with the prompt
         if sequence.num_kept_blocks:
-            return len(sequence.full_blocks)
+            return len(sequence.block_hashes)
         num_tokens = len(sequence.token_ids)  # one token is always computed
         return min((num_tokens - 1) // self.block_size, self._num_publishable(sequence, num_tokens))
 
-    def will_share(self, sequence: Sequence, other: Sequence) -> bool:
-        """Return whether `other` will compute the next block that a waiting sequence may share.
+    def shared_end(self, sequence: Sequence, other: Sequence) -> int:
+        """Return the position up to which `other` will compute what a waiting sequence may share.
 
-        True if another plan must say, as this one may hash no more blocks.
+        0: nothing. A model with recurrent state will have a checkpoint there.
         """
-        size, number = self.block_size, other.num_planned_tokens // self.block_size
-        block = slice(number * size, (number + 1) * size)
-        most = min(self._num_matchable(sequence) * size, other.num_prefill_tokens)
-        is_equal = sequence.token_ids[block] == other.token_ids[block]
-        if sequence.num_kept_blocks or block.stop > most or not is_equal:
-            return False
-        self.budget = max(0, self.budget - max(0, number - len(sequence.full_blocks)))
-        is_equal = self._hash_before(sequence, number) == self._hash_before(other, number)
-        return is_equal or not self.budget
+        size, begin = self.block_size, other.num_planned_tokens
+        most, after = self._num_matchable(sequence) * size, (begin // size + 1) * size
+        ends = sorted(other.checkpoints) if self.states else range(after, most + 1, size)
+        ends = [end for end in ends if begin < end <= min(most, other.num_prefill_tokens)]
+        is_other = sequence.num_kept_blocks or sequence.cache_salt != other.cache_salt
+        if not ends or is_other or not sequence.equals(other, begin, after):
+            return 0
+        shared = ends[: bisect_left(ends, True, key=lambda end: not sequence.equals(other, 0, end))]
+        has = (self.states.pool if self.states else self.pool).has
+        is_missing = any(not has(self._hash_before(other, end // size)) for end in shared)
+        return shared[-1] if is_missing else 0
 
-    def _lookups(self, sequence: Sequence, begin: int, end: int) -> Iterator[tuple[bytes, bytes]]:
-        """Yield (hash, token ids) of the full blocks [begin, end). Hash each when it is needed."""
-        known = sequence.full_blocks
-        yield from known[begin:end]
-        for index in range(len(known), end):
-            self._hash_blocks(sequence, index + 1)
-            yield known[index]
+    def _lookups(self, sequence: Sequence, begin: int, end: int) -> Iterator[bytes]:
+        """Yield the hashes of the full blocks [begin, end), each computed when it is needed."""
+        yield from sequence.block_hashes[begin:end]
+        for index in range(len(sequence.block_hashes), end):
+            yield self._hash_before(sequence, index + 1)
 
     def _find_prefix(self, sequence: Sequence, cached: list[int]) -> _Prefix | None:
         """Find the longest prefix in the pool (`cached`) and its tiers.
@@ -232,22 +232,21 @@ class BlockManager:
         checkpoint at its end.
         """
         tier, states = self.pool.offload, self.states
-        full_blocks = sequence.full_blocks[: self._num_matchable(sequence)]
-        hashes, num_seen = [hash_ for hash_, _ in full_blocks], len(cached)
+        hashes, num_seen = sequence.block_hashes[: self._num_matchable(sequence)], len(cached)
         if tier and tier.awaits_list:  # files may have what is not in memory
             num_missing = len(hashes) - num_seen - tier.num_found(hashes[num_seen:], False)
-            if num_missing or (states and not states.has_last(full_blocks)):
+            if num_missing or (states and not states.has_last(hashes)):
                 return None
         for in_files in (not sequence.has_fetched, False):  # not all files may be available
-            number = len(full_blocks)
+            number = len(hashes)
             pieces: list[bytes] = []
             if states:
                 number = len(cached)
                 if tier:
                     number += tier.num_found(hashes[number:], in_files)
                 num_seen = max(num_seen, number)
-                number = states.num_restorable(full_blocks[:number], in_files)
-                pieces = states.missing(full_blocks[:number])
+                number = states.num_restorable(hashes[:number], in_files)
+                pieces = states.missing(hashes[:number])
             matched = cached[:number]
             wanted = hashes[len(matched) : number] + pieces
             loads = tier.match(sequence, wanted) if tier and wanted else []
@@ -256,7 +255,7 @@ class BlockManager:
             if states is None:
                 number = len(matched) + len(loads)
             if states is None or len(loads) == len(wanted):
-                return _Prefix(full_blocks[:number], matched, loads, num_seen)
+                return _Prefix(hashes[:number], matched, loads, num_seen)
         return _Prefix([], [], [], num_seen)
 
     def _match_recovered(self, sequence: Sequence, matched: list[int]) -> tuple[int, int]:
@@ -271,7 +270,7 @@ class BlockManager:
         begin = len(matched) * self.block_size
         end = min(begin + self.block_size, len(sequence.token_ids) - 1)
         before = self._hash_before(sequence, len(matched))
-        tail, had_output = self.pool.hash_block(before, b""), sequence.num_lost_tokens > 0
+        tail, had_output = hash_block(before, b""), sequence.num_lost_tokens > 0
         keys = [tail, before] if had_output else [tail]
         return recovered.find(self.pool.last_number(matched), keys, sequence.token_ids[begin:end])
 
@@ -321,18 +320,18 @@ class BlockManager:
             hashes = [token_bytes(HASH_BYTES) for _ in own]
             self.pool.publish_own(own, sequence.published_content, hashes)
             states.pool.publish_own(sequence.state_blocks[:1], ROOT, hashes[-1:])
-            sequence.full_blocks[first:] = [(hash_, b"") for hash_ in hashes]
+            sequence.block_hashes[first:] = hashes
             sequence.num_kept_tokens, sequence.num_kept_blocks = num_tokens, len(own)
         return []
 
     def _drop_kept(self, sequence: Sequence) -> None:
         """Forget what was kept for a sequence. Copies from the host that are planned still run."""
-        first = len(sequence.full_blocks) - sequence.num_kept_blocks
-        hashes = [hash_ for hash_, _ in sequence.full_blocks[first:]]
+        first = len(sequence.block_hashes) - sequence.num_kept_blocks
+        hashes = sequence.block_hashes[first:]
         self.pool.unpublish(hashes)
         if self.states:
             self.states.pool.unpublish(hashes[-1:])
-        del sequence.full_blocks[first:]
+        del sequence.block_hashes[first:]
         sequence.num_kept_tokens = sequence.num_kept_blocks = 0
 
     def is_chunk(self, sequence: Sequence, budget: int) -> bool:
@@ -389,17 +388,15 @@ class BlockManager:
         table = sequence.block_table
         is_next = index == sequence.num_published_blocks and index < len(table)
         if self.records and num_tokens and is_next and not self.states:
-            before = self.pool.hash_block(self._hash_before(sequence, index), b"")
+            before = hash_block(self._hash_before(sequence, index), b"")
             token_ids = sequence.token_ids[num_computed - num_tokens : num_computed]
             self.records.write_tail(table[index], sequence.published_content, before, token_ids)
             sequence.record_place = self.records.token_place(table[index], num_tokens)
 
-    def _hash_before(self, sequence: Sequence, num_blocks: int) -> bytes:
-        """Return the chained hash of the first `num_blocks` blocks."""
-        self._hash_blocks(sequence, num_blocks)
-        if not num_blocks:
-            return hash_root(sequence.cache_salt)
-        return sequence.full_blocks[num_blocks - 1][0]
+    def _hash_before(self, sequence: Sequence, number: int) -> bytes:
+        """Return the chained hash of the first blocks."""
+        self._hash_blocks(sequence, number)
+        return sequence.block_hashes[number - 1] if number else hash_root(sequence.cache_salt)
 
     def _num_publishable(self, sequence: Sequence, num_computed: int) -> int:
         """Return the number of full blocks that other sequences may have; 0 without caching.
@@ -433,10 +430,10 @@ class BlockManager:
         self._hash_blocks(sequence, num_full)
         published: list[tuple[int, int]] = []
         for index in range(sequence.num_published_blocks, num_full):
-            block, found = sequence.block_table[index], sequence.full_blocks[index]
-            content = self.pool.publish(block, sequence.published_content, *found)
-            sequence.published_content = content
-            published.append((block, content))
+            block, parent = sequence.block_table[index], sequence.published_content
+            found = sequence.block_hashes[index], sequence.packed_block(index, self.block_size)
+            sequence.published_content = self.pool.publish(block, parent, *found)
+            published.append((block, sequence.published_content))
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full)
         sequence.record_place = 0
         return published
@@ -453,22 +450,19 @@ class BlockManager:
 
     def unpublish(self, sequence: Sequence) -> None:
         """Hide all blocks of a sequence, prompt included, from other sequences."""
-        hashes = [hash_ for hash_, _ in sequence.full_blocks]
-        self.pool.unpublish(hashes)
+        self.pool.unpublish(sequence.block_hashes)
         if self.states:
-            self.states.pool.unpublish(hashes)
+            self.states.pool.unpublish(sequence.block_hashes)
         if self.records:
             for block in sequence.block_table:
                 self.records.clear(block)
 
     def _hash_blocks(self, sequence: Sequence, num_blocks: int) -> None:
-        """Compute (hash, token ids) of the first blocks, as far as they are not known."""
-        known = sequence.full_blocks
+        """Compute the hashes of the first blocks, as far as they are not known."""
+        known = sequence.block_hashes
         for index in range(len(known), num_blocks):
-            start = index * self.block_size
-            token_ids = sequence.packed_token_ids(start, start + self.block_size)
-            parent = known[-1][0] if known else hash_root(sequence.cache_salt)
-            sequence.full_blocks.append((self.pool.hash_block(parent, token_ids), token_ids))
+            parent = known[-1] if known else hash_root(sequence.cache_salt)
+            known.append(hash_block(parent, sequence.packed_block(index, self.block_size)))
 
     # ---- rollback, and recovery from worker failures -------------------------------------------
 
@@ -485,7 +479,7 @@ class BlockManager:
             self.states.restore(sequence, first_lost)
         confirmed = sequence.num_confirmed_tokens
         self.roll_back(sequence, confirmed)
-        sequence.num_computed_tokens = confirmed
+        sequence.num_computed_tokens = sequence.prefill_begin = confirmed
         sequence.num_prefill_tokens = len(sequence.token_ids)
         if not self.is_published(sequence, confirmed):  # blocks of plans in flight are hidden
             sequence.num_published_blocks = sequence.published_content = 0
@@ -494,9 +488,9 @@ class BlockManager:
     def is_published(self, sequence: Sequence, num_computed: int) -> bool:
         """Return whether the sequence's published blocks are computed and still in the cache."""
         number = sequence.num_published_blocks
-        if not 0 < number <= min(len(sequence.full_blocks), num_computed // self.block_size):
+        if not 0 < number <= min(len(sequence.block_hashes), num_computed // self.block_size):
             return False
-        return self.pool.holds(sequence.full_blocks[number - 1][0], sequence.published_content)
+        return self.pool.holds(sequence.block_hashes[number - 1], sequence.published_content)
 
     def resume(self, sequence: Sequence, ranges: list[tuple[int, int]]) -> bool:
         """Return whether a restored sequence can continue with the next workers.

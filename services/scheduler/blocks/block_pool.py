@@ -11,7 +11,6 @@ from penstock.services.scheduler.blocks.block_records import (
     BlockRecords,
     Content,
     RecoveredBlocks,
-    hash_block,
     recover,
 )
 from penstock.services.scheduler.blocks.offload_index import OffloadIndex
@@ -26,12 +25,7 @@ class BlockPool:
     O(1) per block.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        hash_block: Callable[[bytes, bytes], bytes] = hash_block,
-        records: BlockRecords | None = None,
-    ) -> None:
+    def __init__(self, num_blocks: int, records: BlockRecords | None = None) -> None:
         """Make a pool with the recorded blocks that workers computed for earlier schedulers."""
         self.capacity = self.num_blocks = num_blocks  # at most, and now
         self.num_reserved = 0  # state blocks that running sequences may need at any time
@@ -44,7 +38,6 @@ class BlockPool:
         self.num_lent: Callable[[], int] = int
         self.clock = count(1)  # of releases
         self.run = 1  # blocks in a row that are for one long sequence, while there are others
-        self.hash_block = hash_block
         self.records = records
         self.offload: OffloadIndex | None = None  # index of the tier for evicted content
         # True if content must be copied to the host before the step of the current plan
@@ -77,7 +70,7 @@ class BlockPool:
         """Return a pool of as many blocks in new memory, `BlockRecords.begin`'s `memory_id`."""
         if self.records:
             self.records.begin(memory_id)
-        pool = BlockPool(self.capacity, self.hash_block, self.records)
+        pool = BlockPool(self.capacity, self.records)
         pool.offload, pool.has_states = self.offload, self.has_states
         pool.num_released = self.num_released
         return pool
@@ -131,27 +124,24 @@ class BlockPool:
         for block in sorted(self._evictable, key=self.used.__getitem__):
             self._evictable.move_to_end(block)
 
-    def match(self, full_blocks: Iterable[tuple[bytes, bytes]]) -> list[int]:
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the cached blocks of the longest cached prefix. The caller must `share` them next.
 
-        `full_blocks` are (hash, token ids) of the sequence's full blocks, in order.
+        hashes: of the full blocks of a sequence, in order.
         """
         blocks: list[int] = []
         parent = ROOT
-        for hash_, token_ids in full_blocks:
-            block = self._cached.get(hash_)
-            if block is None:
-                break
-            content = self._contents[block]
-            if content.parent != parent or content.token_ids != token_ids:
+        for hash_ in hashes:
+            block = self._cached.get(hash_, -1)
+            if block < 0 or self._contents[block].parent != parent:
                 break
             blocks.append(block)
-            parent = content.number
+            parent = self._contents[block].number
         return blocks
 
-    def has(self, full_block: tuple[bytes, bytes]) -> bool:
+    def has(self, hash_: bytes) -> bool:
         """Return whether a full block is cached, whether the blocks before it are or not."""
-        return full_block[0] in self._cached
+        return hash_ in self._cached
 
     def adopt(self, block: int) -> None:
         """Take a free block whose first tokens are kept. Hide its content, as it will change."""
@@ -272,14 +262,13 @@ class BlockPool:
         """Publish a full block to other sequences. Return the number of its content.
 
         If an equal block is already published, return the number of that block's content; `block`
-        stays private. Different content with this hash is replaced: a collision, or a block that
-        can't be found because its parent was evicted.
+        stays private. An equal block after another content is replaced: it can't be found, as its
+        parent was evicted or hidden.
         """
         old_block = self._cached.get(hash_)
         if old_block is not None:
-            old = self._contents[old_block]
-            if old.parent == parent and old.token_ids == token_ids:
-                return old.number
+            if self._contents[old_block].parent == parent:
+                return self._contents[old_block].number
             self.hide([old_block])
         self._num_contents += 1
         self._contents[block] = Content(self._num_contents, parent, hash_, token_ids)

@@ -28,8 +28,8 @@ ROOT = 0  # the parent of the first block of every sequence
 class Content(NamedTuple):
     """The content of a published block.
 
-    `number` is unique; `parent` is the number of the preceding content. So equal numbers mean equal
-    prefixes, even if hashes collide.
+    `number` is unique; `parent` is the number of the preceding content. So equal numbers mean that
+    the content was computed from the same contents.
     """
 
     number: int

@@ -84,8 +84,8 @@ class StateBlocks:
         """Cancel a reservation."""
         self.pool.num_reserved -= 2
 
-    def num_restorable(self, full_blocks: list[tuple[bytes, bytes]], in_files: bool) -> int:
-        """Return the number of full blocks before the last checkpoint among `full_blocks`.
+    def num_restorable(self, hashes: list[bytes], in_files: bool) -> int:
+        """Return the number of full blocks before the last checkpoint among those with `hashes`.
 
         in_files: checkpoints in the folder count.
         """
@@ -95,35 +95,35 @@ class StateBlocks:
             is_there = self._find(hash_) != NONE
             return is_there or (offload is not None and offload.has_checkpoint(hash_, in_files))
 
-        last = len(full_blocks) // step * step
-        numbers = len(full_blocks), *range(last, 0, -step)  # the last block may be a sequence's own
-        return next((n for n in numbers if n and has(full_blocks[n - 1][0])), 0)
+        last = len(hashes) // step * step
+        numbers = len(hashes), *range(last, 0, -step)  # the last block may be a sequence's own
+        return next((n for n in numbers if n and has(hashes[n - 1])), 0)
 
-    def has_last(self, full_blocks: list[tuple[bytes, bytes]]) -> bool:
-        """Return whether the last checkpoint that `full_blocks` may have is in memory."""
-        num_restorable = self.num_restorable(full_blocks, in_files=False)
-        return (len(full_blocks) - num_restorable) * self._block_size < self.unit
+    def has_last(self, hashes: list[bytes]) -> bool:
+        """Return whether the last checkpoint that full blocks may have is in memory."""
+        num_restorable = self.num_restorable(hashes, in_files=False)
+        return (len(hashes) - num_restorable) * self._block_size < self.unit
 
-    def missing(self, full_blocks: list[tuple[bytes, bytes]]) -> list[bytes]:
-        """Return the keys of the pieces of the checkpoint after `full_blocks`.
+    def missing(self, hashes: list[bytes]) -> list[bytes]:
+        """Return the keys of the pieces of the checkpoint after the full blocks with `hashes`.
 
         The list is empty if the checkpoint is in a state block.
         """
-        if not full_blocks or self._find(full_blocks[-1][0]) != NONE or not self.pool.offload:
+        if not hashes or self._find(hashes[-1]) != NONE or not self.pool.offload:
             return []
-        return [key for _, key in self.pool.offload.pieces(0, full_blocks[-1][0])]
+        return [key for _, key in self.pool.offload.pieces(0, hashes[-1])]
 
     def allocate(
         self,
         sequence: Sequence,
-        full_blocks: list[tuple[bytes, bytes]],
+        hashes: list[bytes],
         num_seen: int,
         is_own: bool,
         caching: bool,
     ) -> list[int]:
-        """Let a sequence begin at the checkpoint after `full_blocks`, or with a state of zeros.
+        """Let a sequence begin at the checkpoint after full blocks, or with a state of zeros.
 
-        Its blocks are reserved.
+        Its state blocks are reserved. hashes: of the full blocks.
 
         is_own: the state was kept for this sequence.
 
@@ -132,7 +132,7 @@ class StateBlocks:
         message of a long chat.
         Return the places to which the caller must plan copies of what is `missing`.
         """
-        hash_ = full_blocks[-1][0] if full_blocks else b""
+        hash_ = hashes[-1] if hashes else b""
         block, plan, places = self._find(hash_), NONE, []
         if block != NONE:
             self.pool.share([block])
@@ -142,7 +142,7 @@ class StateBlocks:
         if is_own:
             plan = NONE  # no checkpoint that `publish_loaded` could publish
         sequence.state_blocks, sequence.state_plans = (block, NONE), (plan, NONE)
-        begin = len(full_blocks) * self._block_size
+        begin = len(hashes) * self._block_size
         end = min(len(sequence.token_ids) - 1, sequence.num_prompt_tokens)
         ends = (num_seen, end, *_border(sequence, begin, end)) if caching else ()
         sequence.checkpoints = [end // self.unit * self.unit for end in ends]
@@ -240,7 +240,7 @@ class StateBlocks:
         return block != NONE
 
     def _find(self, hash_: bytes) -> int:
-        found = self.pool.match([(hash_, b"")])
+        found = self.pool.match([hash_])
         return found[0] if found else NONE
 
     def _release(self, blocks: Iterable[int]) -> None:

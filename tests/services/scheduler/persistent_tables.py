@@ -1,16 +1,11 @@
 """The memory that outlives a scheduler: records of blocks and of host slots."""
 
-from collections.abc import Callable
-
 from penstock.protocol.config import Config
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import BlockRecords
-from penstock.services.scheduler.blocks.block_records import hash_block as own_hash
 from penstock.services.scheduler.blocks.offload_index import FolderIndex, OffloadIndex
 from penstock.services.scheduler.scheduler import Scheduler
 from tests.services.scheduler.mortal_records import Life, MortalRecords
-
-Hash = Callable[[bytes, bytes], bytes]
 
 
 class PersistentTables:
@@ -23,11 +18,9 @@ class PersistentTables:
         num_slots: int,
         num_state_blocks: int,
         num_pieces: int,
-        hash_block: Hash,
     ) -> None:
-        """hash_block: without a host tier. With `kv_offload_folder`, there are files, too."""
+        """With `kv_offload_folder`, there are files, too."""
         self._config, self._num_slots, self._num_pieces = config, num_slots, num_pieces
-        self.hash_block = own_hash if num_slots or num_state_blocks else hash_block
         self._of_blocks = num_blocks, config.block_size
         self._of_slots = num_slots, 0
         self._of_states = num_state_blocks, 0
@@ -39,7 +32,7 @@ class PersistentTables:
         """Return a pool over blocks of the memory `kv`."""
         records = MortalRecords(self._blocks, *self._of_blocks, life=life)
         records.begin(kv)
-        return BlockPool(self._of_blocks[0], self.hash_block, records)
+        return BlockPool(self._of_blocks[0], records)
 
     def state_pool(self, kv: int, life: Life) -> BlockPool | None:
         """Return a pool over state blocks of the memory `kv`, if there are some."""
@@ -48,7 +41,7 @@ class PersistentTables:
             return None
         records = MortalRecords(self._states, *self._of_states, life=life)
         records.begin(kv)
-        return BlockPool(number, self.hash_block, records)
+        return BlockPool(number, records)
 
     def use_host(self, scheduler: Scheduler, kv: int, life: Life) -> None:
         """Let a scheduler use the host tier of its workers, which is as old as their blocks."""

@@ -14,7 +14,6 @@ from penstock.protocol.messages.plan import BatchPlan, SampledTokens
 from penstock.protocol.messages.worker import GrammarCompiled
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
-from penstock.services.scheduler.blocks.block_records import hash_block
 from penstock.services.scheduler.in_flight_plan import PlanBuilder, PlanOutput
 from penstock.services.scheduler.scheduler import Scheduler
 from penstock.services.scheduler.sequence import Sequence, Status
@@ -50,7 +49,6 @@ class Simulation:
         num_blocks: int = 16,
         max_model_len: int = 32,
         num_watermark_blocks: int = 0,
-        hash_block: Callable[[bytes, bytes], bytes] = hash_block,
         num_ahead: int = 0,
         computes_once: bool = False,
         keeps_memory: bool = False,
@@ -70,7 +68,7 @@ class Simulation:
         self.blocks_per_state, self.num_host_slots = blocks_per_state, num_host_slots
         self.num_state_blocks, self.num_pieces = num_state_blocks, num_pieces
         numbers = num_blocks, num_host_slots, num_state_blocks, num_pieces
-        self.kept = PersistentTables(self.config, *numbers, hash_block)
+        self.kept = PersistentTables(self.config, *numbers)
         self.kv = 1  # id of the worker's memory
         self.life = Life()
         self.num_confirmed = 0

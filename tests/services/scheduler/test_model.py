@@ -24,7 +24,6 @@ from penstock.protocol.messages.structured import StructuredOutputs
 from penstock.services.scheduler import draft_scheduler, ngram_lookup, scheduler
 from penstock.services.scheduler.blocks import state_blocks
 from penstock.services.scheduler.blocks.block_manager import BlockManager
-from penstock.services.scheduler.blocks.block_records import HASH_BYTES, hash_block
 from penstock.services.scheduler.sequence import CannotFitError, Sequence
 from penstock.services.scheduler.step_costs import StepShape
 from tests.services.scheduler.builders import make_sequence
@@ -33,11 +32,6 @@ from tests.services.scheduler.simulation import Simulation
 
 BASES = [[*head, *[1, 2, 3] * 20] for head in ([], [1, 2, 2], [2, 2, 2], [2, 1], [3, 3, 1])]
 """prompts begin like one of these, so that many share blocks, or differ in the first block only"""
-
-
-def weak_hash(parent: bytes, token_ids: bytes) -> bytes:
-    """Four values for everything."""
-    return bytes([hash_block(parent, token_ids)[0] & 3]) * HASH_BYTES
 
 
 NONE = st.just(0)
@@ -79,7 +73,6 @@ def simulations(
         num_blocks=max(1, least + draw(st.integers(-1, 3) | st.integers(0, 3 * least))),
         max_model_len=max_model_len,
         num_watermark_blocks=draw(st.integers(0, 3)),
-        hash_block=draw(st.sampled_from([hash_block, weak_hash])),
         num_ahead=draw(st.integers(0, min(1, num_plans - 1))),
         block_size=block_size,
         max_num_seqs=max_num_seqs,

@@ -103,15 +103,6 @@ def test_blocks_that_failed_since_are_not_found() -> None:
     assert other.num_cached_tokens == 0
 
 
-def test_equal_hashes_of_different_prefixes_are_told_apart() -> None:
-    sim = Simulation(hash_block=lambda _, token_ids: token_ids[:4].ljust(HASH_BYTES))
-    sim.add([1, 1, 1, 1, 5, 6, 7], max_tokens=1)
-    sim.run()
-    sim.restart_scheduler()
-    sim.add([5, 6, 7, 8, 9], max_tokens=1)
-    sim.run()
-
-
 def test_a_tail_is_used_once() -> None:
     """Two requests of one prompt each write a last block."""
     sim = Simulation()

@@ -82,7 +82,7 @@ def test_blocks_of_wrong_drafts_only_are_kept_too() -> None:
         while (sequence.num_planned_tokens - 1) // 4 <= len(sequence.token_ids) // 4:
             sim.send() or sim.receive()
         preempt(sim, sequence)
-        has_more = len(sequence.full_blocks) * 4 - len(sequence.token_ids) >= 4
+        has_more = len(sequence.block_hashes) * 4 - len(sequence.token_ids) >= 4
         evict(sim, sequence)
         sim.run()
         assert sim.scheduler.num_recomputed_tokens == 0
@@ -110,7 +110,7 @@ def test_what_was_kept_is_forgotten_when_the_sequence_continues() -> None:
     sim = with_states(**SIZES)
     sequence = decoding(sim)
     preempt(sim, sequence)
-    hashes = [hash_ for hash_, _ in sequence.full_blocks[-sequence.num_kept_blocks :]]
+    hashes = sequence.block_hashes[-sequence.num_kept_blocks :]
     evict(sim, sequence)
     pieces = [key for _, key in offload_of(sim).pieces(0, hashes[-1])]
     assert offload_of(sim).num_found([*hashes, *pieces], False) == len(hashes) + len(pieces)
@@ -124,7 +124,7 @@ def test_what_was_kept_is_forgotten_when_the_request_is_aborted(is_evicted: bool
     sim = with_states(**SIZES)
     sequence = decoding(sim)
     preempt(sim, sequence)
-    hashes = [hash_ for hash_, _ in sequence.full_blocks[-sequence.num_kept_blocks :]]
+    hashes = sequence.block_hashes[-sequence.num_kept_blocks :]
     if is_evicted:
         evict(sim, sequence)
     sim.finish(sequence, "abort")
@@ -140,7 +140,7 @@ def test_a_sequence_needs_all_that_was_kept(index: int) -> None:
     sequence = decoding(sim, 6)
     preempt(sim, sequence)
     evict(sim, sequence)
-    hashes = [hash_ for hash_, _ in sequence.full_blocks[-sequence.num_kept_blocks :]]
+    hashes = sequence.block_hashes[-sequence.num_kept_blocks :]
     keys = [hashes[0], hashes[-1], list(offload_of(sim).pieces(0, hashes[-1]))[1][1]]
     offload_of(sim).discard([keys[index]])
     sim.send()
@@ -227,7 +227,7 @@ def test_what_is_kept_gets_no_files() -> None:
     sim = with_states(**SIZES, kv_offload_folder="folder")
     sequence = decoding(sim)
     preempt(sim, sequence)
-    hashes = [hash_ for hash_, _ in sequence.full_blocks[-sequence.num_kept_blocks :]]
+    hashes = sequence.block_hashes[-sequence.num_kept_blocks :]
     evict(sim, sequence)
     keys = [*hashes, *(key for _, key in offload_of(sim).pieces(0, hashes[-1]))]
     assert offload_of(sim).own >= set(keys)

@@ -76,7 +76,7 @@ def test_a_checkpoint_needs_all_its_pieces(index: int) -> None:
     sim.run()
     cached(sim, long_prompt(9))
     fill(sim)
-    pieces = list(offload_of(sim).pieces(0, first.full_blocks[3][0]))
+    pieces = list(offload_of(sim).pieces(0, first.block_hashes[3]))
     offload_of(sim).discard([pieces[index][1]])
     assert cached(sim, long_prompt(17)) == 8
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_needs_its_blocks() -> None:
     sim.run()
     cached(sim, long_prompt(9))
     fill(sim)
-    offload_of(sim).discard([first.full_blocks[2][0]])
+    offload_of(sim).discard([first.block_hashes[2]])
     assert cached(sim, long_prompt(17)) == 8
 
 
@@ -155,7 +155,7 @@ def test_a_damaged_file_of_a_checkpoint_is_computed_again() -> None:
     sim.worker.host.files = files
     sim.send()
     sim.answer()
-    pieces = offload_of(sim).pieces(0, first.full_blocks[3][0])
+    pieces = offload_of(sim).pieces(0, first.block_hashes[3])
     del files[list(pieces)[1][1]]
     assert cached(sim, long_prompt(17)) == 0, "files are requested once"
     assert cached(sim, [*long_prompt(16), 50]) == 16
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_a_sequence_that_failed_is_forgotten() -> None:
     first = sim.add(prompt, max_tokens=1)
     sim.run()
     fill(sim)
-    checkpoint, _ = first.full_blocks[1]
+    checkpoint = first.block_hashes[1]
     assert offload_of(sim).has_checkpoint(checkpoint, in_files=False)
     grammar = StructuredOutputs(regex="a")
     sim.add(prompt, max_tokens=20, seed=LOOP, structured_outputs=grammar)

@@ -43,7 +43,7 @@ def test_the_tokens_of_a_row_are_those_of_its_full_blocks_and_the_rest() -> None
     for _ in range(6):
         assert list(unpack(sequence.packed_token_ids())) == sequence.token_ids
         sim.step()
-    assert len(sequence.full_blocks) > 2
+    assert len(sequence.block_hashes) > 2
 
 
 def test_published_blocks_are_published_again_where_they_are_unknown() -> None:

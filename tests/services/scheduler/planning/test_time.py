@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from penstock.services.scheduler.blocks import state_blocks
 from penstock.services.scheduler.scheduler import NUM_TURNS
 from penstock.services.scheduler.sequence import Sequence, count_death
 from penstock.services.scheduler.step_costs import (
@@ -15,7 +16,7 @@ from penstock.services.scheduler.step_costs import (
 )
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.packed_plans import pairs
-from tests.services.scheduler.reference import LOOP
+from tests.services.scheduler.reference import EOS, LOOP
 from tests.services.scheduler.simulation import Simulation
 
 
@@ -265,6 +266,68 @@ def test_a_short_prompt_does_not_wait_for_the_blocks_of_a_long_one() -> None:
     sim.finish(stream, "abort")
 
 
+@pytest.mark.parametrize("clients", ["u", "abcd"])
+def test_any_number_of_prompts_that_wait_for_blocks_is_passed(clients: str) -> None:
+    """Also by their own client's requests, and by one that lacks blocks."""
+    sim = timed(target_itl_ms=100, num_blocks=520)
+    stream = learn(sim)
+    first = sim.add(long_prompt(1000), max_tokens=1, client="first")
+    sim.step()
+    awaiting = [
+        sim.add([*long_prompt(900), 5 + 10 * n, n], max_tokens=1, client=client)
+        for n in range(2)
+        for client in clients
+    ]
+    sim.step()
+    held = sim.add(long_prompt(1900, 30_000), max_tokens=1, client="held")
+    short = sim.add(long_prompt(12, 50_000), max_tokens=1, client=clients[-1])
+    while not short.finish_reason:
+        sim.step()
+    assert first.num_unplanned_tokens > 500
+    assert all(sequence in sim.scheduler.waiting for sequence in [*awaiting, held])
+    sim.finish(first, "abort")  # then another one computes the prefix
+    while not all(sequence.finish_reason for sequence in [*awaiting, held]):
+        sim.step()
+    assert [sequence.num_cached_tokens for sequence in awaiting].count(900) >= len(awaiting) - 1
+    sim.finish(stream, "abort")
+
+
+def test_a_prompt_does_not_wait_for_blocks_that_are_cached() -> None:
+    """A short prompt has computed more than the long one."""
+    sim = timed()
+    sim.add([*long_prompt(160), 5], max_tokens=1)
+    sim.run()
+    long = make_sequence(long_prompt(1900))
+    long.num_prefill_tokens, long.num_planned_tokens = 1900, 121
+    shared_end = sim.scheduler.block_manager.shared_end
+    for number, end in ((120, 0), (160, 0), (164, 164), (200, 200), (1900, 1900)):
+        assert shared_end(make_sequence([*long_prompt(number), *[7] * 40]), long) == end
+    other = make_sequence([*long_prompt(200), *[7] * 40], cache_salt="other")
+    assert shared_end(other, long) == 0
+
+
+def test_a_prompt_waits_for_a_checkpoint_and_not_for_blocks_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a model with recurrent state."""
+    monkeypatch.setattr(state_blocks, "STATE_CHUNK", 16)
+    monkeypatch.setattr(state_blocks, "MIN_SAVED", 64)
+    sim = timed(target_itl_ms=100, num_state_blocks=40)
+    stream = learn(sim)
+    before = [*long_prompt(639), EOS]
+    first = sim.add([*before, *long_prompt(400, 5000), EOS, 3], max_tokens=1)
+    sim.step()
+    assert 640 in first.checkpoints and first.num_planned_tokens < 500
+    other = sim.add([*before[:500], *long_prompt(400, 7000)], max_tokens=1)
+    second = sim.add([*before, *long_prompt(400, 6000), EOS, 3], max_tokens=1)
+    sim.step()
+    assert other in sim.scheduler.running
+    while not second.finish_reason:
+        sim.step()
+    assert second.num_cached_tokens == 640
+    sim.finish(stream, "abort")
+
+
 def test_the_end_of_a_long_prompt_waits_for_new_short_ones() -> None:
     sim = timed(target_itl_ms=100)
     stream = learn(sim)
@@ -292,6 +355,22 @@ def test_after_a_worker_s_death_chunks_are_short_again() -> None:
     plan = sim.send()
     assert plan is not None
     assert sum(number for _, number in pairs(plan.chunks)) <= FIRST_TOKENS
+
+
+def test_after_a_death_a_stream_continues_before_an_older_long_prompt() -> None:
+    """It has one token to compute, though its own prompt was long."""
+    sim = timed(target_itl_ms=100, keeps_memory=True)
+    learn(sim)
+    first = sim.add(long_prompt(1900), max_tokens=1)
+    stream = sim.add(long_prompt(700, 4000), max_tokens=50, ignore_eos=True)
+    while len(stream.token_ids) == 700:
+        sim.step()
+    assert first.num_unplanned_tokens > 200
+    sim.restart(keeps_memory=True)
+    sim.step()  # the turn of the oldest prompt
+    sim.add(long_prompt(300, 8000), max_tokens=1)
+    sim.send()
+    assert stream in sim.scheduler.in_flight[-1].sampled
 
 
 # ---- A slow step is not poison ---------------------------------------------------------------

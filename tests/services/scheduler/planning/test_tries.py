@@ -1,10 +1,11 @@
 """The cost of waiting sequences: tries that can't succeed, and hashes. A block has 4 tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from penstock.services.scheduler import scheduler
+from penstock.services.scheduler.blocks import block_manager
 from penstock.services.scheduler.blocks.block_manager import BlockManager
 from penstock.services.scheduler.blocks.block_pool import BlockPool
 from penstock.services.scheduler.blocks.block_records import hash_block
@@ -28,11 +29,12 @@ class Counts:
 def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counts]:
     own, match = Counts(), BlockPool.match
 
-    def counted(pool: BlockPool, full_blocks: object) -> list[int]:
+    def counted(pool: BlockPool, hashes: Iterable[bytes]) -> list[int]:
         own.matches += 1
-        return match(pool, full_blocks)  # type: ignore[arg-type]
+        return match(pool, hashes)
 
     monkeypatch.setattr(BlockPool, "match", counted)
+    monkeypatch.setattr(block_manager, "hash_block", own.hash_block)
     return own
 
 
@@ -41,7 +43,7 @@ def endless(sim: Simulation, prompt: list[int], **options: object) -> Sequence:
 
 
 def test_a_sequence_that_lacks_blocks_is_not_searched_for_again(counts: Counts) -> None:
-    sim = Simulation(num_blocks=20, max_model_len=80, hash_block=counts.hash_block)
+    sim = Simulation(num_blocks=20, max_model_len=80)
     first = endless(sim, long_prompt(16))
     sim.step()
     held = [endless(sim, long_prompt(64, 100 + 100 * i), client=f"{i}") for i in range(4)]
@@ -99,7 +101,7 @@ def test_a_freed_block_is_not_enough(counts: Counts) -> None:
 
 
 def test_a_new_prompt_is_hashed_as_it_is_computed(counts: Counts) -> None:
-    sim = Simulation(max_num_batched_tokens=8, hash_block=counts.hash_block)
+    sim = Simulation(max_num_batched_tokens=8)
     endless(sim, long_prompt(30))
     numbers = []
     for _ in range(3):
@@ -113,9 +115,7 @@ def test_cached_prompts_are_hashed_in_pieces_while_others_run(
     counts: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "BLOCKS_PER_PLAN", 4)
-    sim = Simulation(
-        num_blocks=100, max_model_len=100, max_num_seqs=16, hash_block=counts.hash_block
-    )
+    sim = Simulation(num_blocks=100, max_model_len=100, max_num_seqs=16)
     sim.add(long_prompt(60), max_tokens=1)
     sim.run()
     running = endless(sim, [5])
@@ -157,11 +157,9 @@ def test_a_plan_admits_few_long_prompts_that_are_cached(
     sim.run()
 
 
-def test_a_prompt_is_hashed_at_once_if_nothing_else_runs(
-    counts: Counts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_is_hashed_at_once_if_nothing_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "BLOCKS_PER_PLAN", 4)
-    sim = Simulation(num_blocks=100, max_model_len=100, hash_block=counts.hash_block)
+    sim = Simulation(num_blocks=100, max_model_len=100)
     sim.add(long_prompt(60), max_tokens=1)
     sim.run()
     cached = [sim.add([*long_prompt(56), 100], max_tokens=4) for _ in range(3)]
@@ -169,3 +167,34 @@ def test_a_prompt_is_hashed_at_once_if_nothing_else_runs(
     assert sim.scheduler.running == cached[:1]
     assert cached[0].num_cached_tokens == 56
     sim.run()
+
+
+def test_what_waits_for_a_long_prompt_s_blocks_is_not_hashed(counts: Counts) -> None:
+    """It is compared with the long one."""
+    sizes = {"num_blocks": 1000, "max_model_len": 2000, "target_itl_ms": 20}
+    sim = Simulation(machine=lambda shape: (1 + shape.num_tokens) / 1000, **sizes)  # type: ignore[arg-type]
+    stream = endless(sim, [1])
+    sim.step()
+    first = sim.add(long_prompt(1900), max_tokens=1)
+    while first.num_planned_tokens < 800:
+        sim.step()
+    waiting = [sim.add([*long_prompt(1850), 5 + n], max_tokens=1) for n in range(2)]
+    before = counts.hashes
+    sim.step()
+    assert all(sequence in sim.scheduler.waiting for sequence in waiting)
+    assert counts.hashes - before <= 20
+    sim.finish(stream, "abort")
+    sim.run()
+
+
+def test_blocks_that_were_found_leave_no_negative_budget() -> None:
+    """What is admitted next is found as a whole."""
+    sim = Simulation(num_blocks=100, max_model_len=200)
+    sim.add(long_prompt(101), max_tokens=1)
+    sim.run()
+    blocks = sim.scheduler.block_manager
+    for _ in range(2):
+        blocks.budget = 4
+        assert blocks.allocate(found := make_sequence([*long_prompt(100), 7]), False)
+        assert blocks.budget == 0
+        assert found.num_planned_tokens == 100

@@ -1,11 +1,11 @@
 """The order of admission, under clients that want everything."""
 
-from collections import deque
+from collections import Counter, deque
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.services.scheduler.sequence import Sequence
+from penstock.services.scheduler.sequence import Sequence, Status
 from penstock.services.scheduler.waiting_queue import WaitingQueue
 from tests.services.scheduler.builders import long_prompt, make_sequence
 from tests.services.scheduler.simulation import Simulation
@@ -23,32 +23,42 @@ class Pool:
         self.admitted: list[Sequence] = []
         self.held_at: dict[Sequence, int] = {}
         """held sequence → sequences that were admitted before"""
+        self.awaits: Counter[Sequence] = Counter()
+        """sequence → tokens that it will await of what has run longest; each runs a token a step"""
 
     @property
     def num_free(self) -> int:
         return CAPACITY - sum(len(one.token_ids) for one in self.running)
 
-    def add(self, length: int, client: str = "", priority: int = 0) -> Sequence:
+    def add(self, length: int, client: str = "", priority: int = 0, awaits: int = 0) -> Sequence:
         sequence = make_sequence([1] * length, client=client, priority=priority)
+        self.awaits[sequence] = awaits
         self.queue.add(sequence)
         return sequence
 
     def step(self) -> None:
         was_idle, had_work = not self.running, len(self.queue)
+        for sequence in self.running:
+            sequence.num_planned_tokens += 1
         for sequence in self.queue.candidates():
+            if (number := self.awaits.pop(sequence, 0)) and self.running:
+                other = self.running[0]
+                self.queue.await_blocks(sequence, other, other.num_planned_tokens + number)
+                continue
             if len(sequence.token_ids) > self.num_free:
                 self.queue.hold(sequence)
                 if sequence in self.queue._held:
                     self.held_at.setdefault(sequence, len(self.admitted))
                 continue
             self.queue.admit(sequence)
+            sequence.status = Status.RUNNING
             self.running.append(sequence)
             self.admitted.append(sequence)
         assert self.running or not (was_idle and had_work), "nothing runs, and something waits"
 
     def end_oldest(self) -> None:
         if self.running:
-            self.running.popleft()
+            self.running.popleft().status = Status.FINISHED
 
     def run(self) -> None:
         while len(self.queue):
@@ -57,9 +67,10 @@ class Pool:
 
 
 lengths = st.sampled_from([1, 1, 1, 2, 5, 20, 39, 40])
+awaits = st.sampled_from([0, 0, 1, 5])
 moves = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from("abcd"), st.integers(-1, 1), lengths),
+        st.tuples(st.sampled_from("abcd"), st.integers(-1, 1), lengths, awaits),
         st.sampled_from(["step", "step", "end", "abort", "preempt"]),
     ),
     max_size=80,
@@ -68,19 +79,20 @@ moves = st.lists(
 
 @settings(max_examples=300)
 @given(moves)
-def test_nobody_starves(moves: list[tuple[str, int, int] | str]) -> None:
+def test_nobody_starves(moves: list[tuple[str, int, int, int] | str]) -> None:
     """With up to four clients all that waits for blocks is retried in every step."""
     pool = Pool()
     sequences, gone = [], set()
     for move in moves:
         if isinstance(move, tuple):
-            sequences.append(pool.add(move[2], move[0], move[1]))
+            sequences.append(pool.add(move[2], move[0], move[1], move[3]))
         elif move == "step":
             pool.step()
         elif move == "end":
             pool.end_oldest()
         elif move == "preempt" and pool.running:
             pool.queue.put_back(victim := pool.running.pop())
+            victim.status = Status.WAITING
             pool.admitted.remove(victim)
         elif move == "abort" and len(pool.queue):
             gone.add(victim := list(pool.queue)[len(pool.queue) // 2])
@@ -90,15 +102,17 @@ def test_nobody_starves(moves: list[tuple[str, int, int] | str]) -> None:
 
 
 @settings(max_examples=300)
-@given(st.lists(st.one_of(st.tuples(st.sampled_from("abcd"), lengths), st.none()), max_size=80))
+@given(
+    st.lists(st.one_of(st.tuples(st.sampled_from("abcd"), lengths, awaits), st.none()), max_size=80)
+)
 def test_a_held_sequence_is_passed_by_no_more_tokens_than_it_has(
-    moves: list[tuple[str, int] | None],
+    moves: list[tuple[str, int, int] | None],
 ) -> None:
     """The last request that passes may be longer than what was left."""
     pool = Pool()
     for move in moves:
         if move:
-            pool.add(move[1], move[0])
+            pool.add(move[1], move[0], awaits=move[2])
         else:
             pool.end_oldest()
         pool.step()
@@ -111,6 +125,50 @@ def test_a_held_sequence_is_passed_by_no_more_tokens_than_it_has(
             if order.get(one, len(order)) > order[sequence]
         ]
         assert sum(passed[:-1]) < len(sequence.token_ids)
+
+
+def test_what_awaited_blocks_returns_to_its_place() -> None:
+    """Its client's later sequences come after it, and other clients have their turns."""
+    pool = Pool()
+    first = pool.add(5)
+    pool.step()
+    waiting = [pool.add(1, "many", awaits=2) for _ in range(3)]
+    pool.step()
+    passing = pool.add(1, "many")
+    pool.step()
+    assert pool.admitted == [first, passing]
+    new = [pool.add(1, client) for client in ("many", "other", "other")]
+    pool.step()
+    order = [pool.admitted.index(sequence) for sequence in [*waiting, new[0]]]
+    assert order == sorted(order)
+    assert pool.admitted.index(new[2]) < order[2]
+    assert len(pool.queue) == 0
+
+
+def test_what_awaits_blocks_waits_no_longer_than_the_other_runs() -> None:
+    pool = Pool()
+    first = pool.add(5)
+    pool.step()
+    waiting = [pool.add(1, "many", awaits=10) for _ in range(20)]
+    for _ in range(3):
+        pool.step()
+    assert pool.admitted == [first] and list(pool.queue) == waiting
+    pool.queue.remove(waiting[3])
+    pool.end_oldest()
+    pool.step()
+    assert pool.admitted == [first, *waiting[:3], *waiting[4:]]
+
+
+def test_what_awaited_blocks_is_held_if_it_lacks_some() -> None:
+    pool = Pool()
+    pool.add(30)
+    pool.step()
+    sequence = pool.add(20, awaits=1)
+    pool.step()
+    assert sequence not in pool.held_at
+    pool.step()
+    assert sequence in pool.held_at
+    pool.run()
 
 
 def test_a_client_with_a_thousand_sequences_leaves_every_other_place_to_another_one() -> None:
