@@ -115,7 +115,7 @@ def test_parent_evicted_before_its_child_spoils_the_cache_only_once() -> None:
 
 
 def test_what_follows_a_hidden_block_is_not_found_after_an_equal_block() -> None:
-    """It may have been computed from NaN."""
+    """Blocks after a hidden block may have been computed from NaN."""
     pool = BlockPool(4)
     compute(pool, X, Y)
     pool.unpublish(hashes(X))

@@ -309,7 +309,7 @@ def test_a_prompt_does_not_wait_for_blocks_that_are_cached() -> None:
 def test_a_prompt_waits_for_a_checkpoint_and_not_for_blocks_without_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a model with recurrent state."""
+    """A model with recurrent state has a checkpoint before the last message only."""
     monkeypatch.setattr(state_blocks, "STATE_CHUNK", 16)
     monkeypatch.setattr(state_blocks, "MIN_SAVED", 64)
     sim = timed(target_itl_ms=100, num_state_blocks=40)
@@ -358,7 +358,7 @@ def test_after_a_worker_s_death_chunks_are_short_again() -> None:
 
 
 def test_after_a_death_a_stream_continues_before_an_older_long_prompt() -> None:
-    """It has one token to compute, though its own prompt was long."""
+    """The stream has one token to compute, though its own prompt was long."""
     sim = timed(target_itl_ms=100, keeps_memory=True)
     learn(sim)
     first = sim.add(long_prompt(1900), max_tokens=1)

@@ -170,7 +170,7 @@ def test_a_prompt_is_hashed_at_once_if_nothing_else_runs(monkeypatch: pytest.Mon
 
 
 def test_what_waits_for_a_long_prompt_s_blocks_is_not_hashed(counts: Counts) -> None:
-    """It is compared with the long one."""
+    """Waiting prompts are compared with the long prompt by their tokens."""
     sizes = {"num_blocks": 1000, "max_model_len": 2000, "target_itl_ms": 20}
     sim = Simulation(machine=lambda shape: (1 + shape.num_tokens) / 1000, **sizes)  # type: ignore[arg-type]
     stream = endless(sim, [1])
@@ -188,7 +188,7 @@ def test_what_waits_for_a_long_prompt_s_blocks_is_not_hashed(counts: Counts) -> 
 
 
 def test_blocks_that_were_found_leave_no_negative_budget() -> None:
-    """What is admitted next is found as a whole."""
+    """The next admitted prompt is found as a whole."""
     sim = Simulation(num_blocks=100, max_model_len=200)
     sim.add(long_prompt(101), max_tokens=1)
     sim.run()

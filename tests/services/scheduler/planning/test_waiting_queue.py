@@ -128,7 +128,7 @@ def test_a_held_sequence_is_passed_by_no_more_tokens_than_it_has(
 
 
 def test_what_awaited_blocks_returns_to_its_place() -> None:
-    """Its client's later sequences come after it, and other clients have their turns."""
+    """A client's later sequences come after it, and other clients have their turns."""
     pool = Pool()
     first = pool.add(5)
     pool.step()
