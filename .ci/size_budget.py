@@ -15,8 +15,8 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 # without docstrings, comments and blank lines; an issue that adds a capability may raise the one
 # that it names by what its note justifies
-MAX_CORE_CODE_LINES = 29_985
-MAX_EXTRAS_CODE_LINES = 10_491
+MAX_CORE_CODE_LINES = 29_586
+MAX_EXTRAS_CODE_LINES = 10_764
 CONTRACT = "core never imports an extra"
 LAYOUT = {
     tokenize.COMMENT,

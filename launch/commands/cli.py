@@ -54,19 +54,18 @@ MODULES = {
     **{name: f"commands.client:add_{name}" for name in ("ask", "chat")},
     **{name: f"commands.completion:add_{name}" for name in ("completion", "help")},
     # extras, which no other module imports
-    "batch": "extras.batch",
-    "models": "extras.models",
-    "tune": "extras.tune",
+    **{name: f"extras.{name}" for name in ("batch", "models", "top", "tune")},
+    "collect-env": "extras.collect_env",
     "bench": "bench.commands",
     "chaos": "chaos.run",
 }
 # handling of characters and bytes that a stream's encoding lacks
 _UNENCODABLE = {"stdin": "replace", "stdout": "backslashreplace", "stderr": "backslashreplace"}
 FIRST_STEPS = """\
-Penstock serves Qwen3 models from a pipeline of small processes.
+Penstock serves Qwen models from a pipeline of small processes.
 
   launch all                  serve the demo model, on the CPU if there is no GPU
-  launch serve MODEL          serve a Qwen3 checkpoint: its folder, or its name on the
+  launch serve MODEL          serve a Qwen checkpoint: its folder, or its name on the
                               Hugging Face Hub, such as Qwen/Qwen3-8B
   launch ask "17+25="         send a prompt from another terminal; or open
                               http://127.0.0.1:8000 in a browser
@@ -87,6 +86,14 @@ class Parser(argparse.ArgumentParser):
         self.module = ""
         if module:
             getattr(import_module(module), function or "add_arguments")(self)
+
+    def load_named(self, words: Sequence[str]) -> None:
+        """Load this parser and, among its commands, those that `words` contain."""
+        self.load()
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name in action.choices.keys() & words:
+                    action.choices[name].load_named(words)
 
     def error(self, message: str) -> NoReturn:
         """Raise LaunchError."""
@@ -197,6 +204,8 @@ def main() -> NoReturn:
     signals stop a pipeline, so that `launch all` exits with 0, however far its start has come.
     """
     _prepare_streams()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for the words that may follow
+        _complete(os.environ["COMP_LINE"].split())
     command = next((word for word in sys.argv[1:] if word in COMMANDS), "")
     is_server = command in ("all", "serve")
     # raised as an exception, so that blocks end their processes
@@ -226,6 +235,15 @@ def main() -> NoReturn:
         print(f"launch: {error}", file=sys.stderr)
         code = 1
     sys.exit(code)
+
+
+def _complete(words: list[str]) -> None:
+    """Write the words that may follow `words` for the script of `launch completion`, and exit."""
+    import argcomplete
+
+    parser = make_parser()
+    parser.load_named(words)
+    argcomplete.autocomplete(parser)
 
 
 def _is_of_client(error: Exception) -> bool:
@@ -281,6 +299,6 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        module = MODULES.get(name, f"commands.{name.replace('-', '_')}")
+        module = MODULES.get(name, f"commands.{name}")
         command.module = f"penstock.launch.{module}"
     return parser

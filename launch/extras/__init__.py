@@ -1,1 +1,1 @@
-"""Commands that are not necessary for a pipeline: batches, checkpoints on this machine, tuning."""
+"""Commands that no pipeline needs: batches, models on this machine, tuning, a live table, facts."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.commands import collect_env as module
+from penstock.launch.extras import collect_env as module
 from penstock.protocol.config import DISTRIBUTION
 
 NVIDIA_SMI = """\

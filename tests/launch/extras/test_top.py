@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from penstock.launch.commands.top import Report, quantile, view
+from penstock.launch.extras.top import Report, quantile, view
 from penstock.protocol.config import Config
 from penstock.protocol.messages.status import (
     Histogram,
