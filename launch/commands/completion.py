@@ -2,8 +2,6 @@
 
 from argparse import ArgumentParser, Namespace
 
-from argcomplete.shell_integration import shellcode
-
 from penstock.launch.commands.cli import make_parser
 
 
@@ -12,13 +10,15 @@ def add_completion(command: ArgumentParser) -> None:
     shells = ("bash", "zsh", "fish")
     command.add_argument("shell", choices=shells, metavar="SHELL", help=", ".join(shells))
     command.epilog = (
-        'In bash and zsh, `eval "$(launch completion bash)"` uses it at once, and from a start-up '
-        "file such as ~/.bashrc in each new shell. fish reads "
+        'In bash, and in zsh after `compinit`, `eval "$(launch completion bash)"` uses it at once, '
+        "and from a start-up file such as ~/.bashrc in each new shell. fish reads "
         "~/.config/fish/completions/launch.fish."
     )
 
 
 def _completion(arguments: Namespace) -> int:
+    from argcomplete.shell_integration import shellcode
+
     print(shellcode(["launch"], shell=arguments.shell), end="")
     return 0
 
