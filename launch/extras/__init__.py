@@ -1,1 +1,1 @@
-"""Commands that no pipeline needs: batches, models on this machine, tuning, a live table, facts."""
+"""Commands that no pipeline needs: batches, models, tuning, a live table, problem reports."""

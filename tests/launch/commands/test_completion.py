@@ -26,7 +26,7 @@ _python_argcomplete
 """,
     "fish": "source -; complete -C $argv[1]",
 }
-# the folder of `launch`
+# with the folder of `launch`
 ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
