@@ -205,9 +205,12 @@ def main() -> NoReturn:
     """
     _prepare_streams()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for the words that may follow
-        _complete(os.environ["COMP_LINE"].split())
-    command = next((word for word in sys.argv[1:] if word in COMMANDS), "")
-    is_server = command in ("all", "serve")
+        import argcomplete
+
+        parser = make_parser()
+        parser.load_named(os.environ["COMP_LINE"].split())
+        argcomplete.autocomplete(parser)  # exits
+    is_server = next((word for word in sys.argv[1:] if word in COMMANDS), "") in ("all", "serve")
     # raised as an exception, so that blocks end their processes
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(0 if is_server else 128 + number))
     try:
@@ -235,15 +238,6 @@ def main() -> NoReturn:
         print(f"launch: {error}", file=sys.stderr)
         code = 1
     sys.exit(code)
-
-
-def _complete(words: list[str]) -> None:
-    """Write the words that may follow `words` for the script of `launch completion`, and exit."""
-    import argcomplete
-
-    parser = make_parser()
-    parser.load_named(words)
-    argcomplete.autocomplete(parser)
 
 
 def _is_of_client(error: Exception) -> bool:

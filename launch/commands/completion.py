@@ -25,8 +25,7 @@ def _completion(arguments: Namespace) -> int:
 
 def add_help(command: ArgumentParser) -> None:
     command.set_defaults(run=_help)
-    text = "a command, such as `status` or `bench serve` (default: all)"
-    command.add_argument("words", metavar="COMMAND", nargs="*", help=text)
+    command.add_argument("words", metavar="COMMAND", nargs="*", help="such as `ask` (default: all)")
 
 
 def _help(arguments: Namespace) -> int:

@@ -25,8 +25,8 @@ class ContentPart(Struct, kw_only=True):
     """A part of a message; only text is supported."""
 
     type: str
-    text: str = ""
-    refusal: str = ""  # text of an assistant's refusal
+    text: str | None = None
+    refusal: str | None = None  # text of an assistant's refusal
 
 
 class FunctionCall(Struct, kw_only=True):
@@ -118,11 +118,15 @@ def _text(message: Message, path: str) -> str | list[str]:
         raise MessageError(path, "got null, expected a string or a list of text parts")
     if not isinstance(content, list):
         return content or ""
+    texts = []
     for number, part in enumerate(content):
         if part.type not in _TEXTS:
             sentence = f"got {part.type!r}, expected 'text': the model reads text only"
             raise MessageError(f"{path}[{number}].type", sentence)
-    texts = [part.refusal if part.type == "refusal" else part.text for part in content]
+        field = "refusal" if part.type == "refusal" else "text"
+        if getattr(part, field) is None:
+            raise MessageError(f"{path}[{number}].{field}", "got nothing, expected a string")
+        texts.append(getattr(part, field))
     return texts if len(texts) > 1 else "".join(texts)
 
 

@@ -68,7 +68,7 @@ def test_as_the_reference(moves: list[tuple[object, ...]]) -> None:
                 reference.remove(item := entry[2])
                 reference.add(item, entry[3], entry[0])
         else:
-            results = [getattr(one, str(name))(*arguments) for one in (queue, reference)]
+            results = [getattr(tried, str(name))(*arguments) for tried in (queue, reference)]
             found = bool(results[0]) if name == "remove" else results[0]
             assert found == results[1]
         assert list(queue) == [item for _, item, _ in reference.items]

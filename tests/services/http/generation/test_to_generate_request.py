@@ -227,6 +227,15 @@ def test_images_are_refused(role: str, kind: str) -> None:
     assert error.param == "messages[1].content[1].type"
 
 
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text", "refusal"])
+def test_a_part_without_text_is_refused(kind: str) -> None:
+    field = "refusal" if kind == "refusal" else "text"
+    parts = [{"type": kind, field: ""}, {"type": kind}]
+    messages = [USER, {"role": "assistant", "content": parts}]
+    error = refusal(chat_messages, chat(messages=messages).messages).body.error
+    assert error.message == f"messages[1].content[1].{field}: got nothing, expected a string"
+
+
 @pytest.mark.parametrize("role", ["user", "system", "developer", "tool", "assistant"])
 @pytest.mark.parametrize("message", [{}, {"content": None}])
 def test_only_an_assistant_may_have_no_content(role: str, message: dict[str, Any]) -> None:
